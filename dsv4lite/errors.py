@@ -1,0 +1,173 @@
+"""Every exception that dsv4lite raises on purpose.
+
+    DSV4LiteError
+    ├── ConfigError              a setting is unknown, out of range, or contradicts another
+    │   └── UnsupportedError     two features, or a feature and this model or machine, cannot work together
+    ├── InvalidRequestError      a request's parameter is wrong (parameter, value)
+    │   └── ContextLengthError   prompt and completion do not fit (length, limit)
+    ├── QueueFullError           too many requests are waiting (limit, retry_after)
+    ├── EngineStateError         the engine's state does not allow the call (state, allowed)
+    │   └── WeightsNotLoadedError    weights are absent or invalid until the next commit
+    ├── CheckpointError          a checkpoint is incomplete or malformed (problems: all of them)
+    ├── WeightUpdateError        an update does not match the model (missing, unexpected, mismatched)
+    ├── CapacityError            the model or its state does not fit (plan, advice); found before loading
+    ├── RequestFailedError       one request failed and the engine lives on (output so far)
+    └── EngineDeadError          the engine failed (rank, phase); ``__cause__`` is the reason
+
+Abort and deadline are not errors: they are finish reasons. Cancellation of the caller's scope passes unaltered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4lite.request import RequestOutput
+
+
+class DSV4LiteError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(DSV4LiteError, ValueError):
+    """A configuration value is unknown, out of range, or contradicts another."""
+
+
+class UnsupportedError(ConfigError):
+    """A combination of features, or of a feature with this model or machine, cannot work."""
+
+
+class InvalidRequestError(DSV4LiteError, ValueError):
+    """A request is malformed.
+
+    Attributes:
+        parameter: Name of the offending parameter.
+        value: What was given.
+    """
+
+    def __init__(self, message: str, *, parameter: str, value: object = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested completion exceed the model's or the engine's limit (in tokens)."""
+
+    def __init__(self, message: str, *, length: int, limit: int, parameter: str = "prompt") -> None:
+        super().__init__(message, parameter=parameter, value=length)
+        self.length = length
+        self.limit = limit
+
+
+class QueueFullError(DSV4LiteError):
+    """The bounded queue is full and the caller asked not to wait.
+
+    Attributes:
+        limit: ``max_queued_requests``.
+        retry_after: Estimated seconds until a place is free.
+    """
+
+    def __init__(self, message: str, *, limit: int, retry_after: float) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after = retry_after
+
+
+class EngineStateError(DSV4LiteError):
+    """The engine's state does not allow the call.
+
+    Attributes:
+        state: The state it is in.
+        allowed: The states in which the call is allowed.
+    """
+
+    def __init__(self, message: str, *, state: str, allowed: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.state = state
+        self.allowed = tuple(allowed)
+
+
+class WeightsNotLoadedError(EngineStateError):
+    """There are no valid weights to generate with."""
+
+
+class CheckpointError(DSV4LiteError):
+    """A checkpoint is missing something, has something unexpected, or is malformed.
+
+    Attributes:
+        problems: One line for every problem that was found, not only the first.
+    """
+
+    def __init__(self, message: str, *, problems: Iterable[str] = ()) -> None:
+        self.problems = tuple(problems)
+        shown = [f"\n  - {p}" for p in self.problems[:40]]
+        if len(self.problems) > 40:
+            shown.append(f"\n  … and {len(self.problems) - 40} more")
+        super().__init__(message + "".join(shown))
+
+
+class WeightUpdateError(DSV4LiteError):
+    """A weight update does not match the model; nothing was published.
+
+    Attributes:
+        missing: Names the model needs and the update did not bring.
+        unexpected: Names the model does not know.
+        mismatched: Lines ``name: got … expected …``.
+    """
+
+    def __init__(
+        self, message: str, *, missing: Iterable[str] = (), unexpected: Iterable[str] = (), mismatched: Iterable[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+
+
+class CapacityError(DSV4LiteError):
+    """The model, or one sequence of the wanted length, does not fit in memory. Raised before anything is loaded.
+
+    Attributes:
+        plan: The ``MemoryPlan`` that did not fit.
+        advice: What would make it fit.
+    """
+
+    def __init__(self, message: str, *, plan: object = None, advice: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.plan = plan
+        self.advice = tuple(advice)
+
+
+class RequestFailedError(DSV4LiteError):
+    """One request failed (its logits were not finite, its callback raised, …); the engine serves the others.
+
+    Attributes:
+        output: What had been generated until then.
+    """
+
+    def __init__(self, message: str, *, output: RequestOutput | None = None) -> None:
+        super().__init__(message)
+        self.output = output
+
+
+class EngineDeadError(DSV4LiteError):
+    """The engine failed; the original exception is ``__cause__``.
+
+    Attributes:
+        rank: Global rank on which it happened.
+        phase: What the engine was doing: ``start``, ``load``, ``step``, ``collective``, ``close`` …
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, phase: str = "step") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+
+
+def near_match(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
