@@ -1,0 +1,132 @@
+"""What an engine is made of: settings, validated once, never changed afterwards. The only reader of ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4lite.errors import ConfigError, near_match
+
+LoadFormat = Literal["auto", "dummy"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
+Progress = Callable[["LoadProgress"], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """One report of a long operation.
+
+    Attributes:
+        phase: ``read``, ``warmup``, …
+        done: Units finished so far.
+        total: Units in all.
+        unit: ``bytes``, ``kernels``, …
+    """
+
+    phase: str
+    done: int
+    total: int
+    unit: str = "bytes"
+
+
+def tiny_model() -> str:
+    """Return the folder of the small V4 checkpoint that ships with the package."""
+    return str(Path(__file__).resolve().parent / "assets" / "tiny")
+
+
+def default_cache_dir() -> str:
+    """Return the folder for compiled kernels: ``$DSV4LITE_CACHE``, else ``$XDG_CACHE_HOME/dsv4lite``, else ``~/.cache/dsv4lite``."""
+    explicit = os.environ.get("DSV4LITE_CACHE")
+    if explicit:
+        return explicit
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4lite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: Folder of a checkpoint, or a hub id.
+        revision: Hub revision: branch, tag or commit.
+        tokenizer: Folder with ``tokenizer.json``; default is the model's own.
+        dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones).
+        kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for plain ones.
+        load_format: ``dummy`` fills the model with plausible random weights and needs only a config.
+        device: ``auto`` takes CUDA when there is one.
+        max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.
+        max_num_seqs: Most sequences running at once.
+        max_num_batched_tokens: Most tokens in one step; prompts are prefilled in chunks of at most this.
+        gpu_memory_utilization: Fraction of the device's memory that weights and state may take together.
+        kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On CPU the default is 1 GiB.
+        max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.
+        enable_prefix_caching: Share the state of equal prompt prefixes.
+        prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
+        deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit.
+        seed: Seed of requests that give none.
+        progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
+        compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
+    """
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: Dtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
+    load_format: LoadFormat = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_queued_requests: int = 10_000
+    enable_prefix_caching: bool = True
+    prefix_checkpoint_tokens: int = 2048
+    deterministic: bool = False
+    seed: int = 0
+    progress: bool | Progress = False
+    compile_cache_dir: str | None = None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
+            raise ConfigError(f"model={self.model!r} must be a folder or a hub id")
+        object.__setattr__(self, "model", str(self.model))
+        for name, options in (
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("kv_cache_dtype", ("auto", "fp8", "bfloat16", "float32")),
+            ("load_format", ("auto", "dummy")),
+        ):
+            value = getattr(self, name)
+            if value not in options:
+                raise ConfigError(f"{name}={value!r} must be one of {options}{near_match(str(value), options)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        for name in ("max_model_len", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1, or None")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
+        if self.prefix_checkpoint_tokens < 256 or self.prefix_checkpoint_tokens % 256:
+            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:
+        """Build from a mapping.
+
+        Raises:
+            ConfigError: For an unknown key, with a near match, or a value out of range.
+        """
+        names = [f.name for f in fields(cls)]
+        for key in settings:
+            if key not in names:
+                raise ConfigError(f"unknown engine setting {key!r}{near_match(key, names)}")
+        return cls(**settings)

@@ -1,0 +1,531 @@
+"""The vocabulary of a request: what goes in, what comes out. Plain data, no engine."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4lite.text.parse import ToolCall
+    from dsv4lite.text.structured import StructuredOutputs
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+LogprobsMode = Literal["raw", "processed"]
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+def _require(ok: bool, parameter: str, value: object, rule: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{parameter}={value!r}: {rule}", parameter=parameter, value=value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Every setting is neutral by default: ``SamplingParams()`` samples from the model's own distribution until the end-of-sequence
+    token or the context limit. ``None`` in place of a ``SamplingParams`` means the checkpoint's ``generation_config.json``.
+
+    Attributes:
+        n: Completions per prompt; they share the prompt's KV and differ in their random draws.
+        max_tokens: Most tokens to generate; ``None`` runs to ``max_model_len``.
+        min_tokens: End-of-sequence and ``stop_token_ids`` are not sampled before that many tokens.
+        temperature: 0 is greedy.
+        top_p: Nucleus: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: Keep the k most probable tokens; 0 keeps all.
+        min_p: Drop tokens below this fraction of the most probable token's probability, in [0, 1].
+        presence_penalty: Subtracted from the logit of every token generated so far, in [-2, 2].
+        frequency_penalty: The same, times the number of occurrences, in [-2, 2].
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, > 0.
+        seed: Makes the draws repeatable: they depend on (seed, completion index, position) alone.
+        stop: Strings that end the completion; they may span token borders.
+        stop_token_ids: Token ids that end it, besides end-of-sequence.
+        include_stop_str_in_output: Keep the matched stop string in the text.
+        ignore_eos: Generate past end-of-sequence.
+        bad_words_ids: Token sequences that must not be generated.
+        logit_bias: Added to logits, by token id.
+        allowed_token_ids: Only these may be sampled.
+        logprobs: Return log-probabilities of the sampled token and of this many best tokens; 0 for the sampled one only.
+        prompt_logprobs: The same for the prompt's tokens.
+        logprobs_mode: ``raw``: the model's distribution; ``processed``: the one that was sampled from.
+        structured_outputs: Constrain the text to a JSON schema, a regex, a choice or a grammar.
+        thinking_budget: Most tokens inside ``<think>``; then ``</think>`` is forced.
+        return_routed_experts: Return the experts chosen for every token and layer.
+        detokenize: Return text (needed for ``stop``).
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    structured_outputs: StructuredOutputs | None = None
+    thinking_budget: int | None = None
+    return_routed_experts: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            put(self, name, tuple(getattr(self, name)))
+        put(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if isinstance(self.structured_outputs, Mapping):
+            from dsv4lite.text.structured import StructuredOutputs
+
+            put(self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
+        self._check_lengths()
+        self._check_distribution()
+        self._check_tokens()
+
+    def _check_lengths(self) -> None:
+        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "must be an integer of at least 1")
+        if self.max_tokens is not None:
+            _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1, or None")
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
+        _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
+        for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and value >= 0), name, value, "must be an integer of at least 0, or None")
+        _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode", self.logprobs_mode, "must be 'raw' or 'processed'")
+        _require(self.detokenize or not self.stop, "stop", self.stop, "stop strings need detokenize=True")
+        _require(
+            self.detokenize or self.structured_outputs is None,
+            "structured_outputs",
+            self.structured_outputs,
+            "needs detokenize=True",
+        )
+
+    def _check_distribution(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "must be a finite number")
+        _require(self.temperature >= 0, "temperature", self.temperature, "must be at least 0; 0 is greedy")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be at least 0; 0 keeps every token")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "must be in [-2, 2]")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "must be in [-2, 2]")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0; 1 is neutral")
+        _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "must be an integer or None")
+
+    def _check_tokens(self) -> None:
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
+        _require(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
+        _require(
+            all(word and all(_is_int(t) and t >= 0 for t in word) for word in self.bad_words_ids),
+            "bad_words_ids",
+            self.bad_words_ids,
+            "must be non-empty sequences of token ids",
+        )
+        if self.logit_bias is not None:
+            for token, bias in self.logit_bias.items():
+                _require(_is_int(token) and token >= 0, "logit_bias", token, "keys must be token ids")
+                _require(_is_number(bias), "logit_bias", bias, f"the bias of token {token} must be a finite number")
+        if self.allowed_token_ids is not None:
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", self.allowed_token_ids, "must not be empty")
+            _require(
+                all(_is_int(t) and t >= 0 for t in self.allowed_token_ids),
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                "must be token ids",
+            )
+
+    @property
+    def greedy_sampling(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """Return a copy with some fields changed, validated again."""
+        return replace(self, **changes)
+
+    @classmethod
+    def greedy(cls, *, max_tokens: int | None = None, stop: Sequence[str] = (), logprobs: int | None = None) -> SamplingParams:
+        """Most probable token at every position."""
+        return cls(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop), logprobs=logprobs)
+
+    @classmethod
+    def for_rollout(cls, **settings: Any) -> SamplingParams:
+        """Neutral sampling for reinforcement learning: token ids with the log-probabilities they were sampled with.
+
+        Sets ``logprobs=0``, ``logprobs_mode="processed"`` and ``detokenize=False``; keyword arguments override.
+        """
+        return cls(**{"logprobs": 0, "logprobs_mode": "processed", "detokenize": False, **settings})
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
+        """Read the fields of a ``generation_config.json`` that concern sampling; ``do_sample=false`` is greedy."""
+        known = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+        settings = {k: v for k, v in config.items() if k in known and v is not None}
+        if config.get("max_new_tokens") is not None:
+            settings["max_tokens"] = config["max_new_tokens"]
+        if not config.get("do_sample", True):
+            settings["temperature"] = 0.0
+        eos = config.get("eos_token_id")
+        if isinstance(eos, (list, tuple)):
+            settings["stop_token_ids"] = tuple(eos)
+        return cls(**settings)
+
+    @classmethod
+    def from_openai(cls, body: Mapping[str, Any]) -> SamplingParams:
+        """Translate the sampling part of an OpenAI-style request body; keys that do not concern sampling are ignored.
+
+        Raises:
+            InvalidRequestError: For a value out of range.
+        """
+        names = {f.name for f in fields(cls)}
+        settings: dict[str, Any] = {k: v for k, v in body.items() if k in names and v is not None}
+        if body.get("max_completion_tokens") is not None:
+            settings["max_tokens"] = body["max_completion_tokens"]
+        if isinstance(body.get("stop"), str):
+            settings["stop"] = (body["stop"],)
+        if isinstance(settings.get("logprobs"), bool):
+            settings["logprobs"] = int(body.get("top_logprobs") or 0) if settings["logprobs"] else None
+        if body.get("logit_bias"):
+            settings["logit_bias"] = {int(k): float(v) for k, v in body["logit_bias"].items()}
+        response = body.get("response_format") or {}
+        if response.get("type") == "json_schema":
+            settings["structured_outputs"] = {"json": response["json_schema"]["schema"]}
+        elif response.get("type") == "json_object":
+            settings["structured_outputs"] = {"json": {"type": "object"}}
+        return cls(**settings)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping.
+
+        Raises:
+            InvalidRequestError: For an unknown key, with a near match, or a value out of range.
+        """
+        names = [f.name for f in fields(cls)]
+        for key in settings:
+            if key not in names:
+                raise InvalidRequestError(f"unknown sampling parameter {key!r}{near_match(key, names)}", parameter=key)
+        return cls(**settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Logprobs:
+    """Log-probabilities of T tokens as CPU tensors.
+
+    Attributes:
+        sampled: float32 [T], of the token at each position.
+        ranks: int32 [T], 1 for the most probable token.
+        token_ids: int32 [T, K], the K best tokens; K may be 0.
+        values: float32 [T, K], their log-probabilities.
+        mode: Of which distribution.
+    """
+
+    sampled: torch.Tensor
+    ranks: torch.Tensor
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    mode: LogprobsMode = "raw"
+
+    def __len__(self) -> int:
+        return int(self.sampled.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one request, from its submission.
+
+    Attributes:
+        queued: Until its first step.
+        first_token: Until its first token; 0 if there was none.
+        total: Until it ended.
+    """
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to one completion of a stream.
+
+    Attributes:
+        index: Which of the ``n`` completions.
+        text: New text; empty while characters or a possible stop string are held back.
+        token_ids: New tokens.
+        logprobs: Of the new tokens, if asked for.
+        finish_reason: Set on the completion's last delta.
+        reasoning: New reasoning text (``chat_stream`` only; ``text`` is then the content).
+        tool_calls: Tool calls that became complete (``chat_stream`` only).
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One finished completion.
+
+    Attributes:
+        finish_reason: ``stop`` (end-of-sequence or a stop string or id), ``length``, ``abort``, ``deadline`` or ``error``.
+        stop_reason: The stop string or token id that ended it; ``None`` for end-of-sequence.
+        cumulative_logprob: Sum of the sampled tokens' log-probabilities, if they were asked for.
+        weight_versions: Spans ``(version, start, end)`` of token indices and the weights they were generated with.
+        routed_experts: int16 [tokens, MoE layers, experts per token] for prompt and completion without the last token.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
+    weight_versions: tuple[tuple[int, int, int], ...] = ()
+    routed_experts: torch.Tensor | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """All completions of one request.
+
+    Attributes:
+        index: Position in the batch the request came with, else 0.
+        error: With ``on_error="return"``, why the request failed; ``outputs`` may then be partial or empty.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    index: int = 0
+    prompt_logprobs: Logprobs | None = None
+    usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
+    timing: Timing = field(default_factory=Timing)
+    error: DSV4LiteError | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text if self.outputs else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first completion."""
+        return self.outputs[0].token_ids if self.outputs else ()
+
+    @property
+    def reasoning(self) -> str | None:
+        """Reasoning of the first completion, after ``chat``."""
+        return self.outputs[0].reasoning if self.outputs else None
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls of the first completion, after ``chat``."""
+        return self.outputs[0].tool_calls if self.outputs else ()
+
+    def to_openai(self, *, model: str = "dsv4lite", chat: bool = False, created: int = 0) -> dict[str, Any]:
+        """Return the body of an OpenAI-style (chat) completion response."""
+        choices = []
+        for out in self.outputs:
+            reason = "tool_calls" if out.tool_calls else {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
+            choice: dict[str, Any] = {"index": out.index, "finish_reason": reason}
+            if chat:
+                message: dict[str, Any] = {"role": "assistant", "content": out.text}
+                if out.reasoning is not None:
+                    message["reasoning_content"] = out.reasoning
+                if out.tool_calls:
+                    message["tool_calls"] = [
+                        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in out.tool_calls
+                    ]
+                choice["message"] = message
+            else:
+                choice["text"] = out.text
+            choices.append(choice)
+        return {
+            "id": self.request_id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "total_tokens": self.usage.total_tokens,
+                "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt on its way to the engine: token ids only, validated.
+
+    Attributes:
+        deadline: Absolute ``time.monotonic()`` second, or ``None``.
+        priority: Smaller runs earlier; equal ones run in order of arrival.
+        cache_salt: Requests share cached prefixes only with requests of the same salt.
+        eos_token_id: End-of-sequence of the checkpoint, ``None`` if it has none.
+        think_ids: Ids of ``<think>`` and ``</think>``, if the vocabulary has them.
+        score_from: Index of the first prompt token whose log-probability is wanted, at least 1; ``None`` if none is.
+        generate: ``False`` only scores the prompt: its last token is not run and nothing is sampled.
+        arrival: ``time.monotonic()`` second of submission.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+    eos_token_id: int | None = None
+    think_ids: tuple[int, int] | None = None
+    score_from: int | None = None
+    generate: bool = True
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLogprob:
+    """Log-probability of one token, with the best alternatives as CPU tensors int32 [K] and float32 [K]."""
+
+    logprob: float
+    rank: int
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequenceUpdate:
+    """What one engine step did to one sequence of a request; a list of these crosses to the event loop once per step.
+
+    Attributes:
+        index: Which of the ``n`` sequences.
+        token_ids: New tokens, in order; empty on a bare end.
+        logprobs: One per new token, if asked for.
+        prompt_logprobs: For prompt tokens whose scores became known in this step, in order; sequence 0 only.
+        finish_reason: Set on the last update of the sequence.
+        stop_reason: A stop token id other than end-of-sequence.
+        cached_tokens: Prompt tokens taken from the prefix cache, set on the first update.
+        error: Why the sequence failed, with ``finish_reason="error"``.
+    """
+
+    request_id: str
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    cached_tokens: int = 0
+    started: float = 0.0
+    weight_version: int = 0
+    routed_experts: torch.Tensor | None = None
+    error: DSV4LiteError | None = None
+
+
+class Phase(enum.Enum):
+    """State of an engine; see ``docs/api.md`` for which calls each allows."""
+
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    WEIGHTS_INVALID = "weights_invalid"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+def check_request(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, vocab_size: int, max_model_len: int, max_logprobs: int | None = None
+) -> None:
+    """Check a request against the limits of the model.
+
+    Raises:
+        InvalidRequestError: For an empty prompt, or an id that the vocabulary does not have.
+        ContextLengthError: When the prompt leaves no room for a single token, or ``max_tokens`` does not fit.
+    """
+    length = len(prompt_token_ids)
+    if length == 0:
+        raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
+    for t in prompt_token_ids:
+        if not _is_int(t) or not 0 <= t < vocab_size:
+            raise InvalidRequestError(f"prompt token id {t!r} is outside the vocabulary [0, {vocab_size})", parameter="prompt", value=t)
+    if length >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {max_model_len - 1} and one to generate",
+            length=length,
+            limit=max_model_len,
+        )
+    if params.max_tokens is not None and length + params.max_tokens > max_model_len:
+        raise ContextLengthError(
+            f"prompt ({length} tokens) plus max_tokens={params.max_tokens} exceed max_model_len={max_model_len};"
+            " shorten the prompt, lower max_tokens, or leave max_tokens=None",
+            length=length + params.max_tokens,
+            limit=max_model_len,
+            parameter="max_tokens",
+        )
+    limit = vocab_size if max_logprobs is None else min(max_logprobs, vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        _require(value is None or value <= limit, name, value, f"must be at most {limit}")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for t in getattr(params, name) or ():
+            _require(t < vocab_size, name, t, f"is outside the vocabulary [0, {vocab_size})")
+    for word in params.bad_words_ids:
+        for t in word:
+            _require(t < vocab_size, "bad_words_ids", t, f"is outside the vocabulary [0, {vocab_size})")
