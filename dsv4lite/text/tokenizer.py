@@ -1,0 +1,232 @@
+"""Text to token ids and back, at once or as the ids arrive.
+
+DeepSeek's vocabularies are byte-level: a token is a sequence of bytes, and a character may span several tokens. Decoding therefore
+joins the bytes of the tokens and reads them as UTF-8, which incrementally is exactly what the standard library's decoder does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
+from dsv4lite.text.scan import Scanner
+from tokenizers.decoders import ByteLevel
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+PAD = "<｜▁pad▁｜>"
+
+
+class Tokenizer:
+    """A byte-level vocabulary with its special tokens.
+
+    Attributes:
+        vocab_size: Number of ids, special tokens included. A model's embedding may be larger; ids from there on mean nothing.
+        bos_token_id: Beginning of a prompt; ``None`` if the vocabulary has none.
+        eos_token_id: End of a completion.
+        pad_token_id: Filler that is never attended to.
+        add_bos_token: Whether the checkpoint wants a plain prompt to start with the BOS token.
+        special_ids: Ids that ``skip_special_tokens`` leaves out of decoded text. Chat markup such as ``<think>`` is not among them
+            in DeepSeek's vocabularies, although it is encoded as single tokens.
+        added_ids: All ids outside the byte-level vocabulary proper: ``special_ids``, chat markup and placeholders.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = BOS,
+        eos_token: str | None = EOS,
+        pad_token: str | None = PAD,
+        add_bos_token: bool = False,
+    ) -> None:
+        """Wrap a loaded ``tokenizers.Tokenizer``; a named token that its vocabulary lacks has the id ``None``.
+
+        Raises:
+            UnsupportedError: The vocabulary is not byte-level.
+        """
+        if not isinstance(backend.decoder, ByteLevel):
+            raise UnsupportedError(f"the tokenizer's decoder is {backend.decoder!r}; only byte-level vocabularies are supported")
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._bytes = _byte_table(vocabulary)
+        self.vocab_size = len(self._bytes)
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.bos_token_id = None if bos_token is None else vocabulary.get(bos_token)
+        self.eos_token_id = None if eos_token is None else vocabulary.get(eos_token)
+        self.pad_token_id = None if pad_token is None else vocabulary.get(pad_token)
+        self.add_bos_token = add_bos_token
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Load ``tokenizer.json`` and, where it exists, ``tokenizer_config.json`` from a checkpoint's folder.
+
+        Without a configuration the special tokens are those that all DeepSeek vocabularies share.
+
+        Raises:
+            CheckpointError: A file is missing or malformed, or names a special token that the vocabulary lacks.
+            UnsupportedError: The vocabulary is not byte-level.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"no tokenizer in {str(folder)!r}", problems=[f"{file.name} is missing"])
+        try:
+            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception for everything that is wrong with a file
+            raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
+        config = _read_config(folder / "tokenizer_config.json")
+        named = {key: _token_text(config[key]) for key in ("bos_token", "eos_token", "pad_token") if key in config}
+        unknown = {key: text for key, text in named.items() if text is not None and backend.token_to_id(text) is None}
+        if unknown:
+            problems = [f"{key} {text!r} is not in the vocabulary" for key, text in unknown.items()]
+            raise CheckpointError(f"the tokenizer in {str(folder)!r} contradicts its configuration", problems=problems)
+        return cls(backend, **named, add_bos_token=bool(config.get("add_bos_token", False)))
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """Return the token ids of ``text``; special tokens written in it become their ids.
+
+        Args:
+            text: Any text; a rendered chat already contains its BOS token.
+            add_bos: Put the BOS token first unless the text begins with it.
+
+        Raises:
+            InvalidRequestError: ``text`` is not a string of Unicode characters, or there is no BOS token to add.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # not a str, or one with lone surrogates
+            raise InvalidRequestError("the text to encode must be a str without surrogates", parameter="prompt") from error
+        if not add_bos:
+            return ids
+        if self.bos_token_id is None:
+            raise InvalidRequestError("this tokenizer has no BOS token to add", parameter="add_bos", value=add_bos)
+        return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self.decode_bytes(ids, skip_special_tokens=skip_special_tokens).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
+        """Return the bytes of ``ids``, one after the other."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        return b"".join([self.id_to_bytes(id) for id in ids if id not in skipped])
+
+    def id_to_bytes(self, id: int) -> bytes:
+        """Return the bytes that a token stands for; nothing for an id outside the vocabulary."""
+        return self._bytes[id] if 0 <= id < self.vocab_size else b""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token given as the vocabulary spells it, such as ``"<think>"``."""
+        return self._backend.token_to_id(token)
+
+
+class Detokenizer:
+    """Text from token ids that arrive a few at a time.
+
+    A character whose bytes are not complete yet is held back; U+FFFD appears only where no further byte could make the text valid.
+    All pushed texts and the flushed one, joined, equal ``Tokenizer.decode`` of all ids. Cost is proportional to the new ids.
+    """
+
+    __slots__ = ("_decoder", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that ``ids`` complete."""
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_special_tokens))
+
+    def flush(self) -> str:
+        """Return what an unfinished character amounts to, and start afresh."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class StopStrings:
+    """Ends a stream of text at the first stop string, wherever the stream is cut.
+
+    The stop string that is complete first wins; of several that are complete at the same character the longest. Text that may be
+    the beginning of one is held back until that is decided.
+    """
+
+    __slots__ = ("_include", "_matched", "_scanner", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
+        """Look for any of ``stops``.
+
+        Raises:
+            InvalidRequestError: A stop string is empty.
+        """
+        if "" in stops:
+            raise InvalidRequestError("a stop string must not be empty", parameter="stop", value=stops)
+        self._stops = tuple(stops)
+        self._include = include_stop_str_in_output
+        self._scanner = Scanner()
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text to emit and the stop string, once one is complete; after that, text is swallowed."""
+        if self._matched is not None:
+            return "", self._matched
+        self._scanner.feed(text)
+        emitted, self._matched = self._scanner.read_until(self._stops)
+        if self._matched is not None and self._include:
+            emitted += self._matched
+        return emitted, self._matched
+
+    def flush(self) -> str:
+        """Return the text held back, for a stream that ends without a stop string."""
+        return "" if self._matched is not None else self._scanner.rest()
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Read ``tokenizer_config.json``; a missing one is empty."""
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"cannot read {str(file)!r}", problems=[f"expected an object, got {type(config).__name__}"])
+    return config
+
+
+def _token_text(entry: str | dict[str, str] | None) -> str | None:
+    """Return a configured token's text; older files describe it with an object."""
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:
+    """Return the bytes of every id up to the largest.
+
+    The vocabulary writes each byte as one printable character. A token with any other character is an added one, meant literally.
+    """
+    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, id in vocabulary.items():
+        try:
+            table[id] = bytes([byte_of[char] for char in token])
+        except KeyError:
+            table[id] = token.encode()
+    return table
+
+
+def _byte_alphabet() -> list[str]:
+    """Return the character for each byte: Latin-1's printable ones as they are, the others shifted past U+00FF in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    shifted = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
