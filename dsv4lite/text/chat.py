@@ -1,0 +1,384 @@
+"""DeepSeek-V4's chat format: messages in, the prompt's text out.
+
+The release has no template; the prompt is built by code. The constant texts below and every separator are part of what the model
+was trained on. Pure functions: encode the returned string with special tokens recognised and without adding BOS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dsv4lite.errors import InvalidRequestError, near_match
+from dsv4lite.text.tokenizer import BOS, EOS
+
+USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
+THINK, END_THINK = "<think>", "</think>"
+DSML = "｜DSML｜"
+ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+TASKS = ("action", "query", "authority", "domain", "title", "extracted_url", "read_url")
+"""Quick instructions: what ``task`` of a message may be; the token is ``<｜TASK｜>``."""
+
+EFFORT_1 = (
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
+    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, and "
+    "rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
+)
+EFFORT_2 = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the problem "
+    "into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause rather than any "
+    "surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no "
+    "assumption remains unchecked and no error remains undiscovered.\n\n"
+)
+TOOLS = """## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<｜DSML｜tool_calls>" \
+block like the following:
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="$TOOL_NAME">
+<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
+...
+</｜DSML｜invoke>
+<｜DSML｜invoke name="$TOOL_NAME2">
+...
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, objects), \
+pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think> BEFORE any \
+tool calls or final response.
+
+Otherwise, output directly after </think> with tool calls or final response.
+
+### Available Tool Schemas
+
+%TOOLS%
+
+You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
+"""
+RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efforts:
+    """The reasoning efforts of one release.
+
+    Attributes:
+        texts: For every effort the release knows, the text that opens the prompt.
+        aliases: What other names of API values mean here.
+    """
+
+    texts: Mapping[str, str]
+    aliases: Mapping[str, str]
+
+    def resolve(self, reasoning: str | None) -> str | None:
+        """Return the effort that an API value means; ``None`` is not to think.
+
+        Args:
+            reasoning: ``"none"``, one of minimal, low, medium, high, xhigh, max; ``None``, the absent value, means ``"high"``.
+
+        Raises:
+            InvalidRequestError: The value is unknown.
+        """
+        if reasoning == "none":
+            return None
+        wanted = "high" if reasoning is None else reasoning
+        effort = self.aliases.get(wanted, wanted)
+        if effort not in self.texts:
+            known = ["none", *self.texts, *self.aliases]
+            message = f"reasoning={reasoning!r} is not one of {', '.join(known)}{near_match(str(reasoning), known)}"
+            raise InvalidRequestError(message, parameter="reasoning", value=reasoning)
+        return effort
+
+
+PREVIEW = Efforts(
+    texts=MappingProxyType({"high": "", "max": EFFORT_1}),
+    aliases=MappingProxyType({"minimal": "high", "low": "high", "medium": "high", "xhigh": "max"}),
+)
+"""Efforts of the preview releases."""
+REFRESHED = Efforts(
+    texts=MappingProxyType({"low": "", "high": EFFORT_1, "max": EFFORT_2}),
+    aliases=MappingProxyType({"minimal": "low", "medium": "low", "xhigh": "high"}),
+)
+"""Efforts of the refreshed releases (0731 and later), one level further up; their configuration has ``dspark_block_size``."""
+
+
+def encode_messages(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    reasoning: str | None = "none",
+    drop_thinking: bool = True,
+    efforts: Efforts = PREVIEW,
+    system_opens: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return the prompt of a conversation, from BOS to the header of the turn that the model continues.
+
+    Args:
+        messages: OpenAI-style. ``role`` is system, developer, user, assistant, tool or latest_reminder. ``content`` is a string or
+            a list of text parts. An assistant message may have ``reasoning_content``, ``tool_calls`` (each ``{id, function: {name,
+            arguments}}``) and ``wo_eos`` (leave the turn open, to be continued); a tool message names its ``tool_call_id``; a
+            system or developer message may have ``tools`` and ``response_format``; any message a ``task`` (one of ``TASKS``).
+            Other fields have no place in the format and are ignored.
+        reasoning: ``"none"`` is non-thinking mode; otherwise the effort, see ``Efforts.resolve``.
+        drop_thinking: Leave out the reasoning of turns before the last user message. A conversation with tools always keeps it.
+        efforts: ``PREVIEW`` or ``REFRESHED``, by the checkpoint's release.
+        system_opens: Let a system message that is last, or directly before an assistant message, open the assistant's turn.
+        tools: Added to the first system message, which is created in front if there is none.
+
+    Raises:
+        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the text names the index.
+    """
+    effort = efforts.resolve(reasoning)
+    thinking = effort is not None
+    turns = _turns(messages, tools)
+    keep_all = not drop_thinking or any(turn.has_tools for turn in turns)
+    last = _last_question(turns)
+    if thinking and not keep_all:
+        turns = [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
+        last = _last_question(turns)
+    text = [BOS, "" if effort is None else efforts.texts[effort]]
+    for i, turn in enumerate(turns):
+        if turn.role == "assistant" and thinking and (keep_all or i > last) and not (i > 0 and turns[i - 1].task):
+            text += [turn.reasoning, END_THINK]
+        text.append(turn.text)
+        following = turns[i + 1].role if i + 1 < len(turns) else None
+        if following in (None, "assistant", "latest_reminder"):
+            opens = system_opens and turn.role == "system" and following != "latest_reminder"
+            text.append(_header(turn, opens, thinking, thinking and (keep_all or i >= last)))
+    return "".join(text)
+
+
+# ---- messages to turns ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """One message of a user turn; ``call_id`` is ``None`` for what the user wrote, and a tool call's id for its result."""
+
+    text: str
+    call_id: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """A stretch of the prompt. A user turn gathers ``blocks`` until the next turn; all others have their body from the start.
+
+    ``call_order`` is the position of each tool call by its id, if the turn has calls.
+    """
+
+    role: str
+    body: str = ""
+    reasoning: str = ""
+    task: str | None = None
+    has_tools: bool = False
+    blocks: list[_Block] = field(default_factory=list)
+    call_order: Mapping[str, int] | None = None
+
+    @property
+    def text(self) -> str:
+        return USER + "\n\n".join(block.text for block in self.blocks) if self.role == "user" else self.body
+
+
+def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[_Turn]:
+    """Check the messages and merge neighbouring user and tool messages into turns."""
+    if not messages:
+        raise _malformed("messages is empty", messages)
+    roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    tools_at = roles.index("system") if tools and "system" in roles else None
+    turns: list[_Turn] = []
+    if tools and tools_at is None:
+        turns.append(_system({"role": "system", "tools": tools}, "the request"))
+    for i, (role, message) in enumerate(zip(roles, messages)):
+        where = f"messages[{i}]"
+        if role in ("user", "tool"):
+            _add_block(turns, message, where)
+            continue
+        if role == "assistant":
+            turn = _assistant(message, where)
+        elif role == "latest_reminder":
+            turn = _Turn(role=role, body=REMINDER + _content(message, where))
+        elif i == tools_at:
+            turn = _system({**message, "tools": [*(message.get("tools") or ()), *(tools or ())]}, where)
+        else:
+            turn = _system(message, where)
+        turn.task = _task(message, where)
+        turns.append(turn)
+    _sort_results(turns)
+    return turns
+
+
+def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str) -> None:
+    """Append a user or tool message to the open user turn, or open one. A task closes its turn to further user messages."""
+    is_result = message["role"] == "tool"
+    if is_result:
+        text = _content(message, where, placeholders=True)
+        block = _Block(text=f"<tool_result>{text}</tool_result>", call_id=message.get("tool_call_id") or "")
+    else:
+        block = _Block(text=_content(message, where))
+    task = None if is_result else _task(message, where)
+    if turns and turns[-1].role == "user" and (is_result or turns[-1].task is None):
+        turns[-1].blocks.append(block)
+    else:
+        turns.append(_Turn(role="user", task=task, blocks=[block]))
+
+
+def _sort_results(turns: Sequence[_Turn]) -> None:
+    """Put the tool results of every turn into the order of the latest calls, those of unknown calls first; text keeps its place."""
+    order: Mapping[str, int] = {}
+    for turn in turns:
+        if turn.call_order is not None:
+            order = turn.call_order
+        results = sorted((b for b in turn.blocks if b.call_id is not None), key=lambda b: order.get(b.call_id or "", 0))
+        ordered = iter(results)
+        turn.blocks = [block if block.call_id is None else next(ordered) for block in turn.blocks]
+
+
+def _system(message: Mapping[str, Any], where: str) -> _Turn:
+    """Render a system or developer message with its tools and response format."""
+    role: str = message["role"]
+    body = USER + _content(message, where) if role == "developer" else _content(message, where, optional=True)
+    if message.get("tools"):
+        schemas = [json_text(_function(tool, f"tools[{i}] of {where}")) for i, tool in enumerate(message["tools"])]
+        body += "\n\n" + TOOLS.replace("%TOOLS%", "\n".join(schemas))
+    if message.get("response_format"):
+        body += "\n\n" + RESPONSE_FORMAT + json_text(message["response_format"])
+    return _Turn(role=role, body=body, has_tools=bool(message.get("tools")))
+
+
+def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
+    """Render an assistant message."""
+    calls = message.get("tool_calls") or ()
+    if not calls and "content" not in message and "reasoning_content" not in message:
+        raise _malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
+    body = _content(message, where, optional=True)
+    order: dict[str, int] = {}
+    invokes = []
+    for i, call in enumerate(calls):
+        function = _function(call, f"tool_calls[{i}] of {where}")
+        invokes.append(_invoke(function, f"tool_calls[{i}] of {where}"))
+        id = call.get("id") or function.get("id")
+        if id:
+            order[id] = i
+    if invokes:
+        body += f"\n\n<{DSML}tool_calls>\n" + "\n".join(invokes) + f"\n</{DSML}tool_calls>"
+    if not message.get("wo_eos"):
+        body += EOS
+    return _Turn(
+        role="assistant",
+        body=body,
+        reasoning=message.get("reasoning_content") or "",
+        call_order=order if invokes else None,
+    )
+
+
+def _invoke(function: Mapping[str, Any], where: str) -> str:
+    """Write one tool call. Strings are raw, everything else is JSON; arguments that are no JSON object become one string."""
+    if "arguments" not in function:
+        raise _malformed(f"the function of {where} has no 'arguments'", function)
+    given = function["arguments"]
+    arguments: object = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        arguments = {"arguments": given}
+    lines = [
+        f'<{DSML}parameter name="{name}" string="true">{value}</{DSML}parameter>'
+        if isinstance(value, str)
+        else f'<{DSML}parameter name="{name}" string="false">{json_text(value)}</{DSML}parameter>'
+        for name, value in arguments.items()
+    ]
+    return f'<{DSML}invoke name="{function["name"]}">\n' + "\n".join(lines) + f"\n</{DSML}invoke>"
+
+
+def _header(turn: _Turn, opens: bool, thinking: bool, reasons: bool) -> str:
+    """Return what follows a turn before the assistant speaks; ``reasons``: the turn's answer begins with its reasoning."""
+    if turn.task == "action":
+        return ASSISTANT + (THINK if thinking else END_THINK) + "<｜action｜>"
+    if turn.task is not None:
+        return f"<｜{turn.task}｜>"
+    if opens or turn.role in ("user", "developer"):
+        return ASSISTANT + (THINK if reasons else END_THINK)
+    return ""
+
+
+def _last_question(turns: Sequence[_Turn]) -> int:
+    """Return the index of the last user or developer turn, -1 without one."""
+    return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
+
+
+# ---- checks ----
+
+
+def json_text(value: object) -> str:
+    """Return JSON as the format writes it: ``", "`` and ``": "``, characters unescaped, keys in their order."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _malformed(problem: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(problem, parameter="messages", value=value)
+
+
+def _role(message: Mapping[str, Any], where: str) -> str:
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise _malformed(f"{where} is not a mapping with a 'role'", message)
+    role: str = message["role"]
+    if role not in ROLES:
+        raise _malformed(f"{where} has the unknown role {role!r}{near_match(str(role), ROLES)}", role)
+    return role
+
+
+def _task(message: Mapping[str, Any], where: str) -> str | None:
+    task: str | None = message.get("task")
+    if task is not None and task not in TASKS:
+        raise _malformed(f"{where} has the unknown task {task!r}{near_match(str(task), TASKS)}", task)
+    return task
+
+
+def _function(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the ``function`` of a tool definition or tool call."""
+    function: object = entry.get("function") if isinstance(entry, Mapping) else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise _malformed(f"{where} has no 'function' with a 'name'", entry)
+    return function
+
+
+def _content(message: Mapping[str, Any], where: str, *, optional: bool = False, placeholders: bool = False) -> str:
+    """Return a message's content as text.
+
+    Args:
+        message: The message; a list as content is joined by blank lines.
+        where: What to call the message in errors.
+        optional: ``None`` or no content is the empty string.
+        placeholders: Write ``[Unsupported TYPE]`` for a part that is not text, as the format does in tool results.
+    """
+    content: object = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and optional:
+        return ""
+    if not isinstance(content, Sequence):
+        raise _malformed(f"{where} ({message['role']}) needs a string as 'content', not {type(content).__name__}", content)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            texts.append(str(part.get("text", "")))
+        elif placeholders and kind is not None:
+            texts.append(f"[Unsupported {kind}]")
+        else:
+            raise _malformed(f"part {i} of {where} is not text", part)
+    return "\n\n".join(texts)

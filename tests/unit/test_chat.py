@@ -1,0 +1,467 @@
+"""The chat encoder: the format's worked examples byte for byte, and a second implementation on random conversations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from dsv4lite.errors import InvalidRequestError
+from dsv4lite.text.chat import EFFORT_1, EFFORT_2, PREVIEW, REFRESHED, TOOLS, Efforts, encode_messages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Message = dict[str, Any]
+
+B, E, U, A = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+BRIEF = {"role": "system", "content": "Be brief."}
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}},
+}
+ADD_LINE = (
+    '{"name": "add", "description": "Adds.", "parameters": {"type": "object", '
+    '"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}}'
+)
+
+
+def user(content: str, **more: Any) -> Message:
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content: str, reasoning: str | None = None, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **({} if reasoning is None else {"reasoning_content": reasoning}), **more}
+
+
+def call(id: str, name: str, arguments: str) -> Message:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(id: str, content: Any) -> Message:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+GREETING = [user("Hi"), assistant("Hello!", "greet"), user("2+2?")]
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "digest"),
+    [
+        (TOOLS, 960, "1ebce52d36fda298157d67bf87e496ad48e2c4fb802f4ec64c610e49f52b5b98"),
+        (EFFORT_1, 476, "f7a24f3b3050d4a83781e9b755b316aae2ec1d9dc87562541d90bcb04d7350f7"),
+        (EFFORT_2, 526, "53fb31b8392ec5b4a926481943efc67636748f137c1a49d493a7af4d4fa55d2c"),
+    ],
+    ids=["tools", "effort-1", "effort-2"],
+)
+def test_trained_texts_keep_every_byte(text: str, length: int, digest: str) -> None:
+    assert (len(text), hashlib.sha256(text.encode()).hexdigest()) == (length, digest)
+
+
+# ---- worked examples, numbered as in the format's description ----
+
+
+def test_example_1_non_thinking_conversation() -> None:
+    messages = [BRIEF, user("Hi"), assistant("Hello!"), user("2+2?")]
+    assert encode_messages(messages) == f"{B}Be brief.{U}Hi{A}</think>Hello!{E}{U}2+2?{A}</think>"
+
+
+def test_example_2_thinking_first_question() -> None:
+    assert encode_messages([user("2+2?")], reasoning="high") == f"{B}{U}2+2?{A}<think>"
+
+
+def test_example_3_thinking_drops_old_reasoning() -> None:
+    assert encode_messages(GREETING, reasoning="high") == f"{B}{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>"
+
+
+def test_example_4_thinking_keeps_old_reasoning_when_asked() -> None:
+    assert (
+        encode_messages(GREETING, reasoning="high", drop_thinking=False)
+        == f"{B}{U}Hi{A}<think>greet</think>Hello!{E}{U}2+2?{A}<think>"
+    )
+
+
+def test_example_5_full_transcript_keeps_the_last_reasoning() -> None:
+    messages = [*GREETING, assistant("4", "add")]
+    assert encode_messages(messages, reasoning="high") == f"{B}{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>add</think>4{E}"
+
+
+def test_example_6_maximum_effort_opens_the_prompt() -> None:
+    assert EFFORT_1.endswith("\n\n")
+    assert encode_messages([BRIEF, user("2+2?")], reasoning="max") == f"{B}{EFFORT_1}Be brief.{U}2+2?{A}<think>"
+
+
+def test_example_7_neighbouring_user_messages_are_one_turn() -> None:
+    assert encode_messages([user("a"), user("b")]) == f"{B}{U}a\n\nb{A}</think>"
+
+
+def test_example_8_tools_with_results_in_the_order_of_the_calls() -> None:
+    calls = [
+        call("c1", "add", r'{"a": 1, "note": "x \"y\""}'),
+        call("c2", "add", "{}"),
+        call("c3", "add", '{"l": [1, {"k": null}], "t": true}'),
+    ]
+    messages = [
+        {**BRIEF, "tools": [{"type": "function", "function": ADD}]},
+        user("go"),
+        assistant("", "need tools", tool_calls=calls),
+        result("c2", "R2"),
+        result("c1", "R1"),
+        result("c3", "R3"),
+        user("and?"),
+    ]
+    rest = """<｜User｜>go<｜Assistant｜><think>need tools</think>
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="add">
+<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+<｜DSML｜parameter name="note" string="true">x "y"</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="add">
+
+</｜DSML｜invoke>
+<｜DSML｜invoke name="add">
+<｜DSML｜parameter name="l" string="false">[1, {"k": null}]</｜DSML｜parameter>
+<｜DSML｜parameter name="t" string="false">true</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>R1</tool_result>
+
+<tool_result>R2</tool_result>
+
+<tool_result>R3</tool_result>
+
+and?<｜Assistant｜><think>"""
+    expected = f"{B}Be brief.\n\n{TOOLS.replace('%TOOLS%', ADD_LINE)}{rest}"
+    assert encode_messages(messages, reasoning="high") == expected
+    without = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
+    assert encode_messages(without, reasoning="high", tools=messages[0]["tools"]) == expected
+
+
+def test_example_9_content_before_a_call() -> None:
+    messages = [user("go"), assistant("Sure.", tool_calls=[call("c1", "f", "{}")]), result("c1", "R1")]
+    block = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    assert encode_messages(messages) == f"{B}{U}go{A}</think>Sure.{block}{E}{U}<tool_result>R1</tool_result>{A}</think>"
+
+
+def test_example_10_response_format() -> None:
+    expected = (
+        "Be brief.\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+        f'{{"type": "object"}}{U}go{A}</think>'
+    )
+    assert encode_messages([{**BRIEF, "response_format": {"type": "object"}}, user("go")]) == B + expected
+
+
+def test_example_11_reminder() -> None:
+    messages = [BRIEF, {"role": "latest_reminder", "content": "2026-01-01"}, user("hi")]
+    assert encode_messages(messages) == f"{B}Be brief.<｜latest_reminder｜>2026-01-01{U}hi{A}</think>"
+
+
+def test_example_12_tasks() -> None:
+    assert encode_messages([user("weather?", task="action")], reasoning="high") == f"{B}{U}weather?{A}<think><｜action｜>"
+    assert encode_messages([user("weather?", task="query")], reasoning="high") == f"{B}{U}weather?<｜query｜>"
+    titled = [user("Hi"), assistant("Hello!", task="title"), assistant("Greeting")]
+    assert encode_messages(titled) == f"{B}{U}Hi{A}</think>Hello!{E}<｜title｜>Greeting{E}"
+
+
+def test_example_13_unfinished_answer_is_continued() -> None:
+    messages = [user("a"), assistant("The answer", "r", wo_eos=True)]
+    assert encode_messages(messages, reasoning="high") == f"{B}{U}a{A}<think>r</think>The answer"
+
+
+def test_example_14_system_message_amid_the_conversation_has_no_marker() -> None:
+    messages = [user("a"), assistant("b"), {"role": "system", "content": "S2"}, user("c")]
+    assert encode_messages(messages) == f"{B}{U}a{A}</think>b{E}S2{U}c{A}</think>"
+
+
+# ---- effort ----
+
+
+@pytest.mark.parametrize(
+    ("efforts", "reasoning", "effort"),
+    [
+        (PREVIEW, "none", None),
+        (PREVIEW, None, "high"),
+        (PREVIEW, "minimal", "high"),
+        (PREVIEW, "low", "high"),
+        (PREVIEW, "medium", "high"),
+        (PREVIEW, "high", "high"),
+        (PREVIEW, "xhigh", "max"),
+        (PREVIEW, "max", "max"),
+        (REFRESHED, "none", None),
+        (REFRESHED, None, "high"),
+        (REFRESHED, "minimal", "low"),
+        (REFRESHED, "low", "low"),
+        (REFRESHED, "medium", "low"),
+        (REFRESHED, "high", "high"),
+        (REFRESHED, "xhigh", "high"),
+        (REFRESHED, "max", "max"),
+    ],
+)
+def test_api_values_resolve_by_release(efforts: Efforts, reasoning: str | None, effort: str | None) -> None:
+    assert efforts.resolve(reasoning) == effort
+
+
+@pytest.mark.parametrize(
+    ("efforts", "reasoning", "text"),
+    [
+        (PREVIEW, "high", ""),
+        (PREVIEW, "max", EFFORT_1),
+        (REFRESHED, "low", ""),
+        (REFRESHED, "high", EFFORT_1),
+        (REFRESHED, "max", EFFORT_2),
+    ],
+)
+def test_effort_text_depends_on_the_release(efforts: Efforts, reasoning: str, text: str) -> None:
+    assert encode_messages([user("q")], reasoning=reasoning, efforts=efforts) == f"{B}{text}{U}q{A}<think>"
+
+
+def test_unknown_effort_is_rejected_with_a_near_match() -> None:
+    with pytest.raises(InvalidRequestError, match="did you mean 'high'") as caught:
+        encode_messages([user("q")], reasoning="hihg")
+    assert caught.value.parameter == "reasoning"
+
+
+# ---- tools of the request, system messages ----
+
+
+def test_request_tools_create_a_system_message() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "é"}}]
+    text = TOOLS.replace("%TOOLS%", '{"name": "f"}\n{"name": "é"}')
+    assert encode_messages([user("go")], tools=tools) == f"{B}\n\n{text}{U}go{A}</think>"
+
+
+def test_request_tools_join_those_of_the_first_system_message() -> None:
+    own, more = {"function": {"name": "own"}}, {"function": {"name": "more"}}
+    messages = [user("a"), {**BRIEF, "tools": [own]}, user("b"), BRIEF]
+    text = TOOLS.replace("%TOOLS%", '{"name": "own"}\n{"name": "more"}')
+    assert encode_messages(messages, tools=[more]) == f"{B}{U}aBe brief.\n\n{text}{U}bBe brief."
+    assert messages[1]["tools"] == [own], "the caller's messages stay as they are"
+
+
+def test_tools_keep_the_reasoning_of_every_turn() -> None:
+    text = encode_messages(GREETING, reasoning="high", tools=[{"function": {"name": "f"}}])
+    assert f"{A}<think>greet</think>Hello!" in text
+
+
+def test_system_message_opens_the_turn_only_when_asked() -> None:
+    messages = [user("a"), assistant("b"), BRIEF]
+    assert encode_messages(messages).endswith(f"{E}Be brief.")
+    assert encode_messages(messages, system_opens=True).endswith(f"{E}Be brief.{A}</think>")
+    assert encode_messages(messages, system_opens=True, reasoning="high").endswith(f"{E}Be brief.{A}<think>")
+
+
+# ---- contents ----
+
+
+def test_lists_of_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert encode_messages([user("q"), assistant("", tool_calls=[call("c", "f", "{}")]), result("c", parts)]).endswith(
+        f"<tool_result>a\n\nb</tool_result>{A}</think>"
+    )
+    assert encode_messages([{"role": "user", "content": parts}]) == f"{B}{U}a\n\nb{A}</think>"
+
+
+def test_other_parts_are_placeholders_in_results_and_errors_elsewhere() -> None:
+    image = [{"type": "image_url", "image_url": "x"}]
+    assert "<tool_result>[Unsupported image_url]</tool_result>" in encode_messages([result("c", image)])
+    with pytest.raises(InvalidRequestError, match=r"part 0 of messages\[1\] is not text"):
+        encode_messages([BRIEF, {"role": "user", "content": image}])
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1, 2]", '{"a": 1', "3"])
+def test_arguments_that_are_no_object_become_one_string(arguments: str) -> None:
+    text = encode_messages([assistant("", tool_calls=[call("c", "f", arguments)])])
+    assert f'<｜DSML｜parameter name="arguments" string="true">{arguments}</｜DSML｜parameter>' in text
+
+
+def test_arguments_may_be_an_object_already() -> None:
+    spelled, given = call("c", "f", '{"a": "ä", "b": [1]}'), {"function": {"name": "f", "arguments": {"a": "ä", "b": [1]}}}
+    assert encode_messages([assistant("", tool_calls=[given])]) == encode_messages([assistant("", tool_calls=[spelled])])
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": "x"}, r"messages\[1\] is not a mapping with a 'role'"),
+        ("text", r"messages\[1\] is not a mapping"),
+        ({"role": "usr", "content": "x"}, r"messages\[1\] has the unknown role 'usr'; did you mean 'user'\?"),
+        ({"role": "user"}, r"messages\[1\] \(user\) needs a string as 'content'"),
+        ({"role": "user", "content": None}, r"messages\[1\] \(user\) needs a string as 'content'"),
+        ({"role": "user", "content": 3}, r"messages\[1\] \(user\) needs a string as 'content', not int"),
+        ({"role": "tool", "tool_call_id": "c"}, r"messages\[1\] \(tool\) needs"),
+        ({"role": "developer"}, r"messages\[1\] \(developer\) needs"),
+        ({"role": "latest_reminder"}, r"messages\[1\] \(latest_reminder\) needs"),
+        ({"role": "assistant"}, r"messages\[1\] \(assistant\) has neither"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, r"tool_calls\[0\] of messages\[1\] has no 'function'"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+            r"tool_calls\[0\] of messages\[1\] has no 'argum",
+        ),
+        ({"role": "user", "content": "x", "task": "actoin"}, r"messages\[1\] has the unknown task .* did you mean 'action'"),
+        ({"role": "system", "content": "x", "tools": [{"name": "f"}]}, r"tools\[0\] of messages\[1\] has no 'function'"),
+    ],
+)
+def test_malformed_message_is_rejected_by_index(message: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        encode_messages([user("fine"), message])
+    assert caught.value.parameter == "messages"
+
+
+def test_empty_conversation_is_rejected() -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        encode_messages([])
+
+
+def test_malformed_request_tool_is_rejected() -> None:
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\] of the request"):
+        encode_messages([user("q")], tools=[{"function": {"name": "f"}}, {"name": "g"}])
+
+
+# ---- a second implementation, message by message, on random conversations ----
+
+
+def second_encoder(messages: list[Message], thinking: bool, drop: bool, text: str, system_opens: bool) -> str:
+    """Encode plain dictionaries with as little structure as possible; a block is (kind, call id, content)."""
+
+    def dumps(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def extras(m: Message) -> str:
+        s = ""
+        if m.get("tools"):
+            s += "\n\n" + TOOLS.replace("%TOOLS%", "\n".join(dumps(t["function"]) for t in m["tools"]))
+        if m.get("response_format"):
+            s += "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n" + dumps(
+                m["response_format"]
+            )
+        return s
+
+    def calls(entries: list[Message]) -> str:
+        invokes = []
+        for function in (c["function"] for c in entries):
+            try:
+                arguments = json.loads(function["arguments"])
+            except ValueError:
+                arguments = {"arguments": function["arguments"]}
+            lines = []
+            for k, v in arguments.items():
+                kind, shown = ("true", v) if isinstance(v, str) else ("false", dumps(v))
+                lines.append(f'<｜DSML｜parameter name="{k}" string="{kind}">{shown}</｜DSML｜parameter>')
+            invokes.append('<｜DSML｜invoke name="{}">\n{}\n</｜DSML｜invoke>'.format(function["name"], "\n".join(lines)))
+        return "\n\n<｜DSML｜tool_calls>\n{}\n</｜DSML｜tool_calls>".format("\n".join(invokes))
+
+    def block(b: tuple[str, str, Any]) -> str:
+        kind, _, content = b
+        if kind == "text":
+            return str(content)
+        if isinstance(content, list):
+            content = "\n\n".join(x["text"] if x["type"] == "text" else f"[Unsupported {x['type']}]" for x in content)
+        return f"<tool_result>{content}</tool_result>"
+
+    merged: list[Message] = []
+    for m in messages:
+        if m["role"] not in ("tool", "user"):
+            merged.append(dict(m))
+            continue
+        entry = ("tool" if m["role"] == "tool" else "text", m.get("tool_call_id", ""), m["content"])
+        previous = merged[-1] if merged else {}
+        if "blocks" in previous and (m["role"] == "tool" or previous.get("task") is None):
+            previous["blocks"].append(entry)
+        else:
+            merged.append({"role": "user", "blocks": [entry], "task": m.get("task") if m["role"] == "user" else None})
+    order: dict[str, int] = {}
+    for m in merged:
+        if m.get("tool_calls"):
+            order = {c["id"]: i for i, c in enumerate(m["tool_calls"])}
+        elif "blocks" in m:
+            ordered = sorted((b for b in m["blocks"] if b[0] == "tool"), key=lambda b: order.get(b[1], 0))
+            m["blocks"] = [ordered.pop(0) if b[0] == "tool" else b for b in m["blocks"]]
+
+    drop = drop and not any(m.get("tools") for m in merged)
+    questions = [i for i, m in enumerate(merged) if m["role"] in ("user", "developer")]
+    last = questions[-1] if questions else -1
+    if thinking and drop:
+        merged = [m for i, m in enumerate(merged) if i >= last or m["role"] != "developer"]
+        questions = [i for i, m in enumerate(merged) if m["role"] in ("user", "developer")]
+        last = questions[-1] if questions else -1
+    s = B + text
+    for i, m in enumerate(merged):
+        role, task = m["role"], m.get("task")
+        if role == "system":
+            s += (m.get("content") or "") + extras(m)
+        elif role == "developer":
+            s += U + m["content"] + extras(m)
+        elif role == "user":
+            s += U + "\n\n".join(map(block, m["blocks"]))
+        elif role == "latest_reminder":
+            s += "<｜latest_reminder｜>" + m["content"]
+        else:
+            if thinking and (i == 0 or merged[i - 1].get("task") is None) and (not drop or i > last):
+                s += (m.get("reasoning_content") or "") + "</think>"
+            s += (m.get("content") or "") + (calls(m["tool_calls"]) if m.get("tool_calls") else "")
+            s += "" if m.get("wo_eos") else E
+        following = merged[i + 1]["role"] if i + 1 < len(merged) else None
+        if following not in (None, "assistant", "latest_reminder"):
+            continue
+        if task is not None:
+            s += (A + ("<think>" if thinking else "</think>") if task == "action" else "") + f"<｜{task}｜>"
+        elif role in ("user", "developer") or (system_opens and role == "system" and following in (None, "assistant")):
+            s += A + ("<think>" if thinking and (not drop or i >= last) else "</think>")
+    return s
+
+
+words = st.text('ab\n<é"', max_size=4)
+ids = st.sampled_from(["c0", "c1", "c2", "other"])
+tasks = st.sampled_from([{}, {}, {}, {"task": "action"}, {"task": "query"}, {"task": "title"}])
+values = st.one_of(
+    words, st.integers(), st.booleans(), st.none(), st.lists(st.integers(), max_size=2), st.dictionaries(words, words)
+)
+arguments = st.one_of(
+    st.dictionaries(st.text("pq", min_size=1, max_size=2), values, max_size=3).map(json.dumps), st.just("{broken"), st.just("")
+)
+tool_calls = st.lists(st.builds(call, ids, st.sampled_from("fg"), arguments), max_size=3)
+parts = st.lists(st.one_of(st.builds(dict, type=st.just("text"), text=words), st.just({"type": "image_url"})), max_size=2)
+tool_lists = st.sampled_from([{}, {}, {}, {"tools": [{"type": "function", "function": ADD}]}])
+formats = st.sampled_from([{}, {}, {"response_format": {"type": "object", "title": "ä"}}])
+
+
+def merge(*parts: Message) -> Message:
+    return {k: v for part in parts for k, v in part.items()}
+
+
+message = st.one_of(
+    st.builds(merge, st.builds(user, words), tasks),
+    st.builds(merge, st.builds(user, words), tasks),
+    st.builds(result, ids, st.one_of(words, parts)),
+    st.builds(
+        merge,
+        st.builds(assistant, words, st.none() | words),
+        st.builds(dict, tool_calls=tool_calls),
+        tasks,
+        st.sampled_from([{}, {}, {"wo_eos": True}]),
+    ),
+    st.builds(merge, st.builds(dict, role=st.just("system"), content=st.none() | words), tool_lists, formats, tasks),
+    st.builds(merge, st.builds(dict, role=st.just("developer"), content=words), tool_lists, formats, tasks),
+    st.builds(dict, role=st.just("latest_reminder"), content=words),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(message, min_size=1, max_size=9),
+    st.sampled_from([(PREVIEW, "none", ""), (PREVIEW, "high", ""), (PREVIEW, "max", EFFORT_1), (REFRESHED, "max", EFFORT_2)]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_random_conversations_equal_the_second_implementation(
+    messages: list[Message], effort: tuple[Efforts, str, str], drop: bool, system_opens: bool
+) -> None:
+    efforts, reasoning, text = effort
+    before = json.dumps(messages)
+    encoded = encode_messages(messages, reasoning=reasoning, efforts=efforts, drop_thinking=drop, system_opens=system_opens)
+    assert encoded == second_encoder(messages, reasoning != "none", drop, text, system_opens)
+    assert json.dumps(messages) == before
