@@ -1,0 +1,134 @@
+"""Streaming pooling of tokens into compressed entries.
+
+    c_w[ch] = sum_t softmax_t(s_t[ch]) u_t[ch]        over the tokens of group w, per channel
+
+A softmax streams: three accumulators per channel, (peak, sum, weighted sum), take the tokens one after the other in position order, in
+prefill and decode alike, so that no cut of a prompt into chunks changes a bit.
+
+Without overlap (any ratio but 4) an entry pools its group's r tokens. With overlap (ratio 4) u and s have two halves: an entry pools the lower
+halves of the previous group and the upper halves of its own, so a sequence carries two sets of accumulators:
+
+    carry[0]   the entry in progress        starts as the previous group's carry[1]
+    carry[1]   lower halves of the current group, for the next entry
+
+Source: DeepSeek-V4 specification 3.5.  Numerics: float32; within 1e-6 of the softmax over all tokens at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OVERLAP_RATIO = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The parts of groups that a step's tokens fall into; segments of one sequence are consecutive.
+
+    Attributes:
+        tokens_GL: int64, batch rows of each segment's tokens, in order; what is missing at the end repeats a valid row.
+        missing_GL: bool, those places; ``None`` if there are none.
+        first_G: bool, segment starts where the sequence's carry stands.
+        sequence_G: int64, index of the sequence in the step.
+        last_S: int64, each sequence's last segment.
+        open_S: bool, whether that segment's group remains unfinished.
+        closed_E: int64, segments whose group closes, one entry each.
+        positions_E: int64, position of the first token of each closed group.
+    """
+
+    tokens_GL: Tensor
+    missing_GL: Tensor | None
+    first_G: Tensor
+    sequence_G: Tensor
+    last_S: Tensor
+    open_S: Tensor
+    closed_E: Tensor
+    positions_E: Tensor
+
+
+def make_segments(starts_S: Tensor, lens_S: Tensor, ratio: int) -> Segments:
+    """Cut the tokens of a step, ``lens`` [S] tokens from positions ``starts`` [S], at the borders of groups of ``ratio``."""
+    device = starts_S.device
+    ends_S = starts_S + lens_S
+    first_group = starts_S // ratio
+    count_S = (ends_S - 1) // ratio - first_group + 1
+    before_S = count_S.cumsum(0) - count_S
+    sequence_G = torch.repeat_interleave(torch.arange(len(starts_S), device=device), count_S)
+    group_G = first_group[sequence_G] + torch.arange(len(sequence_G), device=device) - before_S[sequence_G]
+    begin_G = torch.maximum(group_G * ratio, starts_S[sequence_G])
+    end_G = torch.minimum((group_G + 1) * ratio, ends_S[sequence_G])
+    row_G = (lens_S.cumsum(0) - lens_S - starts_S)[sequence_G] + begin_G
+    size_G = end_G - begin_G
+    place_L = torch.arange(int(size_G.max()), device=device)
+    missing_GL = place_L >= size_G[:, None]
+    tokens_GL = row_G[:, None] + torch.minimum(place_L, (size_G - 1)[:, None])
+    closed_G = end_G == (group_G + 1) * ratio
+    last_S = before_S + count_S - 1
+    closed_E = closed_G.nonzero()[:, 0]
+    return Segments(
+        tokens_GL=tokens_GL,
+        missing_GL=missing_GL if bool(missing_GL.any()) else None,
+        first_G=begin_G == starts_S[sequence_G],
+        sequence_G=sequence_G,
+        last_S=last_S,
+        open_S=~closed_G[last_S],
+        closed_E=closed_E,
+        positions_E=group_G[closed_E] * ratio,
+    )
+
+
+def empty_carry(*shape: int, device: torch.device | None = None) -> Tensor:
+    """Return accumulators float32 [*shape, 3, C] (last of ``shape`` is C) that have seen no token."""
+    carry = torch.zeros(*shape[:-1], 3, shape[-1], device=device)
+    carry[..., 0, :] = float("-inf")
+    return carry
+
+
+def accumulate(state: Tensor, scores_GLC: Tensor, values_GLC: Tensor) -> Tensor:
+    """Pour L tokens, one after the other, into accumulators [G, 3, C]; a score of -inf adds nothing and changes no bit."""
+    peak, total, weighted = state.unbind(1)
+    for score, value in zip(scores_GLC.unbind(1), values_GLC.unbind(1), strict=True):
+        new_peak = torch.maximum(peak, score)
+        shrink, gain = torch.exp(peak - new_peak), torch.exp(score - new_peak)
+        total = total * shrink + gain
+        weighted = weighted * shrink + gain * value
+        peak = new_peak
+    return torch.stack([peak, total, weighted], 1)
+
+
+def compress(values_TK: Tensor, scores_TK: Tensor, carry_SA3C: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Pool a step's tokens into the entries that close in it.
+
+    Args:
+        values_TK: float32 [T, C] without, [T, 2 C] with overlap (lower half first).
+        scores_TK: The same shape, position term included.
+        carry_SA3C: float32 [S, A, 3, C], state of each sequence before the step; A = 2 with overlap, else 1.
+        segments: From ``make_segments`` with this compressor's ratio.
+
+    Returns:
+        Pooled entries float32 [E, C], and the carry after the step.
+    """
+    scores, values = scores_TK[segments.tokens_GL], values_TK[segments.tokens_GL]
+    if segments.missing_GL is not None:
+        scores = scores.masked_fill(segments.missing_GL[..., None], float("-inf"))
+    width = carry_SA3C.shape[-1]
+    started = segments.first_G[:, None, None]
+    carried_GA3C = carry_SA3C[segments.sequence_G]
+    fresh = empty_carry(1, width, device=values_TK.device)
+    if carry_SA3C.shape[1] == 1:
+        done = accumulate(torch.where(started, carried_GA3C[:, 0], fresh), scores, values)
+        after = torch.where(segments.open_S[:, None, None], done[segments.last_S], fresh)[:, None]
+    else:
+        lower = accumulate(torch.where(started, carried_GA3C[:, 1], fresh), scores[..., :width], values[..., :width])
+        previous = torch.cat([fresh, lower[:-1]])
+        done = accumulate(torch.where(started, carried_GA3C[:, 0], previous), scores[..., width:], values[..., width:])
+        is_open = segments.open_S[:, None, None]
+        last_lower = lower[segments.last_S]
+        after = torch.stack(
+            [torch.where(is_open, done[segments.last_S], last_lower), torch.where(is_open, last_lower, fresh)], 1
+        )
+    closed = done[segments.closed_E]
+    return closed[:, 2] / closed[:, 1], after

@@ -1,0 +1,52 @@
+"""Mixture of experts: routing, clamped SwiGLU experts, weighted combination.
+
+    score = sqrt(softplus(x gate^T))          experts: the k best of score + bias, or a table by token id
+    w     = score[idx] / sum(score[idx]) * route_scale
+    y     = sum_k w2_e ( silu(min(w1_e x, limit)) * clamp(w3_e x, -limit, limit) * w_k )
+
+Source: DeepSeek-V4 specification 3.8.  Numerics: scores and sums float32; expert inputs, outputs of w1, w3, w2 and the product before w2 round to
+the activation dtype; experts are summed in the order of their ids, so the result does not depend on what shares the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x sigmoid(x)`` from elementwise operations whose bits do not depend on an element's place."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Stable ``log(1 + exp(x))``."""
+    return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def route(
+    logits_TE: Tensor, top_k: int, route_scale: float, *, bias_E: Tensor | None = None, chosen_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts and their weights.
+
+    Args:
+        logits_TE: float32 gate outputs.
+        top_k: Experts per token.
+        bias_E: Added to the scores for the selection only.
+        chosen_TK: Experts fixed by the token id (hash layers); scores still give the weights.
+
+    Returns:
+        Expert ids int64 [T, K], ascending, and weights float32 [T, K].
+    """
+    scores = softplus(logits_TE).sqrt()
+    if chosen_TK is None:
+        selection = scores if bias_E is None else scores + bias_E
+        chosen_TK = selection.topk(top_k).indices
+    chosen_TK = chosen_TK.sort(-1).values
+    picked = scores.gather(1, chosen_TK)
+    return chosen_TK, picked / picked.sum(-1, keepdim=True) * route_scale
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in float32."""
+    return silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)

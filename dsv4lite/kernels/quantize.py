@@ -1,0 +1,144 @@
+"""Block quantization with power-of-two scales: FP8 e4m3, FP4 e2m1, and the Hadamard transform before FP4.
+
+    s = 2^ceil(log2(amax / qmax))          exponent taken from the float's bits, never from an approximate log2
+    q = round_to_nearest_even(clamp(x / s, -qmax, qmax))
+
+Source: DeepSeek-V4 specification 4.1-4.3 and 2.3.  Numerics: codes and scale bytes equal the official kernels' bit for bit.
+A scale is stored as an e8m0 byte b and means 2^(b - 127).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0
+FP4_MAX = 6.0
+FP8_AMAX_FLOOR = 1e-4
+FP4_AMAX_FLOOR = 6.0 * 2.0**-126
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def scale_exponent(amax: Tensor, qmax: float) -> Tensor:
+    """Return ``ceil(log2(amax / qmax))`` exactly, int32, for positive float32 ``amax``."""
+    bits = (amax * (1.0 / qmax)).view(torch.int32)
+    return (bits >> 23) - 127 + (bits & 0x7FFFFF).ne(0).int()
+
+
+def e8m0_to_float(scale: Tensor) -> Tensor:
+    """Return the float32 value of e8m0 scales, given as ``float8_e8m0fnu`` or uint8 bytes; float scales pass through."""
+    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return scale.float()
+    return torch.ldexp(torch.ones((), device=scale.device), scale.view(torch.uint8).int() - 127)
+
+
+def _groups(x: Tensor, group: int) -> Tensor:
+    width = x.shape[-1]
+    if width % group:
+        x = torch.nn.functional.pad(x, (0, group - width % group))
+    return x.float().unflatten(-1, (-1, group))
+
+
+def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantize groups of the last dimension to e4m3.
+
+    Args:
+        x: Float [..., N]; NaN is not preserved (the clamp swallows it, as in the official kernel).
+        group: Channels that share a scale; the last group may be shorter.
+
+    Returns:
+        Codes float8_e4m3fn [..., N] and scale bytes uint8 [..., ceil(N / group)].
+    """
+    y = _groups(x, group)
+    exponent = scale_exponent(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
+    scaled = torch.ldexp(y, -exponent[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]], (exponent + 127).to(torch.uint8)
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Return float32 [..., N] from e4m3 codes and scale bytes (or float scales) per ``group``."""
+    return (_groups(codes.float(), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
+
+
+def round_fp8(x: Tensor, group: int) -> Tensor:
+    """Round to e4m3 and back, in the dtype of ``x``: what a reader of the quantized tensor sees."""
+    codes, scales = quantize_fp8(x, group)
+    return dequantize_fp8(codes, scales, group).to(x.dtype)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Return the 4-bit codes, uint8, of values in [-6, 6] rounded to nearest, ties to the even code."""
+    a = x.abs()
+    # Thresholds half way between neighbours; a tie goes up exactly where the upper code is even.
+    code = (a > 0.25).to(torch.uint8) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Return the float32 values of 4-bit codes."""
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+    return table[codes.int()]
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes [..., N] into bytes [..., N / 2]; the even element is the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Return 4-bit codes uint8 [..., N] of packed bytes [..., N / 2] (uint8 or int8)."""
+    packed = packed.view(torch.uint8)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """Quantize groups of the last dimension to e2m1.
+
+    Returns:
+        Codes uint8 [..., N], one per byte, and scale bytes uint8 [..., N / group].
+    """
+    y = _groups(x, group)
+    exponent = scale_exponent(y.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), FP4_MAX)
+    scaled = torch.ldexp(y, -exponent[..., None]).clamp(-FP4_MAX, FP4_MAX)
+    return e2m1_codes(scaled).flatten(-2)[..., : x.shape[-1]], (exponent + 127).to(torch.uint8)
+
+
+def dequantize_fp4(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
+    """Return float32 [..., N] from unpacked codes and scale bytes."""
+    return (_groups(e2m1_values(codes), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
+
+
+def round_fp4(x: Tensor, group: int = 32) -> Tensor:
+    """Round to e2m1 and back, in the dtype of ``x``."""
+    codes, scales = quantize_fp4(x, group)
+    return dequantize_fp4(codes, scales, group).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order; float32 inside, one rounding."""
+    width = x.shape[-1]
+    y, half = x.float(), 1
+    while half < width:
+        pair = y.unflatten(-1, (-1, 2, half))
+        y = torch.stack([pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]], -2).flatten(-3)
+        half *= 2
+    return (y * width**-0.5).to(x.dtype)
+
+
+def dequantize_matrix(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a checkpoint matrix as float32 [..., out, in]; the format follows from the dtypes.
+
+    Args:
+        weight: float8_e4m3fn [..., out, in] with 128x128 scales, packed FP4 int8/uint8 [..., out, in / 2] with scales per row
+            and 32 inputs, or plain floats.
+        scale: e8m0 (or float32, for FP8) scales; ``None`` for plain floats.
+    """
+    if weight.dtype == torch.float8_e4m3fn:
+        assert scale is not None
+        rows, cols = weight.shape[-2:]
+        wide = e8m0_to_float(scale).repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :cols]
+        return weight.float() * wide
+    if weight.dtype in (torch.int8, torch.uint8):
+        assert scale is not None
+        return dequantize_fp4(unpack_fp4(weight), scale.view(torch.uint8), 32)
+    return weight.float()

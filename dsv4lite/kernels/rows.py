@@ -1,0 +1,215 @@
+"""Cache rows in pages: how one vector is stored, written and read.
+
+A page of B rows of a packed format holds the data of all rows first, then the scales of all rows, then padding to a multiple of one
+row's data (for 584-byte rows: row i at 576 i, its scales at 576 B + 8 i, page padded to a multiple of 576):
+
+    584-byte kv row   448 e4m3 | 64 bf16 || 7 e8m0 + 1 pad           specification 5.2, any split of nope and rope channels
+    68-byte key row   128 e2m1 in 64 bytes || 4 e8m0                  5.3, after the Hadamard transform
+    132-byte key row  128 e4m3 || 1 float32 scale                     5.3
+    plain             the vector itself in float32 or bfloat16
+
+Rows are addressed by ``page * B + place``; -1 means no row: it is not written, and what is read there is row 0 (mask it).
+Numerics: reading returns exactly what ``simulate`` returns for the written vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.quantize import (
+    FP8_AMAX_FLOOR,
+    FP8_MAX,
+    dequantize_fp4,
+    dequantize_fp8,
+    pack_fp4,
+    quantize_fp4,
+    quantize_fp8,
+    round_fp4,
+    round_fp8,
+    scale_exponent,
+    unpack_fp4,
+)
+
+KV_GROUP = 64
+KEY_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRow:
+    """The vector itself."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        return 0
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.to(self.dtype).contiguous().view(torch.uint8), rows.new_empty(rows.shape[0], 0, dtype=torch.uint8)
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return data.view(self.dtype).to(dtype)
+
+    def simulate(self, rows: Tensor) -> Tensor:
+        """Return what a reader of the packed rows gets."""
+        return rows.to(self.dtype).to(rows.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Kv:
+    """kv row: ``nope`` channels as e4m3 in groups of 64, ``rope`` channels as bfloat16."""
+
+    nope: int
+    rope: int
+
+    @property
+    def width(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def data_bytes(self) -> int:
+        return self.nope + 2 * self.rope
+
+    @property
+    def groups(self) -> int:
+        return -(-self.nope // KV_GROUP)
+
+    @property
+    def scale_bytes(self) -> int:
+        return -(-self.groups // 8) * 8
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize_fp8(rows[..., : self.nope], KV_GROUP)
+        tail = rows[..., self.nope :].to(torch.bfloat16).contiguous()
+        data = torch.cat([codes.view(torch.uint8), tail.view(torch.uint8)], -1)
+        return data, torch.nn.functional.pad(scales, (0, self.scale_bytes - self.groups))
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        codes = data[..., : self.nope].view(torch.float8_e4m3fn)
+        head = dequantize_fp8(codes, scales[..., : self.groups], KV_GROUP)
+        tail = data[..., self.nope :].contiguous().view(torch.bfloat16)
+        return torch.cat([head.to(dtype), tail.to(dtype)], -1)
+
+    def simulate(self, rows: Tensor) -> Tensor:
+        """Return what a reader of the packed rows gets."""
+        head = round_fp8(rows[..., : self.nope], KV_GROUP)
+        return torch.cat([head, rows[..., self.nope :].to(torch.bfloat16).to(rows.dtype)], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Key:
+    """Index key: e2m1 in groups of 32."""
+
+    width: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        return -(-self.width // KEY_GROUP)
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize_fp4(rows, KEY_GROUP)
+        return pack_fp4(codes), scales
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_fp4(unpack_fp4(data), scales, KEY_GROUP).to(dtype)
+
+    def simulate(self, rows: Tensor) -> Tensor:
+        """Return what a reader of the packed rows gets."""
+        return round_fp4(rows, KEY_GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Key:
+    """Index key: e4m3 with one float32 scale, a power of two."""
+
+    width: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, _ = quantize_fp8(rows, self.width)
+        amax = rows.float().abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
+        scale = torch.ldexp(torch.ones_like(amax), scale_exponent(amax, FP8_MAX))
+        return codes.view(torch.uint8), scale.view(torch.uint8)
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return (data.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)).to(dtype)
+
+    def simulate(self, rows: Tensor) -> Tensor:
+        """Return what a reader of the packed rows gets."""
+        return round_fp8(rows, self.width)
+
+
+RowFormat = PlainRow | Fp8Kv | Fp4Key | Fp8Key
+
+
+def page_bytes(fmt: RowFormat, rows_per_page: int) -> int:
+    """Return the bytes of one page, padding included."""
+    used = rows_per_page * (fmt.data_bytes + fmt.scale_bytes)
+    return used if fmt.scale_bytes == 0 else -(-used // fmt.data_bytes) * fmt.data_bytes
+
+
+class RowStore:
+    """Pages of rows on one device.
+
+    Attributes:
+        memory: uint8 [pages, page_bytes], zero at first: the true bytes.
+    """
+
+    def __init__(self, fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> None:
+        self.format = fmt
+        self.rows_per_page = rows_per_page
+        self.memory = torch.zeros(num_pages, page_bytes(fmt, rows_per_page), dtype=torch.uint8, device=device)
+        split = rows_per_page * fmt.data_bytes
+        self._data = self.memory[:, :split].unflatten(1, (rows_per_page, fmt.data_bytes))
+        scales = self.memory[:, split : split + rows_per_page * fmt.scale_bytes]
+        self._scales = scales.unflatten(1, (rows_per_page, fmt.scale_bytes)) if fmt.scale_bytes else None
+        # Plain pages have no padding, so all rows of all pages form one matrix: a single gather instead of three.
+        self._plain = self.memory.view(-1, fmt.data_bytes).view(fmt.dtype) if isinstance(fmt, PlainRow) else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
+        """Store rows at addresses int64 [N], all valid and different."""
+        if self._plain is not None:
+            self._plain.index_copy_(0, addresses_N, rows_NC.to(self._plain.dtype))
+            return
+        page, place = addresses_N // self.rows_per_page, addresses_N % self.rows_per_page
+        data, scales = self.format.pack(rows_NC)
+        self._data[page, place] = data
+        if self._scales is not None:
+            self._scales[page, place] = scales
+
+    def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
+        safe = addresses.clamp_min(0)
+        if self._plain is not None:
+            return self._plain.index_select(0, safe.flatten()).to(dtype).unflatten(0, addresses.shape)
+        page, place = safe // self.rows_per_page, safe % self.rows_per_page
+        data = self._data[page, place]
+        scales = self._scales[page, place] if self._scales is not None else data[..., :0]
+        return self.format.unpack(data, scales, dtype)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages, int64 [N] each."""
+        self.memory[target] = self.memory[source]

@@ -1,0 +1,311 @@
+"""What one forward pass works on, as tensors: tokens, who they belong to, and which cache rows they read and write.
+
+Everything here is the same for all layers of a kind and is worked out once per step. Shapes: T tokens, S sequences, W window rows, E entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, Store
+from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
+from dsv4lite.kernels.rope import rope_angles
+from dsv4lite.kernels.rows import PlainRow
+from dsv4lite.models.config import V4Config
+from dsv4lite.weights.quant import Numerics
+
+QUERY_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceInput:
+    """One sequence's part of a step, in plain ints.
+
+    Attributes:
+        token_ids: New tokens, at positions ``start``, ``start + 1``, …
+        slot: Its accumulators.
+        pages: Its grow pages, in order, for all positions up to the last new one.
+        window_first: Logical index of the first of ``window_pages``.
+        window_pages: Physical window pages; -1 where a page is neither read nor written.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    slot: int
+    pages: Sequence[int]
+    window_first: int
+    window_pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryBlock:
+    """Tokens ``begin`` to ``end`` of a step that find their rows in the same way.
+
+    Single-token sequences form one block (``sequence`` is ``None``, token i belongs to sequence i) and read their window from pages.
+    A chunk of one sequence reads its window from ``prior`` rows of the pages, followed by the chunk's own rows from ``source`` on.
+
+    Attributes:
+        window_NW: int64: addresses for singles, else indices into prior rows followed by own rows.
+        valid_NW: bool.
+        last_position: The largest position in the block.
+    """
+
+    begin: int
+    end: int
+    sequence: int | None
+    window_NW: Tensor
+    valid_NW: Tensor
+    prior: Tensor | None
+    source: int
+    last_position: int
+
+    def window_rows(self, kv_TC: Tensor, store: Store) -> Tensor:
+        """Return the window's rows [N, W, C]; places that are not valid hold anything."""
+        if self.sequence is None:
+            return store.read(self.window_NW, kv_TC.dtype)
+        own = kv_TC[self.source : self.end]
+        rows = own if self.prior is None else torch.cat([store.read(self.prior, kv_TC.dtype), own])
+        return rows[self.window_NW]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStep:
+    """What layers of one compression ratio share in a step.
+
+    Attributes:
+        rows_per_page: Entries in a grow page.
+        phase_T: int64, position within the group.
+        visible_T: int64, entries each token may see.
+        write_E: int64, addresses of the entries that close.
+        rope_E: cos and sin of the closing groups' first positions.
+    """
+
+    ratio: int
+    rows_per_page: int
+    segments: Segments
+    phase_T: Tensor
+    visible_T: Tensor
+    write_E: Tensor
+    rope_E: tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One step's tokens.
+
+    Attributes:
+        rope_T: cos and sin of sliding-window layers.
+        compress_rope_T: cos and sin of compressed layers; ``None`` if there are none.
+        groups: By compression ratio.
+        tables_SP: int64, grow pages of each sequence, padded with 0.
+        write_rows, write_addresses: Which rows of the step go to which window rows.
+        routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_S: Tensor
+    blocks: tuple[QueryBlock, ...]
+    rope_T: tuple[Tensor, Tensor]
+    compress_rope_T: tuple[Tensor, Tensor] | None
+    groups: dict[int, GroupStep]
+    tables_SP: Tensor
+    write_rows: Tensor | None
+    write_addresses: Tensor
+    routed_TLK: Tensor | None = None
+
+    def entry_addresses(self, block: QueryBlock, entries_NK: Tensor, ratio: int) -> Tensor:
+        """Return addresses of entries, by index, of the sequences in a block; negative indices stay -1."""
+        rows = self.groups[ratio].rows_per_page
+        page_NK = (entries_NK // rows).clamp_min(0)
+        if block.sequence is None:
+            physical = self.tables_SP[: block.end].gather(1, page_NK.expand(block.end, -1))
+        else:
+            physical = self.tables_SP[block.sequence][page_NK]
+        return torch.where(entries_NK < 0, -1, physical * rows + entries_NK % rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Frequencies float32 [rope_dim / 2] of the two kinds of layers."""
+
+    main: Tensor
+    compress: Tensor
+
+
+def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max(1, max(len(t) for t in tables))
+    return torch.tensor([[*t, *([0] * (width - len(t)))] for t in tables], dtype=torch.int64, device=device)
+
+
+def make_batch(sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device) -> Batch:
+    """Work out a step; single-token sequences come first."""
+    starts = [s.start for s in sequences]
+    lens = [len(s.token_ids) for s in sequences]
+    singles = next((i for i, n in enumerate(lens) if n > 1), len(lens))
+    assert all(n > 1 for n in lens[singles:]), "single-token sequences come first"
+    starts_S, lens_S = (torch.tensor(v, dtype=torch.int64, device=device) for v in (starts, lens))
+    token_ids_T = torch.tensor([t for s in sequences for t in s.token_ids], dtype=torch.int64, device=device)
+    if singles == len(lens):
+        sequence_T, positions_T = torch.arange(singles, device=device), starts_S
+    else:
+        sequence_T = torch.repeat_interleave(torch.arange(len(lens), device=device), lens_S)
+        offsets_S = lens_S.cumsum(0) - lens_S
+        positions_T = torch.arange(len(token_ids_T), device=device) - (offsets_S - starts_S)[sequence_T]
+
+    window_SP = _padded([s.window_pages for s in sequences], device)
+    window_first = [s.window_first for s in sequences]
+    window_first_S = torch.tensor(window_first, dtype=torch.int64, device=device)
+    blocks = _query_blocks(sequences, singles, starts_S, window_SP, window_first_S, config.window, device)
+    write_rows, write_addresses = _window_writes(sequences, singles, starts_S, window_SP, window_first_S, config.window, device)
+
+    tables_SP = _padded([s.pages for s in sequences], device)
+    ratios = sorted({r for r in config.ratios if r})
+    groups: dict[int, GroupStep] = {}
+    for ratio in ratios:
+        segments = make_segments(starts_S, lens_S, ratio)
+        rows = GROW_PAGE // ratio
+        entry_E = segments.positions_E // ratio
+        page_E = tables_SP[segments.sequence_G[segments.closed_E], entry_E // rows]
+        groups[ratio] = GroupStep(
+            ratio=ratio,
+            rows_per_page=rows,
+            segments=segments,
+            phase_T=positions_T % ratio,
+            visible_T=(positions_T + 1) // ratio,
+            write_E=page_E * rows + entry_E % rows,
+            rope_E=rope_angles(segments.positions_E, rotary.compress),
+        )
+    return Batch(
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slots_S=torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=device),
+        blocks=tuple(blocks),
+        rope_T=rope_angles(positions_T, rotary.main),
+        compress_rope_T=rope_angles(positions_T, rotary.compress) if ratios else None,
+        groups=groups,
+        tables_SP=tables_SP,
+        write_rows=write_rows,
+        write_addresses=write_addresses,
+    )
+
+
+def _query_blocks(
+    sequences: Sequence[SequenceInput],
+    singles: int,
+    starts_S: Tensor,
+    window_SP: Tensor,
+    window_first_S: Tensor,
+    window: int,
+    device: torch.device,
+) -> list[QueryBlock]:
+    blocks = []
+    place_W = torch.arange(window, device=device)
+    if singles:
+        position_S = starts_S[:singles, None]
+        read_SW = (position_S - window + 1).clamp_min(0) + place_W
+        valid_SW = read_SW <= position_S
+        page_SW = torch.where(valid_SW, read_SW // WINDOW_PAGE - window_first_S[:singles, None], 0)
+        address_SW = window_SP[:singles].gather(1, page_SW) * WINDOW_PAGE + read_SW % WINDOW_PAGE
+        blocks.append(
+            QueryBlock(
+                begin=0,
+                end=singles,
+                sequence=None,
+                window_NW=address_SW,
+                valid_NW=valid_SW,
+                prior=None,
+                source=0,
+                last_position=max(s.start for s in sequences[:singles]),
+            )
+        )
+    row = singles
+    for index in range(singles, len(sequences)):
+        seq = sequences[index]
+        length = len(seq.token_ids)
+        for begin in range(0, length, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, length)
+            oldest = max(0, seq.start + begin - window + 1)  # position of the first row anyone in the block reads
+            prior = None
+            if oldest < seq.start:
+                read_P = torch.arange(oldest, seq.start, device=device)
+                prior = window_SP[index, read_P // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + read_P % WINDOW_PAGE
+            position_N = torch.arange(seq.start + begin, seq.start + end, device=device)[:, None]
+            read_NW = (position_N - window + 1).clamp_min(0) + place_W
+            valid_NW = read_NW <= position_N
+            blocks.append(
+                QueryBlock(
+                    begin=row + begin,
+                    end=row + end,
+                    sequence=index,
+                    window_NW=torch.where(valid_NW, read_NW - oldest, 0),
+                    valid_NW=valid_NW,
+                    prior=prior,
+                    source=row + max(0, oldest - seq.start),
+                    last_position=seq.start + end - 1,
+                )
+            )
+        row += length
+    return blocks
+
+
+def _window_writes(
+    sequences: Sequence[SequenceInput],
+    singles: int,
+    starts_S: Tensor,
+    window_SP: Tensor,
+    window_first_S: Tensor,
+    window: int,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor]:
+    """Return which rows are kept (``None`` for all) and where: every single row, and a chunk's last ``window`` rows."""
+    page_S = (starts_S[:singles] // WINDOW_PAGE - window_first_S[:singles])[:, None]
+    addresses = [window_SP[:singles].gather(1, page_S)[:, 0] * WINDOW_PAGE + starts_S[:singles] % WINDOW_PAGE]
+    if singles == len(sequences):
+        return None, addresses[0]
+    rows = [torch.arange(singles, device=device)]
+    row = singles
+    for index in range(singles, len(sequences)):
+        seq = sequences[index]
+        length = len(seq.token_ids)
+        kept = torch.arange(max(0, length - window), length, device=device)
+        position = seq.start + kept
+        addresses.append(window_SP[index, position // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + position % WINDOW_PAGE)
+        rows.append(row + kept)
+        row += length
+    return torch.cat(rows), torch.cat(addresses)
+
+
+def one_pass(
+    prompts: Sequence[Sequence[int]], config: V4Config, rotary: Rotary, numerics: Numerics, *, num_layers: int
+) -> tuple[Batch, list[LayerCache]]:
+    """Prepare whole sequences from position 0 with a cache that lives for this one pass and lets gradients through."""
+    device = numerics.device
+    ordered = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) > 1)
+    assert ordered == list(range(len(prompts))), "single-token prompts come first"
+    sequences, grow = [], 0
+    for slot, ids in enumerate(prompts):
+        count = -(-len(ids) // GROW_PAGE)
+        window_count = -(-len(ids) // WINDOW_PAGE)
+        pages = range(grow, grow + count)
+        windows = range(grow * (GROW_PAGE // WINDOW_PAGE), grow * (GROW_PAGE // WINDOW_PAGE) + window_count)
+        sequences.append(
+            SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=windows)
+        )
+        grow += count
+    caches = []
+    for ratio in config.ratios[:num_layers]:
+        kv, key = PlainRow(config.head_dim, numerics.dtype), PlainRow(config.index_dim, numerics.dtype)
+        layer = LayerCache(DenseStore(kv, grow * GROW_PAGE, numerics.dtype, device))
+        if ratio:
+            layer.entries = DenseStore(kv, grow * GROW_PAGE // ratio, numerics.dtype, device)
+            layer.carry = empty_carry(len(prompts), 2 if ratio == OVERLAP_RATIO else 1, config.head_dim, device=device)
+        if ratio == OVERLAP_RATIO:
+            layer.keys = DenseStore(key, grow * GROW_PAGE // ratio, numerics.dtype, device)
+            layer.key_carry = empty_carry(len(prompts), 2, config.index_dim, device=device)
+        caches.append(layer)
+    return make_batch(sequences, config, rotary, device), caches

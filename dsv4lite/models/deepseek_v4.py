@@ -1,0 +1,492 @@
+"""DeepSeek-V4, in the order of the report: hyper-connections, compressed sparse attention, mixture of experts, multi-token prediction.
+
+Shape suffixes: T tokens, S sequences, N streams, D model, H heads, C head channels, R low rank, G output groups, E experts or entries,
+K experts per token or selected entries, I expert width, V vocabulary.  Names are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dsv4lite.engine.cache import LayerCache, StateLayout
+from dsv4lite.kernels.attention import BLOCK, sparse_attention
+from dsv4lite.kernels.compress import OVERLAP_RATIO, compress
+from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_expand, hc_head, hc_leave_enter
+from dsv4lite.kernels.indexer import index_scores, select_entries
+from dsv4lite.kernels.moe import route, swiglu
+from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
+from dsv4lite.kernels.quantize import hadamard
+from dsv4lite.kernels.rope import rope, rope_frequencies
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat
+from dsv4lite.models.batch import Batch, GroupStep, QueryBlock, Rotary, one_pass
+from dsv4lite.models.config import V4Config
+from dsv4lite.weights.quant import Matrix, Numerics, Slot, TensorSlot, linear, round_input
+
+NamedSlots = Iterator[tuple[str, Slot]]
+
+
+def _tensor(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
+
+
+class Streams:
+    """The residual streams between sub-layers; a sub-layer's output is written when the next one enters (one pass over them)."""
+
+    def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None) -> None:
+        self.value_TND = streams_TND
+        self._pending: tuple[Tensor, HcMix] | None = None
+        self._mix: HcMix | None = None
+        self._config = config
+        self._row_tile = row_tile
+
+    def enter(self, weights: HcWeights, norm_weight: Tensor) -> Tensor:
+        """Return the sub-layer's normed input [T, D]."""
+        c = self._config
+        self.value_TND, projected = hc_leave_enter(self.value_TND, self._pending, weights.fn, c.norm_eps, self._row_tile)
+        self._pending = None
+        x_TD, self._mix = hc_collapse(
+            self.value_TND,
+            projected,
+            weights.base,
+            weights.scale,
+            norm_weight,
+            iters=c.sinkhorn_iters,
+            eps=c.hc_eps,
+            norm_eps=c.norm_eps,
+        )
+        return x_TD
+
+    def leave(self, y_TD: Tensor) -> None:
+        """Take the sub-layer's output [T, D]."""
+        assert self._mix is not None and self._pending is None
+        self._pending = (y_TD, self._mix)
+
+    def final(self) -> Tensor:
+        """Return the streams [T, N, D] with everything written."""
+        if self._pending is not None:
+            self.value_TND, self._pending = hc_expand(self._pending[0], self.value_TND, self._pending[1]), None
+        return self.value_TND
+
+
+class Compressor(nn.Module):
+    """Pools groups of tokens into one cache row each (2.3.1 of the report; specification 3.5)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, ratio: int, width: int) -> None:
+        super().__init__()
+        self.ratio, self.eps = ratio, config.norm_eps
+        self.columns = width * (2 if ratio == OVERLAP_RATIO else 1)
+        self.ape = _tensor(ratio, self.columns, numerics=numerics)
+        self.norm = _tensor(width, numerics=numerics)
+
+    def forward(self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, slots_S: Tensor, group: GroupStep, dtype: torch.dtype) -> Tensor:
+        """Advance the accumulators; return the rotated entries that close [E, width]."""
+        entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[slots_S], group.segments)
+        carry[slots_S] = after.detach()
+        return rope(rms_norm(entries_EC.to(dtype), self.norm, self.eps), *group.rope_E)
+
+    def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
+        """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
+        yield prefix + "ape", TensorSlot(self.ape)
+        yield prefix + "norm.weight", TensorSlot(self.norm)
+        yield prefix + "wkv.weight", inputs.rows(begin, begin + self.columns)
+        yield prefix + "wgate.weight", inputs.rows(begin + self.columns, begin + 2 * self.columns)
+
+
+class Attention(nn.Module):
+    """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (specification 3.3-3.7)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics = numerics
+        self.kind, self.ratio = c.kind(layer), c.ratios[layer]
+        heads, channels = c.num_attention_heads, c.head_dim
+        self.attn_sink = _tensor(heads, numerics=numerics)
+        self.q_norm = _tensor(c.q_lora_rank, numerics=numerics)
+        self.kv_norm = _tensor(channels, numerics=numerics)
+        index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        self.wq_a_wkv = Matrix(c.q_lora_rank + channels, c.hidden_size, numerics=numerics, rounds_input=True)
+        self.wq_b = Matrix(heads * channels + index_rows, c.q_lora_rank, numerics=numerics, rounds_input=True)
+        self.wo_a = Matrix(c.o_groups, c.o_lora_rank, heads * channels // c.o_groups, numerics=numerics)
+        self.wo_b = Matrix(c.hidden_size, c.o_groups * c.o_lora_rank, numerics=numerics, rounds_input=True)
+        self.kv_format: RowFormat = Fp8Kv(c.nope_dim, c.rope_dim) if numerics.quantized else PlainRow(channels, numerics.dtype)
+        self.key_format: RowFormat = Fp4Key(c.index_dim) if numerics.quantized else PlainRow(c.index_dim, numerics.dtype)
+        if self.ratio:
+            self.compressor = Compressor(c, numerics, self.ratio, channels)
+            rows = 2 * self.compressor.columns
+            if self.kind == "csa":
+                self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim)
+                rows += 2 * self.key_compressor.columns + c.index_heads
+            # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
+            self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics, dtype=torch.float32)
+
+    def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        c, tokens = self.config, x_TD.shape[0]
+        angles = batch.compress_rope_T if self.ratio else batch.rope_T
+        assert angles is not None
+        latent = linear(x_TD, self.wq_a_wkv)
+        qr_TR = rms_norm(latent[:, : c.q_lora_rank], self.q_norm, c.norm_eps)
+        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *angles)
+        if self.numerics.quantized:
+            kv_TC = self.kv_format.simulate(kv_TC)
+        query = linear(qr_TR, self.wq_b)
+        q_THC = query[:, : c.num_attention_heads * c.head_dim].view(tokens, c.num_attention_heads, c.head_dim)
+        q_THC = rope(rms_norm_heads(q_THC, c.norm_eps), *angles)
+        cache.window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+
+        index: tuple[Tensor, Tensor] | None = None
+        if self.ratio:
+            projected = linear(x_TD, self.compress_in, torch.float32)
+            self._compress(projected, batch, cache)
+            if self.kind == "csa":
+                iq_THC = query[:, c.num_attention_heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
+                index = (self._round_index(rope(iq_THC, *angles)), self._index_weights(projected, x_TD.dtype))
+        o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
+        return self._project_out(rope(o_THC, *angles, inverse=True))
+
+    def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
+        group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
+        assert cache.entries is not None and cache.carry is not None
+        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.carry, batch.slots_S, group, dtype)
+        cache.entries.write(group.write_E, entries)
+        if self.kind == "csa":
+            assert cache.keys is not None and cache.key_carry is not None
+            begin, width = 2 * width, self.key_compressor.columns
+            values, scores = projected[:, begin : begin + width], projected[:, begin + width : begin + 2 * width]
+            keys = self.key_compressor(values, scores, cache.key_carry, batch.slots_S, group, dtype)
+            cache.keys.write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
+
+    def _round_index(self, iq_THC: Tensor) -> Tensor:
+        return self.key_format.simulate(hadamard(iq_THC)) if self.numerics.quantized else iq_THC
+
+    def _index_weights(self, projected: Tensor, dtype: torch.dtype) -> Tensor:
+        c = self.config
+        return projected[:, -c.index_heads :].to(dtype) * (c.index_dim * c.index_heads) ** -0.5
+
+    def _attend(
+        self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Gather the rows of a block of tokens and attend, [N, H, C]."""
+        rows, valid = block.window_rows(kv_TC, cache.window), block.valid_NW
+        count = (block.last_position + 1) // self.ratio if self.ratio else 0
+        if count:
+            assert cache.entries is not None
+            entries_NK, seen_NK = self._visible_entries(block, count, batch, cache, index)
+            addresses = batch.entry_addresses(block, entries_NK, self.ratio)
+            rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], 1)
+            valid = torch.cat([valid, seen_NK], 1)
+        query = q_THC[block.begin : block.end]
+        return sparse_attention(
+            query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block
+        )
+
+    def _visible_entries(
+        self, block: QueryBlock, count: int, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return indices int64 [N, K] of the entries each token attends to, -1 where none, and which are."""
+        visible_N = batch.groups[self.ratio].visible_T[block.begin : block.end]
+        if index is not None and count > self.config.index_topk:
+            assert cache.keys is not None
+            every = torch.arange(count, device=visible_N.device)
+            hidden = every >= visible_N[:, None]
+            wanted = torch.where(hidden, -1, every) if block.sequence is None else every
+            keys = cache.keys.read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
+            queries, weights = (part[block.begin : block.end] for part in index)
+            scores = index_scores(queries, weights, keys, row_tile=self.numerics.row_tile)
+            chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
+        else:
+            # Everything visible is attended, so nothing needs to be scored.
+            chosen = torch.arange(count, device=visible_N.device).expand(len(visible_N), -1)
+            seen = chosen < visible_N[:, None]
+        if self.numerics.attention_block is not None:
+            # Whole blocks: a token's arithmetic must not depend on how many entries its neighbours see.
+            missing = -(self.config.window + chosen.shape[1]) % BLOCK
+            chosen = torch.nn.functional.pad(chosen, (0, missing))
+            seen = torch.nn.functional.pad(seen, (0, missing))
+        return torch.where(seen, chosen, -1), seen
+
+    def _project_out(self, o_THC: Tensor) -> Tensor:
+        c, weight = self.config, self.wo_a.weight
+        o_TGK = o_THC.reshape(o_THC.shape[0], c.o_groups, -1).to(weight.dtype)
+        z = [matmul_rows(o_TGK[:, g], weight[g], self.wo_a.row_tile) for g in range(c.o_groups)]
+        return linear(torch.cat(z, -1).to(o_THC.dtype), self.wo_b)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        c = self.config
+        head_rows, index_rows = c.num_attention_heads * c.head_dim, c.index_heads * c.index_dim
+        yield prefix + "attn_sink", TensorSlot(self.attn_sink)
+        yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
+        yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
+        yield prefix + "wq_a.weight", self.wq_a_wkv.rows(0, c.q_lora_rank)
+        yield prefix + "wkv.weight", self.wq_a_wkv.rows(c.q_lora_rank, c.q_lora_rank + c.head_dim)
+        yield prefix + "wq_b.weight", self.wq_b.rows(0, head_rows)
+        yield prefix + "wo_a.weight", self.wo_a.stacked()
+        yield prefix + "wo_b.weight", self.wo_b.whole()
+        if self.ratio:
+            yield from self.compressor.slots(prefix + "compressor.", self.compress_in, 0)
+        if self.kind == "csa":
+            begin = 2 * self.compressor.columns
+            yield prefix + "indexer.wq_b.weight", self.wq_b.rows(head_rows, head_rows + index_rows)
+            yield from self.key_compressor.slots(prefix + "indexer.compressor.", self.compress_in, begin)
+            begin += 2 * self.key_compressor.columns
+            yield prefix + "indexer.weights_proj.weight", self.compress_in.rows(begin, begin + c.index_heads)
+
+
+class Experts(nn.Module):
+    """A stack of clamped SwiGLU experts; w1 (gate) and w3 (up) lie row block under row block."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, count: int) -> None:
+        super().__init__()
+        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, count
+        self.w13 = Matrix(count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
+        self.w2 = Matrix(count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
+
+    def one(self, expert: int, x_TD: Tensor, weight_T1: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Run one expert on inputs already rounded as its matrices want; the mixing weight is applied before ``w2``."""
+        w13, w2 = self.w13.weight, self.w2.weight
+        h = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
+        u = swiglu(h[:, : self.width], h[:, self.width :], self.limit)
+        u = (u if weight_T1 is None else u * weight_T1).to(dtype)
+        return matmul_rows(round_input(u, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
+
+    def slots(self, prefix: str, expert: int) -> NamedSlots:
+        yield prefix + "w1.weight", self.w13.rows(0, self.width, expert=expert)
+        yield prefix + "w3.weight", self.w13.rows(self.width, 2 * self.width, expert=expert)
+        yield prefix + "w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=expert)
+
+
+class MoE(nn.Module):
+    """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, *, hashed: bool) -> None:
+        super().__init__()
+        c = self.config = config
+        self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics, dtype=torch.float32)
+        self.experts = Experts(c, numerics, c.num_experts)
+        self.shared = Experts(c, numerics, 1)
+        self.bias = None if hashed else _tensor(c.num_experts, numerics=numerics)
+        table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
+        self.register_buffer("tid2eid", table)
+        self.tid2eid: Tensor | None
+
+    def forward(self, x_TD: Tensor, token_ids_T: Tensor, routed_TK: Tensor | None = None) -> Tensor:
+        """Return [T, D]; ``routed_TK`` receives the experts chosen."""
+        c = self.config
+        logits_TE = linear(x_TD, self.gate, torch.float32)
+        chosen = None if self.tid2eid is None else self.tid2eid[token_ids_T]
+        chosen_TK, weight_TK = route(logits_TE, c.experts_per_token, c.route_scale, bias_E=self.bias, chosen_TK=chosen)
+        if routed_TK is not None:
+            routed_TK.copy_(chosen_TK)
+        x = round_input(x_TD, self.experts.w13).to(self.experts.w13.weight.dtype)
+        y_TD = self._combine(x, chosen_TK, weight_TK, x_TD.dtype)
+        return (y_TD + self.shared.one(0, x, None, x_TD.dtype).float()).to(x_TD.dtype)
+
+    def _combine(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum the chosen experts in float32, in the order of their ids."""
+        tokens, per_token = chosen_TK.shape
+        if tokens == 1:
+            outputs = [
+                self.experts.one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())
+            ]
+        else:
+            order = chosen_TK.flatten().argsort(stable=True)
+            counts = torch.bincount(chosen_TK.flatten(), minlength=self.experts.count).tolist()
+            weights = weight_TK.flatten()[order]
+            inputs = x_TD[order // per_token]
+            parts, begin = [], 0
+            for expert, count in enumerate(counts):
+                if count:
+                    rows = slice(begin, begin + count)
+                    parts.append(self.experts.one(expert, inputs[rows], weights[rows, None], dtype))
+                    begin += count
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return total
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "gate.weight", self.gate.whole()
+        if self.bias is not None:
+            yield prefix + "gate.bias", TensorSlot(self.bias)
+        if self.tid2eid is not None:
+            yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
+        for expert in range(self.experts.count):
+            yield from self.experts.slots(f"{prefix}experts.{expert}.", expert)
+        yield from self.shared.slots(prefix + "shared_experts.", 0)
+
+
+class Hc(nn.Module):
+    """Parameters of one hyper-connection."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, *, head: bool = False) -> None:
+        super().__init__()
+        n = config.streams
+        rows = n if head else n * (n + 2)
+        self.fn = _tensor(rows, n * config.hidden_size, numerics=numerics)
+        self.base = _tensor(rows, numerics=numerics)
+        self.scale = _tensor(1 if head else 3, numerics=numerics)
+
+    @property
+    def weights(self) -> HcWeights:
+        return HcWeights(self.fn, self.base, self.scale)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "_fn", TensorSlot(self.fn)
+        yield prefix + "_base", TensorSlot(self.base)
+        yield prefix + "_scale", TensorSlot(self.scale)
+
+
+class Block(nn.Module):
+    """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+        super().__init__()
+        self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
+        self.attn_norm = _tensor(config.hidden_size, numerics=numerics)
+        self.ffn_norm = _tensor(config.hidden_size, numerics=numerics)
+        self.attn = Attention(config, numerics, layer)
+        self.ffn = MoE(config, numerics, hashed=config.hashed(layer))
+
+    def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
+        x_TD = streams.enter(self.hc_attn.weights, self.attn_norm)
+        streams.leave(self.attn(x_TD, batch, cache))
+        x_TD = streams.enter(self.hc_ffn.weights, self.ffn_norm)
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK))
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
+        yield prefix + "ffn_norm.weight", TensorSlot(self.ffn_norm)
+        yield from self.hc_attn.slots(prefix + "hc_attn")
+        yield from self.hc_ffn.slots(prefix + "hc_ffn")
+        yield from self.attn.slots(prefix + "attn.")
+        yield from self.ffn.slots(prefix + "ffn.")
+
+
+class Mtp(nn.Module):
+    """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.eps = config.norm_eps
+        self.enorm, self.hnorm, self.norm = (_tensor(d, numerics=numerics) for _ in range(3))
+        self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True)
+        self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True)
+        self.hc_head = Hc(config, numerics, head=True)
+        self.block = Block(config, numerics, layer)
+
+    def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
+        """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
+        e_TD = linear(rms_norm(embedded_TD, self.enorm, self.eps), self.e_proj)
+        h = linear(rms_norm(streams_TND, self.hnorm, self.eps).flatten(0, 1), self.h_proj)
+        return e_TD[:, None] + h.view_as(streams_TND)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield from self.block.slots(prefix)
+        for name in ("enorm", "hnorm", "norm"):
+            yield f"{prefix}{name}.weight", TensorSlot(getattr(self, name))
+        yield prefix + "e_proj.weight", self.e_proj.whole()
+        yield prefix + "h_proj.weight", self.h_proj.whole()
+        yield from self.hc_head.slots(prefix + "hc_head")
+
+
+class DeepseekV4(nn.Module):
+    """The whole model.
+
+    Parameters are allocated, not initialised: fill them through ``slots()``, which names every tensor of a checkpoint and its place.
+    """
+
+    def __init__(self, config: V4Config, numerics: Numerics, *, with_mtp: bool = False) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics = numerics
+        self.embed = _tensor(c.vocab_size, c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        self.head = Matrix(c.vocab_size, c.hidden_size, numerics=numerics, dtype=torch.float32)
+        self.norm = _tensor(c.hidden_size, numerics=numerics)
+        self.hc_head = Hc(c, numerics, head=True)
+        self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))
+        count = c.num_mtp_layers if with_mtp else 0
+        self.mtp = nn.ModuleList(Mtp(c, numerics, c.num_hidden_layers + i) for i in range(count))
+        self.rotary = Rotary(
+            main=rope_frequencies(c.rope_dim, c.rope_theta).to(numerics.device),
+            compress=rope_frequencies(
+                c.rope_dim,
+                c.compress_rope_theta,
+                factor=c.yarn.factor,
+                original=c.yarn.original_positions,
+                beta_fast=c.yarn.beta_fast,
+                beta_slow=c.yarn.beta_slow,
+            ).to(numerics.device),
+        )
+
+    @property
+    def layout(self) -> StateLayout:
+        """Formats of this model's state."""
+        return StateLayout.of(
+            self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=len(self.mtp) > 0
+        )
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+        """Run a step's tokens; return the final streams [T, N, D]."""
+        embedded_TD = self.embed[batch.token_ids_T]
+        streams = Streams(embedded_TD[:, None].repeat(1, self.config.streams, 1), self.config, self.numerics.row_tile)
+        for i, block in enumerate(self.layers):
+            block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+        return streams.final()
+
+    def logits(self, streams_TND: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of the next token."""
+        return self._head(streams_TND, self.hc_head, self.norm)
+
+    def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> Tensor:
+        """Run the MTP block; return its streams [T, N, D].
+
+        Args:
+            streams_TND: Final streams of the main model, or of this block when chaining drafts.
+            batch: The same positions, with the *next* token at each.
+            cache: The block's own window.
+            depth: Which MTP block.
+        """
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        streams = Streams(mtp.mix(streams_TND, self.embed[batch.token_ids_T]), self.config, self.numerics.row_tile)
+        mtp.block(streams, batch, cache)
+        return streams.final()
+
+    def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
+        """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        return self._head(streams_TND, mtp.hc_head, mtp.norm)
+
+    def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor) -> Tensor:
+        c = self.config
+        y_TD = hc_head(streams_TND, hc.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
+        return linear(rms_norm(y_TD, norm, c.norm_eps), self.head, torch.float32)
+
+    def one_pass(self, token_ids: Sequence[int]) -> Tensor:
+        """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
+        batch, caches = one_pass([token_ids], self.config, self.rotary, self.numerics, num_layers=self.config.num_hidden_layers)
+        streams: Tensor = self(batch, caches)
+        return streams
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
+        named: dict[str, Slot] = {
+            "embed.weight": TensorSlot(self.embed),
+            "head.weight": self.head.whole(),
+            "norm.weight": TensorSlot(self.norm),
+            **dict(self.hc_head.slots("hc_head")),
+        }
+        for group, prefix in ((self.layers, "layers"), (self.mtp, "mtp")):
+            for i, part in enumerate(group):
+                assert isinstance(part, (Block, Mtp))
+                named.update(part.slots(f"{prefix}.{i}."))
+        return named
