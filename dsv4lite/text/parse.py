@@ -1,0 +1,357 @@
+"""Read what DeepSeek-V4 writes: reasoning, content and DSML tool calls, as the text arrives.
+
+    reasoning</think>content
+
+    <｜DSML｜tool_calls>
+    <｜DSML｜invoke name="NAME">
+    <｜DSML｜parameter name="P" string="true">raw text</｜DSML｜parameter>
+    <｜DSML｜parameter name="Q" string="false">JSON</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜tool_calls><EOS>
+
+A model errs, and its output may end anywhere, so nothing is an error here: what is not markup is text, what is malformed inside
+the block is skipped, and a call cut off by the length limit has the parameters that were complete. The result depends on the text
+alone, never on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4lite.text.chat import DSML, END_THINK, THINK, json_text
+from dsv4lite.text.scan import Scanner
+from dsv4lite.text.tokenizer import EOS
+
+_BLOCK_NAMES = ("tool_calls", "toolcalls", "function_calls")
+"""The trained name first, then what models also write."""
+_BLOCK_OPENINGS = tuple(f"{gap}<{DSML}{space}{name}>" for name in _BLOCK_NAMES for space in ("", " ") for gap in ("\n\n", "\n", ""))
+"""The newlines before the block belong to it."""
+_TEXT_MARKERS = (THINK, END_THINK, EOS, *_BLOCK_OPENINGS)
+_OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
+_TAG_MARKERS = (_OPEN, _CLOSE, EOS)
+_VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>", EOS)
+_INVOKE = re.compile(r'\s*invoke\s+name="(?P<name>.*)', re.DOTALL)
+_PARAMETER = re.compile(r'\s*parameter\s+name="(?P<name>.*?)(?:"\s+string="(?P<string>\w*))?', re.DOTALL)
+_WRAPPERS = ("arguments", "input")
+"""Names under which a model may put all arguments as one object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A complete tool call; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """News of the tool call number ``index``: first its id and name, then pieces of its arguments' JSON text, to be joined."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDelta:
+    """What a piece of output added."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedChat:
+    """An assistant's whole turn."""
+
+    reasoning: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+
+
+class _State(enum.Enum):
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+    BLOCK = enum.auto()
+    """In the tool block, between tags; text there is dropped."""
+    OPENING = enum.auto()
+    """After ``<｜DSML｜``."""
+    CLOSING = enum.auto()
+    """After ``</｜DSML｜``."""
+    VALUE = enum.auto()
+    """In a parameter."""
+    DONE = enum.auto()
+    """After the block or EOS; text there is dropped."""
+
+
+class ChatParser:
+    """Parses one assistant turn incrementally; all deltas joined equal the result."""
+
+    def __init__(self, thinking: bool, tools: Sequence[Mapping[str, Any]] | None = None, *, call_id_prefix: str = "call_") -> None:
+        """Start a turn.
+
+        Args:
+            thinking: Whether the prompt ends with ``<think>``, so that the output begins with reasoning.
+            tools: Tool definitions; their schemas help with values that are not JSON although they should be.
+            call_id_prefix: Tool calls get this and their number as id.
+        """
+        self._state = _State.REASONING if thinking else _State.CONTENT
+        self._schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools or ()}
+        self._call_id_prefix = call_id_prefix
+        self._scanner = Scanner()
+        self._pieces: list[str] = []
+        """Of the tag or value that is being read."""
+        self._parameter: tuple[str, str | None] = "", None
+        """Name and ``string`` attribute of the parameter whose value is being read."""
+        self._open_call: _OpenCall | None = None
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._call_deltas: list[ToolCallDelta] = []
+
+    def push(self, text: str) -> ChatDelta:
+        """Read a piece of output. Text that may be the beginning of markup is held back until that is decided."""
+        seen = self._seen()
+        if self._state is not _State.DONE:
+            self._scanner.feed(text)
+            while self._step():
+                pass
+        return self._delta(seen)
+
+    def finish(self) -> ChatDelta:
+        """End the turn: return what was held back, and close a call that was cut off."""
+        seen = self._seen()
+        if self._state in (_State.REASONING, _State.CONTENT):
+            self._emit(self._scanner.rest())
+        self._end()
+        return self._delta(seen)
+
+    def result(self) -> ParsedChat:
+        """Return everything read so far; complete after ``finish``. A tool call appears once it is complete."""
+        return ParsedChat(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
+
+    def _seen(self) -> tuple[int, int, int]:
+        return len(self._reasoning), len(self._content), len(self._call_deltas)
+
+    def _delta(self, seen: tuple[int, int, int]) -> ChatDelta:
+        reasoning, content, calls = seen
+        return ChatDelta(
+            reasoning="".join(self._reasoning[reasoning:]),
+            content="".join(self._content[content:]),
+            tool_calls=tuple(self._call_deltas[calls:]),
+        )
+
+    def _step(self) -> bool:
+        """Read up to the next marker and act on it; return whether there may be more to read."""
+        match self._state:
+            case _State.REASONING | _State.CONTENT:
+                return self._read_text()
+            case _State.BLOCK:
+                return self._at_tag(self._scanner.read_until(_TAG_MARKERS)[1])
+            case _State.OPENING:
+                return self._read_opening()
+            case _State.CLOSING:
+                return self._read_closing()
+            case _State.VALUE:
+                return self._read_value()
+            case _State.DONE:
+                return False
+
+    def _read_text(self) -> bool:
+        text, marker = self._scanner.read_until(_TEXT_MARKERS)
+        if marker == THINK and (text or self._reasoning or self._content):
+            text += THINK  # only at the very start it repeats the prompt's; elsewhere it is text
+        self._emit(text)
+        if marker == END_THINK:
+            self._state = _State.CONTENT  # where a further one is stray, and dropped
+        elif marker == EOS:
+            self._end()
+        elif marker in _BLOCK_OPENINGS:
+            self._state = _State.BLOCK
+        return marker is not None
+
+    def _emit(self, text: str) -> None:
+        if text:
+            (self._reasoning if self._state is _State.REASONING else self._content).append(text)
+
+    def _at_tag(self, marker: str | None) -> bool:
+        """Enter the tag that ``marker`` begins; one that was not finished is thereby given up."""
+        self._pieces = []
+        if marker == EOS:
+            self._end()
+        elif marker is not None:
+            self._state = _State.OPENING if marker == _OPEN else _State.CLOSING
+        return marker is not None
+
+    def _read_opening(self) -> bool:
+        piece, marker = self._scanner.read_until(('">', '" >', *_TAG_MARKERS))
+        self._pieces.append(piece)
+        if marker is None or marker in _TAG_MARKERS:
+            return marker is not None and self._at_tag(marker)
+        head, self._pieces = "".join(self._pieces), []
+        self._state = _State.BLOCK
+        if invoke := _INVOKE.fullmatch(head):
+            self._begin_call(invoke["name"])
+        elif parameter := _PARAMETER.fullmatch(head):
+            self._parameter = parameter["name"], parameter["string"]
+            self._state = _State.VALUE
+        return True
+
+    def _read_closing(self) -> bool:
+        piece, marker = self._scanner.read_until((">", *_TAG_MARKERS))
+        self._pieces.append(piece)
+        if marker is None or marker in _TAG_MARKERS:
+            return marker is not None and self._at_tag(marker)
+        name, self._pieces = "".join(self._pieces).strip(), []
+        self._state = _State.BLOCK
+        if name == "invoke":
+            self._close_call()
+        elif name in _BLOCK_NAMES:
+            self._end()
+        return True
+
+    def _read_value(self) -> bool:
+        piece, marker = self._scanner.read_until(_VALUE_MARKERS)
+        self._pieces.append(piece)
+        if marker == EOS:
+            self._end()
+        elif marker is not None:
+            self._add_parameter("".join(self._pieces))
+            self._pieces = []
+            self._state = _State.BLOCK
+        return marker is not None
+
+    # ---- calls ----
+
+    def _begin_call(self, name: str) -> None:
+        self._close_call()
+        index = len(self._calls)
+        call = self._open_call = _OpenCall(index, f"{self._call_id_prefix}{index}", name, self._schemas.get(name))
+        self._call_deltas.append(ToolCallDelta(index=index, id=call.id, name=name))
+
+    def _add_parameter(self, value: str) -> None:
+        if self._open_call is not None:
+            self._say(self._open_call, self._open_call.add(*self._parameter, value))
+
+    def _close_call(self) -> None:
+        call, self._open_call = self._open_call, None
+        if call is not None:
+            self._say(call, call.close())
+            self._calls.append(ToolCall(id=call.id, name=call.name, arguments="".join(call.fragments)))
+
+    def _say(self, call: _OpenCall, fragment: str) -> None:
+        if fragment:
+            call.fragments.append(fragment)
+            self._call_deltas.append(ToolCallDelta(index=call.index, arguments=fragment))
+
+    def _end(self) -> None:
+        self._close_call()
+        self._scanner.rest()
+        self._state = _State.DONE
+
+
+class _OpenCall:
+    """A tool call whose parameters are arriving; ``add`` and ``close`` return the pieces of its arguments' JSON text."""
+
+    def __init__(self, index: int, id: str, name: str, properties: Mapping[str, Any] | None) -> None:
+        self.index = index
+        self.id = id
+        self.name = name
+        self.fragments: list[str] = []
+        self._properties = properties
+        self._names: set[str] = set()
+        self._wrapper: tuple[str, str] | None = None
+        """As object and as member, a parameter that may hold all arguments, while it is the only one."""
+
+    def add(self, name: str, string: str | None, value: str) -> str:
+        """Add a parameter; the first of several with the same name counts."""
+        if name in self._names:
+            return ""
+        first = not self._names
+        self._names.add(name)
+        member = self._member(name, string, value)
+        if first and self._wraps(name, value):
+            self._wrapper = value.strip(), member
+            return ""
+        if self._wrapper is not None:
+            member = f"{self._wrapper[1]}, {member}"
+            self._wrapper, first = None, True
+        return ("{" if first else ", ") + member
+
+    def close(self) -> str:
+        """End the arguments."""
+        if self._wrapper is not None:
+            return self._wrapper[0]
+        return "}" if self._names else "{}"
+
+    def _wraps(self, name: str, value: str) -> bool:
+        """Whether a parameter that the tool does not have holds all arguments as an object."""
+        if name not in _WRAPPERS or self._properties is None or name in self._properties:
+            return False
+        return value.lstrip().startswith("{") and _is_json(value)
+
+    def _member(self, name: str, string: str | None, value: str) -> str:
+        schema = (self._properties or {}).get(name)
+        return f"{json_text(name)}: {_value_json(value, string, schema)}"
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name."""
+    properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
+    return properties
+
+
+def _value_json(value: str, string: str | None, schema: object) -> str:
+    """Return a parameter's value as JSON text.
+
+    A JSON value keeps its spelling, so that no digit of a number is lost. One that should be JSON and is not is read as the type
+    that its schema asks for, else as text.
+    """
+    if string == "true":
+        return json_text(value)
+    if _is_json(value):
+        return value.strip()
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    text = value.strip()
+    for kind in [kinds] if isinstance(kinds, str) else kinds or ():
+        if kind == "boolean" and text.lower() in ("true", "false"):
+            return text.lower()
+        if kind == "null" and text.lower() in ("null", "none"):
+            return "null"
+        if kind in ("integer", "number") and (number := _number(text, kind)) is not None:
+            return number
+    return json_text(value)
+
+
+def _is_json(text: str) -> bool:
+    """Whether ``text`` is strict JSON: no NaN or Infinity, which Python's parser would let pass."""
+    try:
+        json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _number(text: str, kind: str) -> str | None:
+    """Return a number that is not spelled as in JSON (``+5``, ``.5``) as JSON, or ``None``."""
+    try:
+        if kind == "integer":
+            return str(int(text))
+        number = float(text)
+    except ValueError:
+        return None
+    return repr(number) if math.isfinite(number) else None

@@ -1,0 +1,331 @@
+"""The parser of reasoning and tool calls: what it reads, and that it reads the same however its input is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from dsv4lite.text.chat import encode_messages
+from dsv4lite.text.parse import ChatDelta, ChatParser, ParsedChat, ToolCall, ToolCallDelta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EOS = "<｜end▁of▁sentence｜>"
+OPEN, CLOSE = "\n\n<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "count": {"type": "integer"},
+                "ratio": {"type": ["number", "null"]},
+                "flag": {"type": "boolean"},
+            },
+        },
+    },
+}
+
+
+def parameter(name: str, value: str, string: str | None = "true") -> str:
+    attribute = "" if string is None else f' string="{string}"'
+    return f'<｜DSML｜parameter name="{name}"{attribute}>{value}</｜DSML｜parameter>'
+
+
+def invoke(name: str, *parameters: str) -> str:
+    return f'<｜DSML｜invoke name="{name}">\n' + "\n".join(parameters) + "\n</｜DSML｜invoke>"
+
+
+def parse(text: str, *, thinking: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> ParsedChat:
+    parser = ChatParser(thinking, tools)
+    parser.push(text)
+    parser.finish()
+    return parser.result()
+
+
+def one_call(*parameters: str, tools: Sequence[dict[str, Any]] | None = (TOOL,)) -> str:
+    """Return the arguments of a single call."""
+    (only,) = parse(OPEN + invoke("f", *parameters) + CLOSE, tools=tools).tool_calls
+    return only.arguments
+
+
+def joined(deltas: Sequence[ChatDelta]) -> ParsedChat:
+    """Put a stream of deltas together as a client would."""
+    calls: dict[int, ToolCall] = {}
+    for delta in (d for chat in deltas for d in chat.tool_calls):
+        if delta.index not in calls:
+            assert delta.id is not None and delta.name is not None and delta.index == len(calls)
+            calls[delta.index] = ToolCall(id=delta.id, name=delta.name, arguments=delta.arguments)
+        else:
+            assert delta.id is None and delta.name is None
+            before = calls[delta.index]
+            calls[delta.index] = ToolCall(id=before.id, name=before.name, arguments=before.arguments + delta.arguments)
+    return ParsedChat(
+        reasoning="".join(d.reasoning for d in deltas),
+        content="".join(d.content for d in deltas),
+        tool_calls=tuple(calls.values()),
+    )
+
+
+# ---- reasoning and content ----
+
+
+def test_worked_example_has_reasoning_and_content() -> None:
+    assert parse(f"Simple.</think>4.{EOS}", thinking=True) == ParsedChat(reasoning="Simple.", content="4.", tool_calls=())
+
+
+def test_non_thinking_output_is_content() -> None:
+    assert parse(f"4.{EOS}") == ParsedChat(reasoning="", content="4.", tool_calls=())
+
+
+def test_reasoning_cut_off_is_all_reasoning() -> None:
+    assert parse("So far</thi", thinking=True) == ParsedChat(reasoning="So far</thi", content="", tool_calls=())
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_repeated_think_at_the_start_is_ignored_and_elsewhere_text(thinking: bool) -> None:
+    parsed = parse("<think>a<think>b", thinking=thinking)
+    assert (parsed.reasoning or parsed.content) == "a<think>b"
+
+
+def test_stray_end_of_thinking_is_dropped() -> None:
+    assert parse("</think>a</think>b").content == "ab"
+    assert parse("r</think>a</think>b", thinking=True) == ParsedChat(reasoning="r", content="ab", tool_calls=())
+
+
+def test_text_after_eos_is_dropped() -> None:
+    assert parse(f"a{EOS}b").content == "a"
+    assert parse(f"a{EOS}b</think>c", thinking=True) == ParsedChat(reasoning="a", content="", tool_calls=())
+
+
+@given(st.text("<｜DSML/think>\n ab", max_size=40).filter(lambda t: "think>" not in t), st.booleans())
+def test_text_without_markup_is_kept_whole(text: str, thinking: bool) -> None:
+    parsed = parse(text, thinking=thinking)
+    assert (parsed.reasoning, parsed.content) == ((text, "") if thinking else ("", text))
+
+
+def test_only_a_possible_beginning_of_markup_is_held_back() -> None:
+    parser = ChatParser(True)
+    assert parser.push("why < </th") == ChatDelta(reasoning="why < ")
+    assert parser.push("ink>be") == ChatDelta(reasoning="", content="be")
+    assert parser.push("cause\n\n") == ChatDelta(content="cause")
+    assert parser.push("\n<") == ChatDelta(content="\n")
+    assert parser.push("b>") == ChatDelta(content="\n\n<b>")
+
+
+# ---- tool calls ----
+
+
+def test_block_has_calls_in_order() -> None:
+    text = (
+        f"Sure.{OPEN}"
+        + invoke("f", parameter("text", 'x "y"\n</b>'), parameter("count", "1", "false"))
+        + "\n"
+        + invoke("g")
+        + CLOSE
+        + EOS
+    )
+    assert parse(text) == ParsedChat(
+        reasoning="",
+        content="Sure.",
+        tool_calls=(
+            ToolCall(id="call_0", name="f", arguments=r'{"text": "x \"y\"\n</b>", "count": 1}'),
+            ToolCall(id="call_1", name="g", arguments="{}"),
+        ),
+    )
+
+
+def test_call_ids_take_the_prefix() -> None:
+    parser = ChatParser(False, call_id_prefix="req7-")
+    parser.push(OPEN + invoke("f") + CLOSE)
+    assert [c.id for c in parser.result().tool_calls] == ["req7-0"]
+
+
+def test_two_newlines_at_most_belong_to_the_block() -> None:
+    for newlines, left in (("", ""), ("\n", ""), ("\n\n", ""), ("\n\n\n", "\n")):
+        assert parse(f"a{newlines}<｜DSML｜tool_calls>\n{invoke('f')}{CLOSE}").content == "a" + left
+
+
+def test_block_in_unclosed_reasoning_ends_it() -> None:
+    parsed = parse(f"I call.{OPEN}{invoke('f')}{CLOSE}", thinking=True)
+    assert (parsed.reasoning, parsed.content, len(parsed.tool_calls)) == ("I call.", "", 1)
+
+
+@pytest.mark.parametrize("name", ["toolcalls", "function_calls", " tool_calls"])
+def test_variants_of_the_block_tag_are_accepted(name: str) -> None:
+    parsed = parse(f"a\n\n<｜DSML｜{name}>\n{invoke('f')}\n</｜DSML｜{name}>b")
+    assert parsed.content == "a"
+    assert [c.name for c in parsed.tool_calls] == ["f"]
+
+
+def test_spaces_before_element_names_are_accepted() -> None:
+    text = (OPEN + invoke("f", parameter("text", "v")) + CLOSE).replace("｜DSML｜", "｜DSML｜ ")
+    assert [c.arguments for c in parse(text).tool_calls] == ['{"text": "v"}']
+
+
+def test_text_after_the_block_is_dropped() -> None:
+    assert parse(f"a{OPEN}{invoke('f')}{CLOSE}\nbye{OPEN}{invoke('g')}{CLOSE}{EOS}") == parse(f"a{OPEN}{invoke('f')}{CLOSE}")
+
+
+def test_text_between_tags_is_dropped() -> None:
+    text = OPEN + "now <｜DSML｜nonsense>\n" + invoke("f", "x <y>", parameter("text", "v"), "</｜DSML｜parameter>") + "z" + CLOSE
+    assert [c.arguments for c in parse(text).tool_calls] == ['{"text": "v"}']
+
+
+def test_unclosed_invoke_ends_at_the_next_one() -> None:
+    text = OPEN + invoke("f", parameter("a", "1")).removesuffix("</｜DSML｜invoke>") + invoke("g") + CLOSE
+    assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
+
+
+def test_parameter_outside_an_invoke_is_dropped() -> None:
+    assert [c.arguments for c in parse(OPEN + parameter("a", "1") + invoke("f") + CLOSE).tool_calls] == ["{}"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "calls"),
+    [
+        ("<｜DSML｜inv", []),
+        ('<｜DSML｜invoke name="f', []),
+        ('<｜DSML｜invoke name="f">\n', [("f", "{}")]),
+        (
+            '<｜DSML｜invoke name="f">\n' + parameter("a", "1") + '\n<｜DSML｜parameter name="b" string="true">unfini',
+            [("f", '{"a": "1"}')],
+        ),
+        (invoke("f", parameter("a", "1")) + "\n</｜DSML｜tool", [("f", '{"a": "1"}')]),
+    ],
+)
+@pytest.mark.parametrize("end", ["", EOS])
+def test_truncated_block_keeps_what_was_complete(cut: str, calls: list[tuple[str, str]], end: str) -> None:
+    parsed = parse(f"a{OPEN}{cut}{end}")
+    assert parsed.content == "a"
+    assert [(c.name, c.arguments) for c in parsed.tool_calls] == calls
+
+
+def test_name_is_announced_before_the_arguments_which_stream_by_parameter() -> None:
+    parser = ChatParser(False)
+    assert parser.push(OPEN + '<｜DSML｜invoke name="f">').tool_calls == (ToolCallDelta(index=0, id="call_0", name="f"),)
+    assert parser.push(parameter("a", "1")).tool_calls == (ToolCallDelta(index=0, arguments='{"a": "1"'),)
+    assert parser.push(parameter("b", "2", "false")).tool_calls == (ToolCallDelta(index=0, arguments=', "b": 2'),)
+    assert parser.result().tool_calls == ()
+    assert parser.push("</｜DSML｜invoke>").tool_calls == (ToolCallDelta(index=0, arguments="}"),)
+    assert len(parser.result().tool_calls) == 1
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "string", "expected"),
+    [
+        ("text", "12", "true", '"12"'),
+        ("text", " ä\\n\n", "true", r'" ä\\n\n"'),
+        ("other", "12345678901234567890.10", "false", "12345678901234567890.10"),
+        ("other", ' [1, {"k": null}]\n', "false", '[1, {"k": null}]'),
+        ("other", "not json", "false", '"not json"'),
+        ("other", "NaN", "false", '"NaN"'),
+        ("other", "[" * 100_000, "false", '"' + "[" * 100_000 + '"'),
+        ("other", "12", None, "12"),
+        ("other", "a b", None, '"a b"'),
+        ("flag", "True", "false", "true"),
+        ("flag", "maybe", "false", '"maybe"'),
+        ("count", "+5", "false", "5"),
+        ("count", "+" + "9" * 400, "false", "9" * 400),
+        ("count", "5.5.", "false", '"5.5."'),
+        ("ratio", ".5", "false", "0.5"),
+        ("ratio", "inf", "false", '"inf"'),
+        ("ratio", "None", "false", "null"),
+    ],
+)
+def test_value_follows_attribute_then_json_then_schema(name: str, value: str, string: str | None, expected: str) -> None:
+    assert one_call(parameter(name, value, string)) == f'{{"{name}": {expected}}}'
+
+
+def test_first_of_parameters_with_the_same_name_counts() -> None:
+    assert one_call(parameter("a", "1"), parameter("a", "2"), parameter("b", "3")) == '{"a": "1", "b": "3"}'
+
+
+@pytest.mark.parametrize("wrapper", ["arguments", "input"])
+@pytest.mark.parametrize("string", ["true", "false", None])
+def test_single_wrapper_is_unwrapped(wrapper: str, string: str | None) -> None:
+    assert one_call(parameter(wrapper, ' {"count": 1}', string)) == '{"count": 1}'
+
+
+def test_wrapper_stays_if_it_may_be_meant() -> None:
+    wrapped = parameter("input", '{"count": 1}', "false")
+    assert one_call(wrapped, parameter("flag", "true", "false")) == '{"input": {"count": 1}, "flag": true}'
+    assert one_call(parameter("flag", "true", "false"), wrapped) == '{"flag": true, "input": {"count": 1}}'
+    assert one_call(wrapped, tools=None) == '{"input": {"count": 1}}'
+    declared = {"function": {"name": "f", "parameters": {"properties": {"input": {"type": "object"}}}}}
+    assert one_call(wrapped, tools=[declared]) == '{"input": {"count": 1}}'
+    assert one_call(parameter("input", "[1]", "false")) == '{"input": [1]}'
+    assert one_call(parameter("input", "{broken", "true")) == '{"input": "{broken"}'
+
+
+def test_tool_without_parameters_is_known() -> None:
+    assert one_call(parameter("x", "1", "false"), tools=[{"function": {"name": "f"}}]) == '{"x": 1}'
+
+
+# ---- properties ----
+
+
+def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> list[ChatDelta]:
+    parser = ChatParser(thinking, [TOOL])
+    deltas = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    deltas.append(parser.finish())
+    assert joined(deltas) == parser.result()
+    return deltas
+
+
+fragments = st.sampled_from(
+    [
+        *("<think>", "</think>", EOS, "\n", "\n\n", OPEN, CLOSE, "<｜DSML｜tool_calls>"),
+        *("<｜DSML｜toolcalls>", "<｜DSML｜ tool_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"),
+        *('<｜DSML｜parameter name="a" string="false">', "</｜DSML｜parameter>"),
+        invoke("f", parameter("count", "+1", "false")),
+        parameter("text", "<x>\n\n"),
+        parameter("input", "{}", None),
+        *("<｜DSML｜", "</｜DSML｜", '">', '" >', ">", "<", '"', "a", "{", "1"),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
+def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
+    whole = joined(streamed(text, thinking, []))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    assert joined(streamed(text, thinking, cuts)) == whole
+    assert joined(streamed(text, thinking, range(len(text) + 1))) == whole
+    for call in whole.tool_calls:
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+words = st.text("ab <>\n\"'{é", max_size=6)
+scalars = st.one_of(words, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False))
+values = scalars | st.lists(scalars, max_size=3)
+calls = st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(st.text("pqé _", min_size=1, max_size=3), values, max_size=4))
+
+
+@settings(deadline=None)
+@given(words, words.map(lambda t: t + "."), st.lists(calls, max_size=3), st.booleans(), st.data())
+def test_parser_inverts_the_encoder(
+    reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]], thinking: bool, data: st.DataObject
+) -> None:
+    message = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+        "tool_calls": [{"id": "x", "function": {"name": name, "arguments": json.dumps(given)}} for name, given in made],
+    }
+    question = {"role": "user", "content": "q"}
+    mode = "high" if thinking else "none"
+    text = encode_messages([question, message], reasoning=mode).removeprefix(encode_messages([question], reasoning=mode))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    parsed = joined(streamed(text, thinking, cuts))
+    assert (parsed.reasoning, parsed.content) == (reasoning if thinking else "", content)
+    assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == made
