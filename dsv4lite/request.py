@@ -261,6 +261,32 @@ class Logprobs:
     def __len__(self) -> int:
         return int(self.sampled.shape[0])
 
+    @classmethod
+    def stack(cls, tokens: Sequence[TokenLogprob], *, top: int, mode: LogprobsMode) -> Logprobs:
+        """Gather single tokens, in order; ``top`` is K, needed when there are none."""
+        import torch
+
+        return cls(
+            sampled=torch.tensor([t.logprob for t in tokens], dtype=torch.float32),
+            ranks=torch.tensor([t.rank for t in tokens], dtype=torch.int32),
+            token_ids=torch.stack([t.token_ids for t in tokens]) if tokens else torch.empty((0, top), dtype=torch.int32),
+            values=torch.stack([t.values for t in tokens]) if tokens else torch.empty((0, top), dtype=torch.float32),
+            mode=mode,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """Append consecutive stretches, at least one, to each other."""
+        import torch
+
+        return cls(
+            sampled=torch.cat([p.sampled for p in parts]),
+            ranks=torch.cat([p.ranks for p in parts]),
+            token_ids=torch.cat([p.token_ids for p in parts]),
+            values=torch.cat([p.values for p in parts]),
+            mode=parts[0].mode,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
