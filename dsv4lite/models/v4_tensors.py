@@ -15,7 +15,7 @@ from dsv4lite.weights.checkpoint import ExpertFormat
 
 TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
 
-# As the official converter cuts. Scales follow their weights. The heads of an output group stay together, so tp is at most o_groups.
+# Cut as the official converter does. Scales follow their weights. Heads of an output group stay together: tp is at most o_groups.
 _BLOCK_SHARDING: Mapping[str, Rule] = {
     "attn_norm": Replicate(),
     "ffn_norm": Replicate(),
@@ -80,8 +80,8 @@ class TensorSpec:
 
     Attributes:
         shape: In elements, whatever the storage.
-        kind: ``dense`` and ``expert`` matrices are quantized in quantized checkpoints; the others are always stored as named, except that
-            plain checkpoints store ``bf16`` tensors in their own dtype.
+        kind: ``dense`` and ``expert`` matrices are quantized in quantized checkpoints; the others are stored in the dtype of that
+            name.
     """
 
     shape: tuple[int, ...]

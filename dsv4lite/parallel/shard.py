@@ -1,0 +1,128 @@
+"""Which part of a tensor belongs to a rank: rules for a table beside the model, and the arithmetic of cutting.
+
+A table maps a pattern to a rule. The pattern of ``layers.7.attn.wo_b.weight`` and of its scale is ``layers.*.attn.wo_b``: numbers
+become ``*``, and a scale follows its weight. Cuts are given in elements ``[out, in]``, whatever the storage; ``blocks_of`` turns
+them into positions of packed bytes and of scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsv4lite.errors import ConfigError
+
+Cut = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Ranks along ``axis`` hold equal consecutive parts of dimension ``dim``."""
+
+    dim: int
+    axis: str = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Ranks along ``axis`` hold equal consecutive ranges of experts, each expert whole."""
+
+    axis: str = "ep"
+
+
+Rule = Replicate | Split | Experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """A sharding table seen from one rank.
+
+    Attributes:
+        table: Pattern to rule.
+        axes: Axis to (rank, size); an axis that is absent has size 1.
+        num_experts: Routed experts of a layer.
+    """
+
+    table: Mapping[str, Rule]
+    axes: Mapping[str, tuple[int, int]]
+    num_experts: int
+
+    def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut | None:
+        """Return this rank's part of a tensor, or None if it has none.
+
+        Args:
+            name: Official name, of a weight or of any other tensor but a scale, which is cut with its weight.
+            shape: Shape in elements.
+            block: Elements per scale along each dimension; a cut must not go through a block.
+
+        Raises:
+            ConfigError: The table has no rule for the name, or the tensor cannot be cut this way.
+        """
+        rule = self.table.get(pattern_of(name))
+        if rule is None:
+            raise ConfigError(f"the sharding table has no rule for {name}; its pattern is {pattern_of(name)!r}")
+        rank, size = (0, 1) if isinstance(rule, Replicate) else self.axes.get(rule.axis, (0, 1))
+        if isinstance(rule, Experts):
+            (mine,) = slice_for(Split(0, rule.axis), (self.num_experts,), rank, size, name="n_routed_experts")
+            return None if _expert_of(name) not in range(mine.start, mine.stop) else tuple(slice(0, n) for n in shape)
+        return slice_for(rule, shape, rank, size, block=block, name=name)
+
+
+def pattern_of(name: str) -> str:
+    """Return the key of a tensor in a sharding table."""
+    parts = name.split(".")
+    if parts[-1] in ("weight", "scale"):
+        parts.pop()
+    return ".".join("*" if part.isdecimal() else part for part in parts)
+
+
+def slice_for(rule: Rule, shape: Sequence[int], rank: int, size: int, *, block: Sequence[int] = (), name: str = "tensor") -> Cut:
+    """Return what one of ``size`` ranks holds of a tensor, one slice per dimension.
+
+    ``Experts`` cuts the first dimension, that of experts stacked in one tensor.
+
+    Args:
+        rule: How to cut.
+        shape: Shape in elements.
+        rank: Position along the rule's axis.
+        size: Ranks along the rule's axis.
+        block: Elements per scale along each dimension; default is no scales.
+        name: Named in errors.
+
+    Raises:
+        ConfigError: The parts would be unequal, or a border would go through a scale block.
+    """
+    whole = [slice(0, n) for n in shape]
+    if isinstance(rule, Replicate) or size == 1:
+        return tuple(whole)
+    dim = rule.dim if isinstance(rule, Split) else 0
+    part, left = divmod(shape[dim], size)
+    if left:
+        raise ConfigError(f"{name}: dimension {dim} of {list(shape)} cannot be cut into {size} equal parts along {rule.axis!r}")
+    step = block[dim] if block else 1
+    if part % step:
+        raise ConfigError(
+            f"{name}: {rule.axis}={size} cuts dimension {dim} of {list(shape)} every {part} elements, "
+            f"through scale blocks of {step}; choose a size that gives multiples of {step}"
+        )
+    whole[dim] = slice(rank * part, (rank + 1) * part)
+    return tuple(whole)
+
+
+def blocks_of(cut: Cut, block: Sequence[int]) -> Cut:
+    """Return the blocks that a cut in elements covers: of scales, or of bytes that pack several elements.
+
+    >>> blocks_of((slice(0, 4096), slice(256, 512)), (1, 32))
+    (slice(0, 4096, None), slice(8, 16, None))
+    """
+    return tuple(slice(part.start // size, -(-part.stop // size)) for part, size in zip(cut, block, strict=True))
+
+
+def _expert_of(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[parts.index("experts") + 1])

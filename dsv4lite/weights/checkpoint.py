@@ -1,0 +1,469 @@
+"""A checkpoint on disk: what is in it, from the headers alone, and then its bytes as fast as the disk gives them.
+
+``Checkpoint.open`` reads ``config.json``, the index and the header of each shard: kilobytes per shard, no tensor data. Everything
+that is wrong with the files is collected and raised at once. ``read_tensors`` then streams tensors in the order in which they lie
+on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.config import LoadProgress, Progress
+from dsv4lite.errors import CheckpointError
+from dsv4lite.parallel.shard import Cut
+from dsv4lite.weights.names import Piece, translate
+
+ExpertFormat = Literal["fp4", "fp8", "plain"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"I8": "fp4", "U8": "fp4", "F8_E4M3": "fp8"}
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # what the format's own library accepts
+
+_BLOCK_BYTES = 32 << 20  # one read
+_GAP_BYTES = 128 << 10  # unwanted bytes up to this many are read along: cheaper than another read
+_WINDOW_BYTES = 512 << 20  # read ahead of the consumer; one tensor may be larger
+_READERS = 4  # reads under way at once; one alone does not fill a fast drive or a network file system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+        name: Official name.
+        dtype: Dtype code of the file format; a key of ``DTYPES``.
+        shape: Shape as stored (a packed byte is one element).
+        file: The shard.
+        offset: First byte in the shard.
+        nbytes: Length in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint. Holds no file handle and no data.
+
+    Attributes:
+        folder: Where it lies.
+        config: Contents of ``config.json``.
+        generation_config: Contents of ``generation_config.json``; empty if there is none.
+        headers: Every tensor by its official name.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    headers: Mapping[str, TensorInfo] = field(repr=False)
+
+    @classmethod
+    def open(cls, model: str, revision: str | None = None, *, progress: Progress | None = None) -> Checkpoint:
+        """Open a folder, or a hub id after fetching what is needed of it.
+
+        Args:
+            model: Folder or hub id.
+            revision: Hub revision: branch, tag or commit.
+            progress: Told after every header (phase ``headers``, unit ``files``).
+
+        Raises:
+            CheckpointError: It cannot be found or fetched, or its files are damaged; lists all problems.
+        """
+        folder = locate(model, revision)
+        config, generation_config = read_config(folder), read_generation_config(folder)
+        return cls(
+            folder=folder, config=config, generation_config=generation_config, headers=_read_headers(folder, progress or _silent)
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.headers.values())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any matrix is stored in FP8 or packed FP4."""
+        return any(info.dtype in _EXPERT_FORMATS and name.endswith(".weight") for name, info in self.headers.items())
+
+    @property
+    def expert_format(self) -> ExpertFormat:
+        """How the routed experts are stored, told by their dtype: configs do not always say.
+
+        Raises:
+            CheckpointError: Different experts are stored differently.
+        """
+        dtypes = {info.dtype for name, info in self.headers.items() if ".experts." in name and name.endswith(".weight")}
+        formats: set[ExpertFormat] = {_EXPERT_FORMATS.get(dtype, "plain") for dtype in dtypes}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{self.folder}: routed experts come in {' and '.join(sorted(formats))}; all must have one format"
+            )
+        return formats.pop() if formats else "plain"
+
+
+def locate(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a model, fetching it from the hub if it is not a folder.
+
+    Args:
+        model: Folder or hub id.
+        revision: Hub revision.
+        weights: Also fetch the tensors; otherwise only configuration and tokenizer.
+
+    Raises:
+        CheckpointError: There is no such folder, or the hub does not give it.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"{model!r} is not a folder; give the one that holds config.json, or a hub id such as 'owner/name'")
+    from huggingface_hub import snapshot_download  # slow to import, and needless for local folders
+
+    wanted = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    try:
+        fetched = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
+    except Exception as error:  # network, permissions, names, disk: the hub's errors share no base, and all of them mean this
+        raise CheckpointError(
+            f"{model!r} is not a folder, and the hub did not give it (revision {revision or 'main'!r}): {error}. "
+            "Check the spelling, the network and your access token, or download it beforehand and pass its folder"
+        ) from error
+    return Path(fetched)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return ``config.json``.
+
+    Raises:
+        CheckpointError: It is missing or not a JSON object.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; is it the folder of a model?")
+    return _read_json(folder / "config.json")
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return ``generation_config.json``, or an empty dict if there is none.
+
+    Raises:
+        CheckpointError: It is not a JSON object.
+    """
+    path = folder / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------- headers
+
+
+def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
+    """Read the headers of all shards; raise one error that lists everything that is wrong with them."""
+    problems: list[str] = []
+    external: list[TensorInfo] = []
+    shards = _shards(folder)
+    for done, (file, listed) in enumerate(shards.items(), start=1):
+        try:
+            found = read_header(folder / file)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            names = found.keys() if listed is None else listed
+            external += [found[name] for name in names if name in found]
+            problems += [f"{name}: the index places it in {file}, which does not have it" for name in names if name not in found]
+        progress(LoadProgress(phase="headers", done=done, total=len(shards), unit="files"))
+    headers: dict[str, TensorInfo] = {}
+    for info in external:
+        try:
+            pieces = translate(info.name, info.shape)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for piece in pieces:
+            if piece.name in headers:
+                problems.append(f"{piece.name}: given twice, in {headers[piece.name].file.name} and in {info.file.name}")
+            headers[piece.name] = _located(info, piece)
+    if problems:
+        raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=problems)
+    return headers
+
+
+def _shards(folder: Path) -> dict[str, list[str] | None]:
+    """Return the shards in the order of their names, each with the tensors the index places in it (None: all it has)."""
+    if not (folder / _INDEX).is_file():
+        if not (folder / _SINGLE).is_file():
+            others = sorted(path.name for path in folder.glob("*.safetensors"))
+            seen = f"; it has {', '.join(others[:3])} …, which only an index can tell the use of" if others else ""
+            raise CheckpointError(f"{folder} has neither {_INDEX} nor {_SINGLE}{seen}")
+        return {_SINGLE: None}
+    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
+    shards: dict[str, list[str] | None] = {}
+    for name, file in sorted(weight_map.items(), key=lambda item: str(item[1])):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{folder / _INDEX} places {name} in {file!r}, which is not the name of a file beside it")
+        names = shards.setdefault(file, [])
+        assert names is not None
+        names.append(name)
+    return shards
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Return what a safetensors file holds, under the names it uses.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not in this format.
+    """
+    try:
+        with open(file, "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            prefix = handle.read(8)
+            if prefix == b"version ":
+                raise CheckpointError(f"{file.name}: this is a Git LFS pointer, not the data; run 'git lfs pull'")
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+                raise CheckpointError(f"{file.name}: no safetensors header in its {size} bytes (truncated, or another format)")
+            text = handle.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}") from error
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{file.name}: its header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file.name}: its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    data = 8 + length
+    infos = {name: _entry(file, name, entry, data) for name, entry in entries.items()}
+    end = max((info.offset + info.nbytes for info in infos.values()), default=data)
+    if end > size:
+        raise CheckpointError(f"{file.name}: truncated: it has {size} bytes and its header promises {end}")
+    return infos
+
+
+def _entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
+    """Check one entry of a header; ``data`` is where the tensors begin in the file."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+            type(n) is int and n >= 0 for n in (*shape, begin, end)
+        ):
+            pass
+        case _:
+            raise CheckpointError(f"{file.name}: the header entry of {name} is malformed: {entry!r:.200}")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file.name}: {name} has dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    nbytes = prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != nbytes:
+        raise CheckpointError(f"{file.name}: {name} is {dtype} {shape}, {nbytes} bytes, but its offsets span {end - begin}")
+    return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=file, offset=data + begin, nbytes=nbytes)
+
+
+def _located(info: TensorInfo, piece: Piece) -> TensorInfo:
+    """Return where an official tensor lies, given the external tensor that contains it."""
+    offset, nbytes, shape = info.offset, info.nbytes, info.shape
+    for index in piece.index:
+        length = shape[0]
+        first, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+        row = nbytes // length
+        offset, nbytes = offset + first * row, (stop - first) * row
+        shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
+    return TensorInfo(name=piece.name, dtype=info.dtype, shape=shape, file=info.file, offset=offset, nbytes=nbytes)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------------- data
+
+
+class Wanted(NamedTuple):
+    """A tensor to read, or a part of it.
+
+    Attributes:
+        info: The tensor.
+        cut: One slice per dimension, in stored elements; empty for all of it.
+    """
+
+    info: TensorInfo
+    cut: Cut = ()
+
+
+def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) -> Iterator[tuple[TensorInfo, Tensor]]:
+    """Read tensors, in the order in which they lie on disk, whatever the order asked for.
+
+    Shards are read one after the other and front to back, in large blocks, by a few threads that stay ahead of the consumer by at
+    most 512 MiB (or by one tensor, if that is larger). Ranges that nobody wants are skipped. Of a tensor cut along dimension 0 only
+    those rows are read; cuts along other dimensions read whole rows and return a view, because a part of a row is usually smaller
+    than what a disk reads at once.
+
+    Leaving the iterator early (``close``, ``break`` and dropping it) stops the threads.
+
+    Args:
+        wanted: What to read.
+        progress: Told after every block (phase ``read``, in bytes of what was wanted).
+
+    Yields:
+        The tensor's description (of the whole tensor) and a CPU tensor. **The tensor's memory is reused** when the next one is
+        asked for: copy what has to last.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is shorter than its header said.
+    """
+    report = progress or _silent
+    blocks = deque(_blocks(wanted))
+    done, total = 0, sum(block.wanted_bytes for block in blocks)
+    ahead: deque[tuple[_Block, bytearray, list[Future[None]]]] = deque()
+    ahead_bytes = 0
+    spare: list[bytearray] = []
+    pool = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="dsv4lite-read")
+    try:
+        while blocks or ahead:
+            while blocks and (not ahead or ahead_bytes + blocks[0].nbytes <= _WINDOW_BYTES):
+                block = blocks.popleft()
+                buffer = spare.pop() if spare and block.nbytes <= _BLOCK_BYTES else bytearray(max(block.nbytes, _BLOCK_BYTES))
+                ahead.append((block, buffer, block.read(pool, buffer)))
+                ahead_bytes += block.nbytes
+            block, buffer, reads = ahead[0]
+            for read in reads:
+                read.result()
+            yield from block.tensors(buffer)
+            ahead.popleft()
+            ahead_bytes -= block.nbytes
+            if block.nbytes <= _BLOCK_BYTES:
+                spare.append(buffer)
+            done += block.wanted_bytes
+            report(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Part(NamedTuple):
+    """Rows of one tensor, and where their bytes are in the file."""
+
+    info: TensorInfo
+    cut: Cut
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """Bytes ``begin`` to ``end`` of a file, read together, and the tensors in them."""
+
+    file: Path
+    begin: int
+    end: int
+    parts: list[_Part]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def wanted_bytes(self) -> int:
+        return sum(part.end - part.begin for part in self.parts)
+
+    def read(self, pool: ThreadPoolExecutor, buffer: bytearray) -> list[Future[None]]:
+        """Start reading; a block larger than one read (a single large tensor) is read by several threads."""
+        target = memoryview(buffer)[: self.nbytes]
+        starts = range(0, self.nbytes, _BLOCK_BYTES)
+        return [pool.submit(_read_into, self.file, self.begin + at, target[at : at + _BLOCK_BYTES]) for at in starts]
+
+    def tensors(self, buffer: bytearray) -> Iterator[tuple[TensorInfo, Tensor]]:
+        raw = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+        for part in self.parts:
+            dtype = DTYPES[part.info.dtype]
+            at = part.begin - self.begin
+            data = raw[at : at + part.end - part.begin]
+            if at % dtype.itemsize:
+                data = data.clone()  # the file does not align this tensor
+            shape = part.info.shape
+            if not part.cut:
+                yield part.info, data.view(dtype).view(shape)
+            else:
+                rows = range(*part.cut[0].indices(shape[0]))
+                yield part.info, data.view(dtype).view(len(rows), *shape[1:])[(slice(None), *part.cut[1:])]
+
+
+def _blocks(wanted: Iterable[Wanted]) -> Iterator[_Block]:
+    """Put what is wanted in the order of the disk and gather neighbours into blocks."""
+    block: _Block | None = None
+    for part in sorted((_part(*w) for w in wanted), key=lambda p: (p.info.file, p.begin)):
+        if block is not None and block.file == part.info.file and part.begin <= block.end + _GAP_BYTES:
+            end = max(block.end, part.end)
+            if end - block.begin <= _BLOCK_BYTES:
+                block.end = end
+                block.parts.append(part)
+                continue
+        if block is not None:
+            yield block
+        block = _Block(file=part.info.file, begin=part.begin, end=part.end, parts=[part])
+    if block is not None:
+        yield block
+
+
+def _part(info: TensorInfo, cut: Cut) -> _Part:
+    if not cut or not info.nbytes:
+        return _Part(info, cut, info.offset, info.offset + info.nbytes)
+    row = info.nbytes // info.shape[0]
+    first, stop, step = cut[0].indices(info.shape[0])
+    assert step == 1 and len(cut) == len(info.shape)
+    return _Part(info, cut, info.offset + first * row, info.offset + stop * row)
+
+
+def _read_into(file: Path, offset: int, target: memoryview) -> None:
+    try:
+        with open(file, "rb", buffering=0) as handle:
+            if sys.platform == "linux":
+                os.posix_fadvise(handle.fileno(), offset, len(target), os.POSIX_FADV_WILLNEED)
+            handle.seek(offset)
+            while target:
+                count = handle.readinto(target)
+                if not count:
+                    raise CheckpointError(f"{file} ended {len(target)} bytes early; it was changed while it was being read")
+                target = target[count:]
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read at byte {offset}: {error.strerror or error}") from error
+
+
+def _silent(_: LoadProgress) -> None:
+    """Progress that nobody asked for."""

@@ -1,0 +1,91 @@
+"""Random weights in the official formats, plausible enough to run, to time and to size a model without its checkpoint.
+
+Activations stay finite and of order one, experts are chosen about evenly, and hash layers hold random expert ids. Every tensor
+has its own generator, seeded with its name: it does not depend on the others, and nobody else's random numbers are touched.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from math import log2, prod, sqrt
+
+import torch
+from torch import Generator, Tensor
+
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.v4_tensors import StoredTensor, official_shapes, stored_tensors
+from dsv4lite.weights.checkpoint import ExpertFormat
+
+# Random e4m3 codes keep their sign, their mantissa and one bit of exponent: magnitudes 0.5 to 1.875, never NaN.
+_E4M3_FREE, _E4M3_FIXED = 0b1000_1111, 0b0011_0000
+_CODE_STD: Mapping[torch.dtype, float] = {
+    torch.float8_e4m3fn: sqrt(sum((2.0**e * (1 + m / 8)) ** 2 for e in (-1, 0) for m in range(8)) / 16),
+    torch.int8: sqrt(sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8),  # all 16 codes of e2m1 are numbers
+}
+_SCALE_STEPS = (-1, 0, 1)  # scales vary from block to block, so that one used for another shows
+_SCALE_STD = sqrt(sum(4.0**step for step in _SCALE_STEPS) / len(_SCALE_STEPS))
+
+# (mean, standard deviation) by the end of the name; other tensors are matrices, of standard deviation 1 / sqrt(in).
+_PLAIN: Mapping[str, tuple[float, float]] = {
+    "norm.weight": (1.0, 0.0),
+    "_scale": (1.0, 0.0),
+    "_base": (0.0, 0.5),
+    "attn_sink": (0.0, 1.0),
+    "ape": (0.0, 0.5),
+    "gate.bias": (0.0, 0.0),
+    "embed.weight": (0.0, 1.0),
+}
+
+
+def dummy_tensors(config: V4Config, *, expert_format: ExpertFormat, quantized: bool, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Return random tensors for a whole checkpoint, one at a time, each scale before its weight.
+
+    Args:
+        config: The model.
+        expert_format: How routed experts are stored.
+        quantized: Whether the dense matrices are FP8.
+        seed: Another seed, other weights.
+
+    Yields:
+        Official name and a CPU tensor of its own, in the official dtype.
+    """
+    for name, spec in official_shapes(config).items():
+        stored = stored_tensors(name, spec, quantized=quantized, expert_format=expert_format)
+        fan_in = spec.shape[-1]
+        for part, like in sorted(stored.items(), key=lambda item: item[0] == name):
+            generator = Generator().manual_seed(zlib.crc32(f"{seed}:{part}".encode()))
+            if like.dtype == torch.float8_e8m0fnu:
+                yield part, _scales(like.shape, 1 / (sqrt(fan_in) * _CODE_STD[stored[name].dtype]), generator)
+            elif like.dtype == torch.int64:
+                yield part, torch.rand(like.shape[0], config.num_experts, generator=generator).topk(like.shape[1]).indices
+            elif like.dtype in _CODE_STD:
+                yield part, _codes(like, generator)
+            else:
+                yield part, _plain(part, like, fan_in, generator)
+
+
+def _plain(name: str, like: StoredTensor, fan_in: int, generator: Generator) -> Tensor:
+    mean, std = next((value for end, value in _PLAIN.items() if name.endswith(end)), (0.0, 1 / sqrt(fan_in)))
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    return tensor.normal_(mean, std, generator=generator) if std else tensor.fill_(mean)
+
+
+def _scales(shape: tuple[int, ...], size: float, generator: Generator) -> Tensor:
+    """Return e8m0 scales of about ``size`` in the root of their mean square."""
+    steps = torch.randint(_SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator)
+    return (steps + (127 + round(log2(size / _SCALE_STD)))).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _codes(like: StoredTensor, generator: Generator) -> Tensor:
+    codes = _bytes(like.shape, generator)
+    if like.dtype == torch.float8_e4m3fn:
+        codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
+    return codes.view(like.dtype)
+
+
+def _bytes(shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """Return random bytes, drawn eight at a time."""
+    count = prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count].view(shape)

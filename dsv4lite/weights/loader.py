@@ -1,0 +1,218 @@
+"""From a checkpoint's tensors to the places of a model.
+
+First the headers are compared with the model: whatever is missing, unexpected or of another shape or dtype is found before a byte
+of data is read, and all of it is raised at once. Then the tensors are streamed, each weight is joined with its scale, and both go
+to their slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from dsv4lite.config import Progress
+from dsv4lite.errors import CheckpointError, ConfigError
+from dsv4lite.parallel.shard import Shards, blocks_of
+from dsv4lite.weights.checkpoint import Checkpoint, TensorInfo, Wanted, read_tensors
+
+
+class Slot(Protocol):
+    """Where one tensor of the checkpoint goes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in elements of what this rank holds: ``[out, in]`` for a matrix, however it is packed."""
+
+    @property
+    def kind(self) -> Literal["plain", "matrix"]:
+        """``plain`` tensors are copied; a ``matrix`` comes in any of the formats below."""
+
+    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Take the tensor; the memory of both arguments is reused afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixFormat:
+    """How a dtype stores matrices.
+
+    Attributes:
+        pack: Elements per stored element along the input dimension.
+        block: Elements per scale along (out, in).
+        scales: Dtypes that the scale may have.
+    """
+
+    pack: int
+    block: tuple[int, int]
+    scales: tuple[str, ...]
+
+
+_FP4 = MatrixFormat(pack=2, block=(1, 32), scales=("F8_E8M0",))
+MATRIX_FORMATS: Mapping[str, MatrixFormat] = {
+    "F8_E4M3": MatrixFormat(pack=1, block=(128, 128), scales=("F8_E8M0", "F32")),
+    "I8": _FP4,
+    "U8": _FP4,
+}
+_FLOATS = ("BF16", "F16", "F32")
+_INTEGERS = ("I64", "I32")
+_INTEGER_TENSORS = ("tid2eid",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What goes into one slot: a tensor, its scale if it has one, and which part of each."""
+
+    slot: Slot
+    weight: Wanted
+    scale: Wanted | None
+
+
+def load(
+    checkpoint: Checkpoint, slots: Mapping[str, Slot], *, progress: Progress | None = None, shards: Shards | None = None
+) -> None:
+    """Fill every slot from a checkpoint.
+
+    Args:
+        checkpoint: Where from.
+        slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
+        progress: Told of the bytes read.
+        shards: Which part of each tensor this rank holds; default is all.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
+        ConfigError: A tensor cannot be cut as ``shards`` says.
+    """
+    assignments = match(checkpoint.headers, slots, shards)
+    wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
+    with_scale = {name for name, a in assignments.items() if a.scale is not None}
+    stream = ((info.name, tensor) for info, tensor in read_tensors(wanted, progress=progress))
+    for name, weight, scale in paired(stream, with_scale):
+        assignments[name].slot.store(weight, scale)
+
+
+def match(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
+    """Find for every slot what goes into it, without reading data.
+
+    Tensors under ``mtp.`` that the model has no slot for are passed over, and so are the experts of other ranks.
+
+    Raises:
+        CheckpointError: Lists everything that is missing, unexpected, or of the wrong shape or dtype.
+        ConfigError: A tensor cannot be cut as ``shards`` says.
+    """
+    problems: list[str] = []
+    assignments: dict[str, Assignment] = {}
+    for name, slot in slots.items():
+        info = headers.get(name)
+        if info is None:
+            problems.append(f"{name}: missing")
+            continue
+        assignment = _assign(slot, info, headers.get(scale_name(name)) if slot.kind == "matrix" else None, shards, problems)
+        if assignment is not None:
+            assignments[name] = assignment
+    problems += [f"{name}: unexpected; the model has no such tensor" for name in _unexpected(headers, slots, shards)]
+    if problems:
+        raise CheckpointError(f"the checkpoint does not fit the model; {len(problems)} problems:", problems=problems)
+    return assignments
+
+
+def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Join weights with their scales, whichever comes first.
+
+    What has to wait for its partner is copied. The usual writer of the file format puts scales before weights, so only scales wait.
+
+    Args:
+        tensors: Official name and tensor; the tensor's memory may be reused when the next one is asked for.
+        with_scale: Names of the weights that have a scale.
+
+    Yields:
+        Name of the weight, weight, scale.
+
+    Raises:
+        CheckpointError: The stream ended and some partners did not come.
+    """
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        weight_name = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
+        if weight_name not in with_scale:
+            yield name, tensor, None
+            continue
+        partner = waiting.pop(weight_name, None)
+        if partner is None:
+            waiting[weight_name] = tensor.clone()
+        elif name == weight_name:
+            yield weight_name, tensor, partner
+        else:
+            yield weight_name, partner, tensor
+    if waiting:
+        raise CheckpointError("weights or scales came without their partner:", problems=sorted(waiting))
+
+
+def scale_name(name: str) -> str:
+    """Return the name of the scale of ``X.weight``: ``X.scale``."""
+    return name.removesuffix(".weight") + ".scale"
+
+
+def _assign(
+    slot: Slot, info: TensorInfo, scale: TensorInfo | None, shards: Shards | None, problems: list[str]
+) -> Assignment | None:
+    """Check a tensor against its slot; append to ``problems`` and return None if it does not fit."""
+    name, before = info.name, len(problems)
+    form = MATRIX_FORMATS.get(info.dtype) if slot.kind == "matrix" else None
+    allowed = _INTEGERS if name.endswith(_INTEGER_TENSORS) else _FLOATS
+    if form is None and info.dtype not in allowed:
+        known = (*MATRIX_FORMATS, *allowed) if slot.kind == "matrix" else allowed
+        problems.append(f"{name}: dtype {info.dtype}, expected {' or '.join(known)}")
+        return None
+    shape = info.shape if form is None else (*info.shape[:-1], *(n * form.pack for n in info.shape[-1:]))
+    if len(shape) != len(slot.shape):
+        problems.append(f"{name}: shape {list(shape)}, expected {list(slot.shape)}")
+        return None
+    cut = None if shards is None else shards.cut(name, shape, form.block if form else ())
+    held = shape if cut is None else tuple(part.stop - part.start for part in cut)
+    if held != slot.shape:
+        part = "" if held == shape else f", of which this rank holds {list(held)}"
+        problems.append(f"{name}: shape {list(shape)}{part}, expected {list(slot.shape)}")
+        return None
+    if form is None:
+        if scale is not None:
+            problems.append(f"{scale.name}: a scale, but {name} is {info.dtype}, which has none")
+            return None
+        return Assignment(slot=slot, weight=Wanted(info, cut or ()), scale=None)
+    if scale is None:
+        problems.append(f"{scale_name(name)}: missing; {name} is {info.dtype} and needs a scale")
+        return None
+    if scale.dtype not in form.scales:
+        problems.append(f"{scale.name}: dtype {scale.dtype}, expected {' or '.join(form.scales)}")
+    expected = tuple(-(-n // size) for n, size in zip(shape, form.block, strict=True))
+    if scale.shape != expected:
+        problems.append(f"{scale.name}: shape {list(scale.shape)}, expected {list(expected)}: one per {form.block}")
+    if len(problems) > before:
+        return None
+    return Assignment(
+        slot=slot,
+        weight=Wanted(info, blocks_of(cut, (1, form.pack)) if cut else ()),
+        scale=Wanted(scale, blocks_of(cut, form.block) if cut else ()),
+    )
+
+
+def _unexpected(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
+    """Return the tensors that have no place in the model and are not left out on purpose."""
+    found = []
+    for name, info in headers.items():
+        owner = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
+        if owner in slots and (owner == name or (owner in headers and slots[owner].kind == "matrix")):
+            continue
+        if name.startswith("mtp.") or (shards is not None and _elsewhere(owner, info, shards)):
+            continue
+        found.append(name)
+    return found
+
+
+def _elsewhere(name: str, info: TensorInfo, shards: Shards) -> bool:
+    """Return whether a tensor belongs to other ranks only."""
+    try:
+        return shards.cut(name, info.shape) is None
+    except ConfigError:  # no rule: not a tensor of this model at all
+        return False
