@@ -29,7 +29,8 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
     """Return the float32 value of e8m0 scales, given as ``float8_e8m0fnu`` or uint8 bytes; float scales pass through."""
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
-    return torch.ldexp(torch.ones((), device=scale.device), scale.view(torch.uint8).int() - 127)
+    exponent = scale.view(torch.uint8).int() - 127
+    return torch.ldexp(torch.ones(exponent.shape, device=scale.device), exponent)
 
 
 def _groups(x: Tensor, group: int) -> Tensor:

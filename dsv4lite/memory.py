@@ -1,0 +1,279 @@
+"""The exact memory budget of an engine, worked out from config and headers before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
+from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
+
+GIB = 1 << 30
+CPU_STATE_BYTES = GIB
+_SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBudget:
+    """Bytes on one device.
+
+    Attributes:
+        total: Memory of the device, or what is free of it on a CPU.
+        weights: Parameters and buffers, in their resident form.
+        grow_pages, window_pages, slots, snapshots: Sequence state by store.
+        workspace: Most that one step allocates besides (activations, logits): an estimate.
+    """
+
+    device: str
+    total: int
+    weights: int
+    grow_pages: int
+    window_pages: int
+    slots: int
+    snapshots: int
+    workspace: int
+
+    @property
+    def state(self) -> int:
+        """All sequence state."""
+        return self.grow_pages + self.window_pages + self.slots + self.snapshots
+
+    @property
+    def used(self) -> int:
+        """Everything."""
+        return self.weights + self.state + self.workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What an engine will hold; prints as a table.
+
+    Attributes:
+        kv_tokens: Tokens whose state fits at once.
+        max_model_len: Longest sequence the engine will accept.
+        max_concurrency: Sequences of that length that fit at once.
+        bytes_per_token: Growing state.
+        bytes_per_sequence: Fixed state of a running sequence.
+        fits: Whether the engine would start.
+        advice: What would help; empty when all is well.
+    """
+
+    model: str
+    per_device: tuple[DeviceBudget, ...]
+    sizes: StateSizes
+    kv_tokens: int
+    max_model_len: int
+    max_concurrency: int
+    bytes_per_token: float
+    bytes_per_sequence: int
+    fits: bool
+    advice: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}"]
+        for budget in self.per_device:
+            lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all")
+            for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace"):
+                lines.append(f"    {name.replace('_', ' '):<26}{_gib(getattr(budget, name)):>12}")
+            lines.append(f"    {'used':<26}{_gib(budget.used):>12}")
+        lines += [
+            f"  {'state per token':<28}{self.bytes_per_token:>12,.1f} bytes",
+            f"  {'state per running sequence':<28}{self.bytes_per_sequence:>12,} bytes",
+            f"  {'tokens of state':<28}{self.kv_tokens:>12,}",
+            f"  {'longest sequence':<28}{self.max_model_len:>12,} tokens",
+            f"  {'such sequences at once':<28}{self.max_concurrency:>12,}",
+            f"  {'fits':<28}{'yes' if self.fits else 'no':>12}",
+        ]
+        return "\n".join(lines + [f"  advice: {line}" for line in self.advice])
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
+
+
+def host_memory() -> int:
+    """Return the bytes that this machine could give to a new process."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: fall through to what POSIX knows
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device of an engine.
+
+    Raises:
+        ConfigError: The device does not exist.
+    """
+    if config.device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={config.device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device={config.device!r}: only 'cpu' and 'cuda' are supported")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={config.device!r}: this machine has {count} CUDA devices; use device='cpu'")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def choose_numerics(config: EngineConfig, model: V4Config, checkpoint_dtype: torch.dtype, device: torch.device) -> Numerics:
+    """Return the arithmetic: the checkpoint's own unless the settings say otherwise.
+
+    Raises:
+        UnsupportedError: Settings that contradict the checkpoint.
+    """
+    if model.quantized:
+        if config.dtype == "float32":
+            raise UnsupportedError("dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'")
+        dtype = torch.bfloat16
+    else:
+        dtype = checkpoint_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    wanted = config.kv_cache_dtype
+    natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
+    if wanted not in ("auto", natural):
+        kind = "quantized" if model.quantized else "plain"
+        raise UnsupportedError(f"kv_cache_dtype={wanted!r} with a {kind} {dtype} model: its rows are {natural!r}; leave 'auto'")
+    return Numerics.choose(dtype=dtype, quantized=model.quantized, deterministic=config.deterministic, device=device)
+
+
+def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
+    """Return the bytes of all parameters and buffers in their resident form, without allocating them."""
+    skeleton = DeepseekV4(model, replace(numerics, device=torch.device("meta")), with_mtp=with_mtp)
+    return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
+
+
+def _workspace(model: V4Config, numerics: Numerics, tokens: int, sequences: int) -> int:
+    """Estimate what one step allocates: streams and their float32 copies, queries, expert inputs, one block of gathered rows, logits."""
+    per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
+    per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
+    rows = 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
+    return tokens * per_token + rows + 4 * 3 * model.vocab_size * sequences
+
+
+def plan_state(
+    config: EngineConfig, model: V4Config, layout: StateLayout, budget: int, *, longest: int | None
+) -> tuple[StateSizes, int, tuple[str, ...]]:
+    """Divide a budget of bytes between the stores.
+
+    Returns:
+        The sizes, the longest sequence that fits, and advice if it is shorter than wanted.
+    """
+    span = (model.window - 2) // WINDOW_PAGE + 2
+    snapshots = max(16, config.max_num_seqs) if config.enable_prefix_caching else 0
+    fixed = StateSizes(
+        grow_pages=0,
+        window_pages=span * (config.max_num_seqs + snapshots + _SPARE_SEQUENCES),
+        slots=config.max_num_seqs,
+        snapshots=snapshots,
+    )
+    left = budget - layout.bytes(fixed)
+    wanted = longest or model.max_positions
+    # No more than all sequences at full length could use, and as much again for cached prefixes.
+    useful = 2 * config.max_num_seqs * -(-wanted // GROW_PAGE)
+    page = layout.grow_page_bytes
+    pages = useful if page == 0 else max(0, min(useful, left // page))
+    length = min(wanted, pages * GROW_PAGE)
+    advice = []
+    if length < wanted and longest is not None:
+        needed = layout.bytes(fixed) + -(-longest // GROW_PAGE) * page
+        advice.append(f"max_model_len={longest} needs {_gib(needed)} of state; there are {_gib(budget)}")
+    if left < 0:
+        advice.append(
+            f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(layout.bytes(fixed))} before the first token"
+        )
+    return replace(fixed, grow_pages=pages), length, tuple(advice)
+
+
+def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with_mtp: bool, total: int | None = None) -> MemoryPlan:
+    """Plan an engine on one device.
+
+    Args:
+        config: Settings.
+        model: Sizes of the model.
+        numerics: Arithmetic and device.
+        with_mtp: Whether the MTP block is loaded.
+        total: Bytes of the device; default is what this machine has.
+    """
+    on_cpu = numerics.device.type == "cpu"
+    if total is None:
+        total = host_memory() if on_cpu else torch.cuda.mem_get_info(numerics.device)[1]
+    layout = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp)
+    weights = weight_bytes(model, numerics, with_mtp=with_mtp)
+    workspace = _workspace(model, numerics, config.max_num_batched_tokens, config.max_num_seqs)
+    room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace
+    budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
+    longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
+    sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
+    per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
+    notes = list(advice)
+    if room < 0:
+        notes.append(f"the weights ({_gib(weights)}) do not fit in {_gib(total)}; use a device with more memory or a smaller model")
+    elif budget > room:
+        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
+    if length < 1:
+        notes.append("no room for a single page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
+    pages_each = -(-max(1, length) // GROW_PAGE)
+    return MemoryPlan(
+        model=config.model,
+        per_device=(
+            DeviceBudget(
+                device=str(numerics.device),
+                total=total,
+                weights=weights,
+                grow_pages=sizes.grow_pages * layout.grow_page_bytes,
+                window_pages=sizes.window_pages * layout.window_page_bytes,
+                slots=sizes.slots * layout.slot_bytes,
+                snapshots=sizes.snapshots * layout.snapshot_bytes,
+                workspace=workspace,
+            ),
+        ),
+        sizes=sizes,
+        kv_tokens=sizes.grow_pages * GROW_PAGE,
+        max_model_len=length,
+        max_concurrency=min(sizes.slots, sizes.grow_pages // pages_each),
+        bytes_per_token=layout.grow_page_bytes / GROW_PAGE,
+        bytes_per_sequence=per_sequence,
+        fits=not notes,
+        advice=tuple(notes),
+    )
+
+
+def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, **settings: Any) -> MemoryPlan:
+    """Work out what an engine would hold, from the checkpoint's config and headers alone.
+
+    Args:
+        model: Folder or hub id of a checkpoint, or a whole configuration.
+        memory_bytes: Memory of the device to plan for; default is this machine's.
+        settings: Fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: Settings or model config are wrong.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
+    source = ModelSource.open(config, fetch=False)
+    numerics = choose_numerics(config, source.model, source.dtype, choose_device(config))
+    return make_plan(config, source.model, numerics, with_mtp=False, total=memory_bytes)
+
+
+def require_fit(plan: MemoryPlan) -> None:
+    """Raise CapacityError with the plan and its advice unless it fits."""
+    if not plan.fits:
+        raise CapacityError(f"{plan.model} does not fit: {'; '.join(plan.advice)}", plan=plan, advice=plan.advice)

@@ -1,0 +1,122 @@
+"""What a model is made from: a checkpoint, or its config and random numbers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4lite.config import EngineConfig, LoadProgress, Progress
+from dsv4lite.errors import CheckpointError
+from dsv4lite.models import read_architecture
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
+from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, locate, read_config, read_generation_config
+from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.loader import load, paired
+from dsv4lite.weights.quant import Numerics
+
+log = logging.getLogger("dsv4lite.weights")
+
+_EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.bfloat16}
+
+
+def log_progress(report: LoadProgress) -> None:
+    """Report progress to the package's logger, in tenths."""
+    step = max(1, report.total // 10)
+    if report.done == report.total or report.done % step < report.total // 100 + 1:
+        log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model before it is loaded: everything that configuration and headers tell.
+
+    Attributes:
+        dtype: What the plain tensors are stored in.
+        checkpoint: ``None`` for random weights.
+    """
+
+    folder: Path
+    generation_config: Mapping[str, Any]
+    model: V4Config
+    dtype: torch.dtype
+    expert_format: ExpertFormat
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:
+        """Read configuration and headers.
+
+        Args:
+            config: Which model, and how to load it.
+            fetch: ``False`` does not fetch weights from the hub; without local ones the config alone speaks.
+
+        Raises:
+            CheckpointError: They cannot be found or read.
+            ConfigError, UnsupportedError: The model's config is wrong, or of another family.
+        """
+        if config.load_format == "dummy" or not (fetch or any(locate(config.model, config.revision, weights=False).glob("*.safetensors"))):
+            folder = locate(config.model, config.revision, weights=False)
+            raw = {**read_config(folder), **config.hf_overrides}
+            model = read_architecture(raw)
+            stored = raw.get("expert_dtype", "fp4") if model.quantized else "plain"
+            dtype = {"float32": torch.float32}.get(raw.get("torch_dtype") or raw.get("dtype") or "", torch.bfloat16)
+            return cls(
+                folder=folder,
+                generation_config=read_generation_config(folder),
+                model=model,
+                dtype=dtype,
+                expert_format=_EXPERT_FORMATS.get(stored, "plain"),
+                checkpoint=None,
+            )
+        checkpoint = Checkpoint.open(config.model, config.revision)
+        model = read_architecture({**checkpoint.config, **config.hf_overrides})
+        embed = checkpoint.headers.get("embed.weight")
+        if embed is None:
+            raise CheckpointError(f"{checkpoint.folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
+        return cls(
+            folder=checkpoint.folder,
+            generation_config=checkpoint.generation_config,
+            model=replace(model, quantized=checkpoint.quantized),
+            dtype=_FLOATS.get(embed.dtype, torch.bfloat16),
+            expert_format=checkpoint.expert_format,
+            checkpoint=checkpoint,
+        )
+
+    def build(self, numerics: Numerics, *, with_mtp: bool, seed: int = 0, progress: bool | Progress = False) -> DeepseekV4:
+        """Allocate the model and fill it.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit the model, or cannot be read.
+        """
+        started = time.monotonic()
+        report = log_progress if progress is True else progress or None
+        model = DeepseekV4(self.model, numerics, with_mtp=with_mtp)
+        slots = model.slots()
+        if self.checkpoint is not None:
+            load(self.checkpoint, slots, progress=report)
+        else:
+            tensors = dummy_tensors(self.model, expert_format=self.expert_format, quantized=self.model.quantized, seed=seed)
+            wanted = ((name, tensor) for name, tensor in tensors if with_mtp or not name.startswith("mtp."))
+            for name, weight, scale in paired(wanted, self._scaled(slots)):
+                slots[name].store(weight, scale)
+        model.requires_grad_(False)
+        log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
+        return model.eval()
+
+    def _scaled(self, names: Container[str]) -> set[str]:
+        """Return which of the tensors come with a scale."""
+        stored = {
+            name: stored_tensors(name, spec, quantized=self.model.quantized, expert_format=self.expert_format)
+            for name, spec in official_shapes(self.model).items()
+            if name in names
+        }
+        return {name for name, parts in stored.items() if len(parts) == 2}
