@@ -1,0 +1,309 @@
+"""Two models whose weights anyone can compute, and how to pour a checkpoint into a model.
+
+``tiny``      five layers, float32, the known-answer test of the specification (9.4)
+``official``  five layers in the release's formats; the outputs of the official code on it are in ``data/v4-official-A.safetensors``
+
+Weights come from an integer hash and exactly rounded arithmetic, so their bytes are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from dsv4lite.models.config import V4Config, Yarn
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.weights.quant import Numerics
+from torch import Tensor
+
+OFFICIAL_OUTPUTS = Path(__file__).parent / "data" / "v4-official-A.safetensors"
+OFFICIAL_DIGEST = (508, 50422744, "886a22888fc94d80bde5609e1239288709a5f6bc7deed8997228e74e81a2deaa")
+
+TINY = V4Config(
+    vocab_size=61,
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    head_dim=32,
+    rope_dim=8,
+    q_lora_rank=24,
+    o_groups=2,
+    o_lora_rank=12,
+    num_experts=6,
+    experts_per_token=2,
+    expert_width=20,
+    num_hash_layers=2,
+    route_scale=1.5,
+    swiglu_limit=0.6,
+    window=8,
+    ratios=(0, 4, 8, 4, 8, 0),
+    index_heads=12,
+    index_dim=16,
+    index_topk=3,
+    yarn=Yarn(factor=16.0, original_positions=65536),
+)
+
+OFFICIAL = V4Config(
+    vocab_size=1024,
+    hidden_size=512,
+    num_hidden_layers=5,
+    num_attention_heads=16,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=256,
+    o_groups=4,
+    o_lora_rank=128,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=256,
+    num_hash_layers=2,
+    route_scale=1.5,
+    swiglu_limit=2.0,
+    window=128,
+    ratios=(0, 4, 128, 4, 128, 0),
+    index_heads=32,
+    index_dim=128,
+    index_topk=64,
+    yarn=Yarn(factor=16.0, original_positions=65536),
+    quantized=True,
+)
+
+
+def plain(deterministic: bool = False) -> Numerics:
+    """Arithmetic without any rounding, float32 on the CPU."""
+    return Numerics.choose(dtype=torch.float32, quantized=False, deterministic=deterministic, device=torch.device("cpu"))
+
+
+def rounded(deterministic: bool = False) -> Numerics:
+    """Arithmetic of the official release, on the CPU."""
+    return Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=deterministic, device=torch.device("cpu"))
+
+
+def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
+    """Store every tensor of a checkpoint in its slot; each slot must get exactly one and none may be left over."""
+    slots = model.slots()
+    weights = {name for name in checkpoint if not name.endswith(".scale")}
+    if not model.mtp:
+        weights = {name for name in weights if not name.startswith("mtp.")}
+    assert weights == set(slots), weights ^ set(slots)
+    for name, slot in slots.items():
+        slot.store(checkpoint[name], checkpoint.get(name.removesuffix(".weight") + ".scale"))
+    return model
+
+
+def poisoned(config: V4Config, numerics: Numerics, *, with_mtp: bool = False) -> DeepseekV4:
+    """Build a model whose every parameter is NaN (or an impossible expert), so that one that is not filled shows."""
+    model = DeepseekV4(config, numerics, with_mtp=with_mtp)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+    return model
+
+
+def tiny_model(*, config: V4Config = TINY, deterministic: bool = False, with_mtp: bool = True) -> DeepseekV4:
+    """Return the known-answer model; other sizes than ``TINY`` get weights by the same rule."""
+    return fill(poisoned(config, plain(deterministic), with_mtp=with_mtp), tiny_checkpoint(config))
+
+
+def official_model(
+    checkpoint: Mapping[str, Tensor], *, deterministic: bool = False, with_mtp: bool = True, config: V4Config = OFFICIAL
+) -> DeepseekV4:
+    """Return the quantized model with the official arithmetic."""
+    return fill(poisoned(config, rounded(deterministic), with_mtp=with_mtp), checkpoint)
+
+
+def _hash(key: str, count: int) -> Tensor:
+    """Return ``count`` 32-bit hashes as int64."""
+    mask = 0xFFFFFFFF
+    x = (zlib.crc32(key.encode()) + torch.arange(count) * 2654435761) & mask
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & mask
+    return x ^ (x >> 16)
+
+
+# The tiny model ---------------------------------------------------------------------
+
+
+def tiny_ids(count: int, config: V4Config = TINY) -> list[int]:
+    """Return the token ids of the known-answer test."""
+    return [(7 * t * t + 3 * t + 1) % config.vocab_size for t in range(count)]
+
+
+def tiny_checkpoint(config: V4Config = TINY) -> dict[str, Tensor]:
+    """Return every tensor of the known-answer model, float32 (expert tables int64), by its official name."""
+    return {name: _tiny_tensor(name, shape, config) for name, shape in _shapes(config)}
+
+
+def _tiny_tensor(name: str, shape: tuple[int, ...], config: V4Config) -> Tensor:
+    if name.endswith("tid2eid"):
+        token, experts = torch.arange(config.vocab_size), config.num_experts
+        assert config.experts_per_token == 2
+        return torch.stack([token % experts, (token + 1 + (token // experts) % (experts - 1)) % experts], 1)
+    offset = 0.0
+    if name.endswith("norm.weight"):
+        amplitude, offset = 0.3, 1.0
+    elif name.endswith("_scale"):
+        amplitude, offset = 0.2, 1.0
+    elif name.endswith(("_base", "attn_sink", "ape")) or name == "embed.weight":
+        amplitude = 1.0
+    elif name.endswith("gate.bias"):
+        amplitude = 0.3
+    else:
+        amplitude = (2.0 if "wgate" in name else 1.0) * shape[-1] ** -0.5
+    unit = 2 * (_hash(name, math.prod(shape)).double() / 2**32) - 1
+    return (unit * amplitude * math.sqrt(3) + offset).float().view(shape)
+
+
+def _shapes(c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name every tensor of an unquantized checkpoint with an MTP block, with its shape."""
+    yield "embed.weight", (c.vocab_size, c.hidden_size)
+    yield "head.weight", (c.vocab_size, c.hidden_size)
+    yield "norm.weight", (c.hidden_size,)
+    yield from _hc_shapes("hc_head", c.streams, 1, c)
+    for layer in range(c.num_hidden_layers):
+        yield from _block_shapes(f"layers.{layer}.", layer, c)
+    yield from _block_shapes("mtp.0.", c.num_hidden_layers, c)
+    yield from _hc_shapes("mtp.0.hc_head", c.streams, 1, c)
+    for name in ("e_proj", "h_proj"):
+        yield f"mtp.0.{name}.weight", (c.hidden_size, c.hidden_size)
+    for name in ("enorm", "hnorm", "norm"):
+        yield f"mtp.0.{name}.weight", (c.hidden_size,)
+
+
+def _hc_shapes(prefix: str, rows: int, scales: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield prefix + "_fn", (rows, c.streams * c.hidden_size)
+    yield prefix + "_base", (rows,)
+    yield prefix + "_scale", (scales,)
+
+
+def _compressor_shapes(prefix: str, ratio: int, width: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    columns = width * (2 if ratio == 4 else 1)
+    yield prefix + "ape", (ratio, columns)
+    yield prefix + "wkv.weight", (columns, c.hidden_size)
+    yield prefix + "wgate.weight", (columns, c.hidden_size)
+    yield prefix + "norm.weight", (width,)
+
+
+def _block_shapes(prefix: str, layer: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    attn, ffn, ratio = prefix + "attn.", prefix + "ffn.", c.ratios[layer]
+    channels = c.num_attention_heads * c.head_dim
+    for part in ("attn", "ffn"):
+        yield f"{prefix}{part}_norm.weight", (c.hidden_size,)
+        yield from _hc_shapes(f"{prefix}hc_{part}", c.streams * (c.streams + 2), 3, c)
+    yield attn + "attn_sink", (c.num_attention_heads,)
+    yield attn + "wq_a.weight", (c.q_lora_rank, c.hidden_size)
+    yield attn + "q_norm.weight", (c.q_lora_rank,)
+    yield attn + "wq_b.weight", (channels, c.q_lora_rank)
+    yield attn + "wkv.weight", (c.head_dim, c.hidden_size)
+    yield attn + "kv_norm.weight", (c.head_dim,)
+    yield attn + "wo_a.weight", (c.o_groups * c.o_lora_rank, channels // c.o_groups)
+    yield attn + "wo_b.weight", (c.hidden_size, c.o_groups * c.o_lora_rank)
+    if ratio:
+        yield from _compressor_shapes(attn + "compressor.", ratio, c.head_dim, c)
+    if ratio == 4:
+        yield attn + "indexer.wq_b.weight", (c.index_heads * c.index_dim, c.q_lora_rank)
+        yield attn + "indexer.weights_proj.weight", (c.index_heads, c.hidden_size)
+        yield from _compressor_shapes(attn + "indexer.compressor.", 4, c.index_dim, c)
+    yield ffn + "gate.weight", (c.num_experts, c.hidden_size)
+    if layer < c.num_hash_layers:
+        yield ffn + "gate.tid2eid", (c.vocab_size, c.experts_per_token)
+    else:
+        yield ffn + "gate.bias", (c.num_experts,)
+    for expert in (*(f"experts.{e}." for e in range(c.num_experts)), "shared_experts."):
+        yield f"{ffn}{expert}w1.weight", (c.expert_width, c.hidden_size)
+        yield f"{ffn}{expert}w2.weight", (c.hidden_size, c.expert_width)
+        yield f"{ffn}{expert}w3.weight", (c.expert_width, c.hidden_size)
+
+
+# The official model ---------------------------------------------------------------------
+
+_SEED = "A"
+
+
+def official_ids(count: int) -> list[int]:
+    """Return the token ids of the run with ``count`` tokens."""
+    return ((_hash(f"{_SEED}:ids.{count}", count) >> 16) % OFFICIAL.vocab_size).tolist()
+
+
+def official_checkpoint() -> dict[str, Tensor]:
+    """Return every tensor in the release's formats, by its official name."""
+    c, out = OFFICIAL, _Formats()
+    for name, shape in _shapes(c):
+        if name.endswith("tid2eid"):
+            out.experts(name, c)
+        elif name == "embed.weight":
+            out.bf16(name, shape, 2.0)
+        elif name == "head.weight" or name.endswith(("wgate.weight", "weights_proj.weight", "gate.weight")):
+            out.bf16(name, shape, 1 / 8)
+        elif name.endswith("norm.weight"):
+            out.bf16(name, shape, 0.5, 1.0)
+        elif name.endswith("compressor.wkv.weight"):
+            out.bf16(name, shape, 1 / 16)
+        elif name.endswith("_fn"):
+            out.fp32(name, shape, 1 / 32)
+        elif name.endswith(("_base", "ape")):
+            out.fp32(name, shape, 1.0)
+        elif name.endswith("_scale"):
+            out.fp32(name, shape, 0.25, 1.0)
+        elif name.endswith("attn_sink"):
+            out.fp32(name, shape, 2.0)
+        elif name.endswith("gate.bias"):
+            out.fp32(name, shape, 0.5)
+        elif ".experts." in name:
+            out.fp4(name.removesuffix(".weight"), *shape)
+        else:
+            out.fp8(name.removesuffix(".weight"), *shape)
+    return out.tensors
+
+
+class _Formats:
+    """Hashed tensors in the formats of a release."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def bf16(self, name: str, shape: tuple[int, ...], amplitude: float, offset: float = 0.0) -> None:
+        unit = ((_hash(f"{_SEED}:{name}", math.prod(shape)) >> 16) - 2**15).double() / 2**15
+        self.tensors[name] = (unit * amplitude + offset).float().to(torch.bfloat16).view(shape)
+
+    def fp32(self, name: str, shape: tuple[int, ...], amplitude: float, offset: float = 0.0) -> None:
+        unit = ((_hash(f"{_SEED}:{name}", math.prod(shape)) >> 8) - 2**23).double() / 2**23
+        self.tensors[name] = (unit * amplitude + offset).float().view(shape)
+
+    def fp8(self, name: str, rows: int, cols: int) -> None:
+        value = ((_hash(f"{_SEED}:{name}.weight", rows * cols) >> 16) - 2**15).float() * 7 / 512
+        self.tensors[name + ".weight"] = value.view(rows, cols).to(torch.float8_e4m3fn)
+        self._scales(name, -(-rows // 128), -(-cols // 128), 127 - 8 - cols.bit_length() // 2)
+
+    def fp4(self, name: str, rows: int, cols: int) -> None:
+        pairs = (_hash(f"{_SEED}:{name}.weight", rows * cols // 2) >> 24).to(torch.uint8)
+        self.tensors[name + ".weight"] = pairs.view(rows, cols // 2).view(torch.int8)
+        self._scales(name, rows, cols // 32, 127 - 2 - cols.bit_length() // 2)
+
+    def _scales(self, name: str, rows: int, cols: int, middle: int) -> None:
+        exponent = middle + (_hash(f"{_SEED}:{name}.scale", rows * cols) >> 16) % 3 - 1
+        self.tensors[name + ".scale"] = exponent.to(torch.uint8).view(rows, cols).view(torch.float8_e8m0fnu)
+
+    def experts(self, name: str, c: V4Config) -> None:
+        token = torch.arange(c.vocab_size)
+        turn = (token // c.num_experts) % (c.num_experts - c.experts_per_token + 1)
+        columns = [(token + j + (j > 0) * turn) % c.num_experts for j in range(c.experts_per_token)]
+        self.tensors[name] = torch.stack(columns, 1)
+
+
+def digest(checkpoint: Mapping[str, Tensor]) -> tuple[int, int, str]:
+    """Return the number of tensors, their bytes, and SHA-256 over names and raw bytes in sorted order of names."""
+    sha = hashlib.sha256()
+    for name in sorted(checkpoint):
+        sha.update(name.encode())
+        sha.update(checkpoint[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return len(checkpoint), sum(t.nbytes for t in checkpoint.values()), sha.hexdigest()
+
+
+WIDE = replace(TINY, vocab_size=97, num_hidden_layers=4, ratios=(0, 4, 128, 4, 0), window=128, index_topk=9, num_hash_layers=1)
+"""The tiny model with the release's window and ratios; long prompts make its selection bite."""
