@@ -3,34 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from math import inf
 from typing import Any, Literal
 
-from dsv4lite.errors import ConfigError, UnsupportedError, near_match
+from dsv4lite.errors import ConfigError, UnsupportedError
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
-# Keys that carry nothing this library needs; everything else that is unknown is reported.
-_IGNORED = frozenset(
-    """architectures model_type torch_dtype dtype transformers_version initializer_range hidden_act attention_bias attention_dropout
-    num_key_value_heads tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id norm_topk_prob scoring_func topk_method
-    n_group topk_group quantization_config expert_dtype auto_map _name_or_path router_aux_loss_coef output_router_logits router_jitter_noise
-    num_local_experts partial_rotary_factor default_theta rope_interleave attention_factor aux_loss_alpha seq_aux moe_layer_freq
-    first_k_dense_replace return_dict output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder
-    id2label label2id problem_type license v_head_dim kv_lora_rank rope_parameters layer_types compress_rates mlp_layer_types
-    rope_scaling compress_ratios num_hash_layers pretraining_tp ep_size scale_fmt mlp_bias keys_to_ignore_at_inference name""".split()
-)
+ARCHITECTURE, MODEL_TYPE = "DeepseekV4ForCausalLM", "deepseek_v4"
+
 _RENAMED = {
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads", "head_dim": "head_dim", "qk_rope_head_dim": "rope_dim", "q_lora_rank": "q_lora_rank",
-    "o_groups": "o_groups", "o_lora_rank": "o_lora_rank", "n_routed_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
-    "n_shared_experts": "num_shared_experts", "moe_intermediate_size": "expert_width", "routed_scaling_factor": "route_scale",
-    "swiglu_limit": "swiglu_limit", "sliding_window": "window", "index_n_heads": "index_heads", "index_head_dim": "index_dim",
-    "index_topk": "index_topk", "hc_mult": "streams", "hc_sinkhorn_iters": "sinkhorn_iters", "hc_eps": "hc_eps",
-    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "compress_rope_theta": "compress_rope_theta",
-    "max_position_embeddings": "max_positions", "num_nextn_predict_layers": "num_mtp_layers",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "q_lora_rank": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora_rank",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "moe_intermediate_size": "expert_width",
+    "routed_scaling_factor": "route_scale",
+    "swiglu_limit": "swiglu_limit",
+    "sliding_window": "window",
+    "index_n_heads": "index_heads",
+    "index_head_dim": "index_dim",
+    "index_topk": "index_topk",
+    "hc_mult": "streams",
+    "hc_sinkhorn_iters": "sinkhorn_iters",
+    "hc_eps": "hc_eps",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "compress_rope_theta": "compress_rope_theta",
+    "max_position_embeddings": "max_positions",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+_MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers")
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+_STRUCTURED = (
+    *("compress_ratios", "layer_types", "compress_rates", "num_hash_layers", "mlp_layer_types"),
+    *("rope_scaling", "rope_parameters", "partial_rotary_factor", "num_local_experts", "quantization_config"),
+    *("architectures", "model_type", "bos_token_id", "eos_token_id"),
+)
+# What V4 always has; a config may say it or not.
+_FIXED: Mapping[str, object] = {
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+_FIXED_QUANTIZATION: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+# Keys that change nothing here, listed because they could be taken for misspellings of the keys above.
+_IGNORED = (
+    *("intermediate_size", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "attention_dropout", "expert_dtype"),
+    *("pad_token_id", "sep_token_id", "is_encoder_decoder"),
+)
 _KIND_OF = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
@@ -93,10 +135,12 @@ class V4Config:
         need = self.num_hidden_layers + self.num_mtp_layers
         if len(self.ratios) != need:
             raise ConfigError(
-                f"compress_ratios has {len(self.ratios)} entries; {self.num_hidden_layers} layers and {self.num_mtp_layers} MTP blocks need {need}"
+                f"compress_ratios has {len(self.ratios)} entries; {self.num_hidden_layers} layers "
+                f"and {self.num_mtp_layers} MTP blocks need {need}"
             )
         if any(self.ratios[self.num_hidden_layers :]):
-            raise UnsupportedError(f"MTP blocks are sliding-window only; compress_ratios ends in {self.ratios[self.num_hidden_layers :]}")
+            last = self.ratios[self.num_hidden_layers :]
+            raise UnsupportedError(f"MTP blocks are sliding-window only; compress_ratios ends in {last}")
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} is not a multiple of o_groups={self.o_groups}")
         if self.rope_dim % 2 or not 0 < self.rope_dim < self.head_dim:
@@ -123,95 +167,167 @@ class V4Config:
         return self.head_dim - self.rope_dim
 
 
-def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
-    if raw.get("compress_ratios") is not None:
-        return [int(r) for r in raw["compress_ratios"]]
-    if raw.get("layer_types") is None:
-        raise ConfigError("config has neither compress_ratios nor layer_types; the layer pattern cannot be guessed")
-    rates = {**_KIND_OF, **raw.get("compress_rates", {})}
-    for kind in raw["layer_types"]:
-        if kind not in _KIND_OF:
-            raise UnsupportedError(f"unknown layer type {kind!r}{near_match(kind, _KIND_OF)}")
-    return [0 if kind == "sliding_attention" else int(rates[kind]) for kind in raw["layer_types"][:layers]]
-
-
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    nested = raw.get("rope_parameters") or {}
-    main, compress = nested.get("main", {}), nested.get("compress", {})
-    scaling = raw.get("rope_scaling") or compress
-    out: dict[str, Any] = {}
-    if "rope_theta" not in raw and "rope_theta" in main:
-        out["rope_theta"] = float(main["rope_theta"])
-    if "compress_rope_theta" not in raw and "rope_theta" in compress:
-        out["compress_rope_theta"] = float(compress["rope_theta"])
-    kind = scaling.get("type", scaling.get("rope_type", "default")) if scaling else "default"
-    if kind == "yarn":
-        out["yarn"] = Yarn(
-            factor=float(scaling["factor"]),
-            original_positions=int(scaling["original_max_position_embeddings"]),
-            beta_fast=float(scaling.get("beta_fast") or 32),
-            beta_slow=float(scaling.get("beta_slow") or 1),
-        )
-    elif kind == "default":
-        out["yarn"] = Yarn(factor=1.0)
-    else:
-        raise UnsupportedError(f"rope scaling {kind!r} is not supported; V4 uses 'yarn'")
-    return out
-
-
 def parse_config(raw: Mapping[str, Any]) -> V4Config:
     """Read a V4 ``config.json``, in the release form or in transformers' form (spec 1.2).
 
+    Keys that this library does not know are passed over, except those that look like a misspelling of one that it needs.
+
     Raises:
-        ConfigError: A key is missing, unknown (with a near match) or contradictory.
-        UnsupportedError: The values describe something that V4 is not.
+        ConfigError: A key is missing, misspelled, of the wrong type or contradictory.
+        UnsupportedError: The config describes another model, or something that V4 is not.
     """
-    known = set(_RENAMED) | _IGNORED | set(_DSPARK)
-    for key in raw:
-        if key not in known and not key.startswith("_"):
-            hint = near_match(key, _RENAMED)
-            if hint:
-                raise ConfigError(f"unknown config key {key!r}{hint}")
-    for key, fixed in (("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("tie_word_embeddings", False), ("hidden_act", "silu")):
-        if raw.get(key, fixed) != fixed:
-            raise UnsupportedError(f"{key}={raw[key]!r}: V4 has {fixed!r}")
-    settings: dict[str, Any] = {ours: raw[theirs] for theirs, ours in _RENAMED.items() if raw.get(theirs) is not None}
-    if "rope_dim" not in settings and "partial_rotary_factor" in raw:
-        settings["rope_dim"] = round(settings["head_dim"] * raw["partial_rotary_factor"])
-    if "num_experts" not in settings and "num_local_experts" in raw:
-        settings["num_experts"] = raw["num_local_experts"]
-    missing = [k for k, v in _RENAMED.items() if v in _REQUIRED and v not in settings]
+    _check_architecture(raw)
+    _check_spelling(raw)
+    _check_fixed("", _FIXED, raw)
+    quantization = _mapping(raw, "quantization_config")
+    _check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization)
+
+    settings: dict[str, Any] = {}
+    for theirs, ours in _RENAMED.items():
+        if raw.get(theirs) is not None:
+            settings[ours] = _integer(raw, theirs) if _TYPES[ours] == "int" else _real(raw, theirs)
+    if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
+        settings["rope_dim"] = round(settings.get("head_dim", 0) * _real(raw, "partial_rotary_factor"))
+    if raw.get("n_routed_experts") is None and raw.get("num_local_experts") is not None:
+        settings["num_experts"] = _integer(raw, "num_local_experts")
+    missing = [theirs for theirs, ours in _RENAMED.items() if ours in _REQUIRED and ours not in settings]
     if missing:
-        raise ConfigError(f"config lacks {', '.join(missing)}")
+        raise ConfigError(f"config.json lacks {', '.join(missing)}")
+    settings.update(_rope(raw))
+    settings.update(_hash_layers(raw))
+
     layers = settings["num_hidden_layers"]
     ratios = _ratios(raw, layers)
+    # transformers has no MTP, whatever its config says; a refreshed release counts its drafter, which is not an MTP block.
     dspark = any(raw.get(key) is not None for key in _DSPARK)
-    # A trainer's config has no MTP; a refreshed release lists its drafter's layers, which are not MTP blocks.
-    mtp = 0 if dspark else settings.get("num_mtp_layers", max(0, len(ratios) - layers))
+    no_mtp = dspark or raw.get("compress_ratios") is None
+    settings["num_mtp_layers"] = mtp = 0 if no_mtp else settings.get("num_mtp_layers", max(0, len(ratios) - layers))
     if len(ratios) == layers:
-        mtp = mtp if raw.get("layer_types") is None else 0
-        ratios = ratios + [0] * mtp
-    settings["num_mtp_layers"] = mtp
-    if raw.get("num_hash_layers") is not None:
-        settings["num_hash_layers"] = int(raw["num_hash_layers"])
-    elif raw.get("mlp_layer_types") is not None:
-        settings["num_hash_layers"] = sum(kind == "hash_moe" for kind in raw["mlp_layer_types"])
-    quantization = raw.get("quantization_config") or {}
-    if quantization and quantization.get("quant_method", "fp8") != "fp8":
-        raise UnsupportedError(f"quant_method={quantization['quant_method']!r} is not supported; V4 checkpoints use 'fp8'")
-    eos = raw.get("eos_token_id", 1)
+        ratios += [0] * mtp
     return V4Config(
-        **{k: v for k, v in settings.items() if k not in ("ratios",)},
-        **_rope(raw),
+        **settings,
         ratios=tuple(ratios[: layers + mtp]),
         quantized=bool(quantization),
-        bos_token_id=raw.get("bos_token_id", 0),
-        eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        bos_token_id=next(iter(_token_ids(raw, "bos_token_id", default=0)), None),
+        eos_token_id=next(iter(_token_ids(raw, "eos_token_id", default=1)), None),
         dspark=dspark,
     )
 
 
-_REQUIRED = frozenset(
-    """vocab_size hidden_size num_hidden_layers num_attention_heads head_dim rope_dim q_lora_rank o_groups o_lora_rank num_experts
-    experts_per_token expert_width index_heads index_dim index_topk""".split()
-)
+_TYPES = {field.name: field.type for field in fields(V4Config)}
+_REQUIRED = frozenset(field.name for field in fields(V4Config) if field.default is MISSING)
+
+
+def _check_architecture(raw: Mapping[str, Any]) -> None:
+    architectures = _list(raw, "architectures", str) or [ARCHITECTURE]
+    if ARCHITECTURE not in architectures or raw.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+        given = f"architectures={architectures!r}, model_type={raw.get('model_type')!r}"
+        raise UnsupportedError(f"{given}: only {ARCHITECTURE} ({MODEL_TYPE!r}) is supported")
+
+
+def _check_spelling(raw: Mapping[str, Any]) -> None:
+    meant = {*_RENAMED, *_STRUCTURED, *_FIXED, *_DSPARK}
+    for key in raw:
+        if key not in meant:
+            close = get_close_matches(key, [*meant, *_IGNORED], n=1, cutoff=0.8)
+            if close and close[0] in meant and key not in _IGNORED:
+                raise ConfigError(f"unknown key {key!r} in config.json; did you mean {close[0]!r}?")
+
+
+def _check_fixed(prefix: str, fixed: Mapping[str, object], raw: Mapping[str, Any]) -> None:
+    for key, value in fixed.items():
+        if raw.get(key) is not None and raw[key] != value:
+            raise UnsupportedError(f"{prefix}{key}={raw[key]!r} is not supported; V4 has {value!r}")
+
+
+def _integer(raw: Mapping[str, Any], key: str) -> int:
+    value, least = raw[key], 0 if key in _MAY_BE_ZERO else 1
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{key}={value!r} must be an integer of at least {least}")
+    return value
+
+
+def _real(raw: Mapping[str, Any], key: str) -> float:
+    value = raw[key]
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise ConfigError(f"{key}={value!r} must be a finite number above 0")
+    return float(value)
+
+
+def _token_ids(raw: Mapping[str, Any], key: str, *, default: int) -> list[int]:
+    """Return one id, several, or none; an explicit null means none."""
+    value = raw.get(key, default)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ConfigError(f"{key}={value!r} must be a token id, a list of them, or null")
+    return ids
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r} must be an object")
+    return value
+
+
+def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any] | None:
+    value = raw.get(key)
+    if value is not None and not (isinstance(value, list | tuple) and all(type(item) is kind for item in value)):
+        raise ConfigError(f"{key}={value!r} must be a list of {kind.__name__}")
+    return None if value is None else list(value)
+
+
+def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
+    given = _list(raw, "compress_ratios", int)
+    if given is not None:
+        if any(ratio < 0 for ratio in given):
+            raise ConfigError(f"compress_ratios={given!r} must not be negative")
+        return given
+    kinds = _list(raw, "layer_types", str)
+    if kinds is None:
+        raise ConfigError("config.json has neither compress_ratios nor layer_types; the layer pattern cannot be guessed")
+    if len(kinds) < layers:
+        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
+    given_rates = _mapping(raw, "compress_rates")
+    rates = {**_KIND_OF, **{kind: _integer(given_rates, kind) for kind in given_rates if kind in _KIND_OF and _KIND_OF[kind]}}
+    for kind in kinds:
+        if kind not in _KIND_OF:
+            raise UnsupportedError(f"layer type {kind!r} is not supported; known are {', '.join(_KIND_OF)}")
+    if rates["compressed_sparse_attention"] != 4 or rates["heavily_compressed_attention"] in (0, 4):
+        raise UnsupportedError(f"compress_rates={dict(rates)!r}: compressed sparse attention is the one with rate 4")
+    return [0 if kind == "sliding_attention" else rates[kind] for kind in kinds[:layers]]
+
+
+def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
+    if raw.get("num_hash_layers") is not None:
+        return {"num_hash_layers": _integer(raw, "num_hash_layers")}
+    kinds = _list(raw, "mlp_layer_types", str)
+    if kinds is None:
+        return {}
+    count = sum(kind == "hash_moe" for kind in kinds)
+    if any(kind not in ("hash_moe", "moe") for kind in kinds) or "hash_moe" in kinds[count:]:
+        raise UnsupportedError(f"mlp_layer_types={kinds!r}: V4 has hash_moe layers first, then only moe")
+    return {"num_hash_layers": count}
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the nested rotary settings say; the plain keys of the release form win."""
+    nested = _mapping(raw, "rope_parameters")
+    main, compress = _mapping(nested, "main"), _mapping(nested, "compress")
+    out: dict[str, Any] = {}
+    if raw.get("rope_theta") is None and main.get("rope_theta") is not None:
+        out["rope_theta"] = _real(main, "rope_theta")
+    if raw.get("compress_rope_theta") is None and compress.get("rope_theta") is not None:
+        out["compress_rope_theta"] = _real(compress, "rope_theta")
+    scaling = _mapping(raw, "rope_scaling") or compress
+    kind = scaling.get("type") or scaling.get("rope_type") or "default"
+    if kind == "default":
+        return {**out, "yarn": Yarn(factor=1.0)}
+    if kind != "yarn":
+        raise UnsupportedError(f"rope scaling {kind!r} is not supported; V4 uses 'yarn'")
+    for key in ("factor", "original_max_position_embeddings"):
+        if scaling.get(key) is None:
+            raise ConfigError(f"rope scaling 'yarn' lacks {key}")
+    betas = {key: _real(scaling, key) for key in ("beta_fast", "beta_slow") if scaling.get(key) is not None}
+    original = _integer(scaling, "original_max_position_embeddings")
+    return {**out, "yarn": Yarn(factor=_real(scaling, "factor"), original_positions=original, **betas)}
