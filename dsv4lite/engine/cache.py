@@ -147,6 +147,7 @@ class StateCache:
 
     layout: StateLayout
     sizes: StateSizes
+    device: torch.device
     layers: list[LayerCache]
     snapshots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -170,7 +171,7 @@ class StateCache:
                     )
                 )
             layers.append(layer)
-        return cls(layout, sizes, layers, snapshots)
+        return cls(layout, sizes, device, layers, snapshots)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,415 @@
+"""The engine: one thread that owns device, model and state, and turns requests into tokens, step by step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.pages import Pools
+from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
+from dsv4lite.memory import MemoryPlan, choose_device, choose_numerics, make_plan, require_fit
+from dsv4lite.models.config import V4Config
+from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.text.structured import GrammarCompiler
+from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.weights.source import ModelSource
+
+log = logging.getLogger("dsv4lite.engine")
+
+T = TypeVar("T")
+Deliver = Callable[[list[SequenceUpdate]], None]
+DeliverFailure = Callable[[EngineDeadError], None]
+
+_PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine knows once it has started."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, Any]
+    model_config: V4Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an engine's counters.
+
+    Attributes:
+        steps: Steps run so far.
+        num_running: Sequences that hold state.
+        num_waiting: Sequences that wait for a place.
+        prompt_tokens: Prompt tokens of sequences started, cached ones included.
+        cached_tokens: How many of them came from the prefix cache.
+        generated_tokens: Tokens sampled.
+        preemptions: How often a sequence gave up its state.
+        kv_usage: Fraction of grow pages in use, cached prefixes excluded.
+        step_s: Seconds of the last step.
+        host_s: Of those, spent in scheduling and delivering.
+    """
+
+    steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    kv_usage: float = 0.0
+    step_s: float = 0.0
+    host_s: float = 0.0
+
+
+class Engine:
+    """Runs requests. ``submit``, ``abort``, ``call`` and ``stats`` may be called from any thread and never block.
+
+    Args:
+        config: Settings.
+        overlap: Plan and launch a step before the results of the previous one are looked at. Default: on CUDA, where the device works
+            meanwhile; on a CPU there is nobody to work meanwhile.
+    """
+
+    def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
+        self.config = config
+        self._overlap = overlap
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._info: EngineInfo | None = None
+        self._plan: MemoryPlan | None = None
+        self._deliver: Deliver = _nobody
+        self._deliver_failure: DeliverFailure = _nobody
+        self._dead: EngineDeadError | None = None
+        self._closing = False
+        self._paused = False
+        self._stats = EngineStats()
+        self._outbox: list[SequenceUpdate] = []
+        self._in_flight: Flight | None = None
+        self._routed: dict[int, list[tuple[int, Tensor]]] = {}
+        self._seq_ids: dict[tuple[str, int], int] = {}
+        self._scheduler: Scheduler
+        self._runner: Runner
+
+    # ------------------------------------------------------------------------------------------------- from other threads
+
+    def start(self, deliver: Deliver, deliver_failure: DeliverFailure) -> None:
+        """Load everything and start the thread; returns when the engine is ready.
+
+        Args:
+            deliver: Called in the engine's thread, once per step, with the news of all sequences. Must not block.
+            deliver_failure: Called there once if the engine dies.
+
+        Raises:
+            CheckpointError, ConfigError, CapacityError: The model cannot be loaded; nothing is left behind.
+        """
+        if self._thread is not None:
+            raise EngineStateError("the engine was started before; make a new one", state="started", allowed=("new",))
+        self._deliver, self._deliver_failure = deliver, deliver_failure
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="dsv4lite-engine", daemon=True)
+        self._thread.start()
+        try:
+            ready.result()
+        except DSV4LiteError:
+            self._thread.join()
+            raise
+        except Exception as error:
+            self._thread.join()
+            raise EngineDeadError(f"the engine could not start: {type(error).__name__}: {error}", phase="start") from error
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of the model; only after ``start``."""
+        assert self._info is not None, "start() the engine first"
+        return self._info
+
+    def submit(self, request: Request) -> None:
+        """Queue a validated request; what becomes of it arrives through ``deliver``."""
+        self._put(partial(self._add, request))
+
+    def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None:
+        """End a request, one of its completions, or everything. What ended already is left alone."""
+        self._put(partial(self._abort, request_id, reason, index))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run a function in the engine's thread between two steps."""
+        future: Future[T] = Future()
+        self._put(partial(self._call, function, future))
+        return future
+
+    def pause(self) -> Future[None]:
+        """Stop stepping; sequences keep their state."""
+        return self.call(lambda engine: engine._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        """Go on stepping."""
+        return self.call(lambda engine: engine._set_paused(False))
+
+    def reset_prefix_cache(self) -> Future[None]:
+        """Forget cached prefixes."""
+        return self.call(lambda engine: engine._scheduler.reset_prefix_cache())
+
+    def check(self) -> Future[None]:
+        """Verify that every page, slot and snapshot is accounted for; fails with AssertionError otherwise."""
+        return self.call(lambda engine: engine._scheduler.check())
+
+    def stats(self) -> EngineStats:
+        """Return the counters of the last step."""
+        return self._stats
+
+    def memory(self) -> MemoryPlan:
+        """Return the plan that the engine was started with."""
+        assert self._plan is not None, "start() the engine first"
+        return self._plan
+
+    def close(self) -> None:
+        """End every request as aborted, free everything and join the thread. May be called twice, and from any thread but the engine's."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._inbox.put(self._close)
+        thread.join()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if self._thread is None or self._closing:
+            raise EngineStateError("the engine is not running", state="closed" if self._closing else "new", allowed=("ready", "paused"))
+        self._inbox.put(command)
+
+    # ------------------------------------------------------------------------------------------------- in the engine's thread
+
+    def _run(self, ready: Future[None]) -> None:
+        try:
+            self._open()
+        except BaseException as error:
+            self._closing = True
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._drain()
+                    if not self._closing and not self._paused:
+                        self._step()
+                    self._flush()
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._free()
+
+    def _open(self) -> None:
+        config = self.config
+        source = ModelSource.open(config)
+        tokenizer = Tokenizer.from_folder(config.tokenizer or source.folder)
+        device = choose_device(config)
+        numerics = choose_numerics(config, source.model, source.dtype, device)
+        plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
+        require_fit(plan)
+        model = source.build(numerics, with_mtp=False, seed=config.seed, progress=config.progress)
+        cache = StateCache.allocate(model.layout, plan.sizes, device)
+        vocab_size = source.model.vocab_size
+        grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
+        self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars))
+        sizes = plan.sizes
+        self._scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                window=source.model.window,
+                prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
+        )
+        self._overlap = device.type == "cuda" if self._overlap is None else self._overlap
+        self._info = EngineInfo(
+            vocab_size=vocab_size,
+            max_model_len=plan.max_model_len,
+            max_logprobs=vocab_size,
+            tokenizer=tokenizer,
+            generation_config=source.generation_config,
+            model_config=source.model,
+        )
+
+    def _drain(self) -> None:
+        """Run what others have asked for; wait for it when there is nothing else to do."""
+        block, timeout = not self._scheduler.has_work(), None
+        if self._paused and not block:
+            block, timeout = True, _PAUSED_POLL_S
+        if block and self._in_flight is None:
+            self._flush()
+            if timeout is None:
+                self._scheduler.check()
+            try:
+                self._inbox.get(timeout=timeout)()
+            except Empty:
+                self._expire()
+        while not self._closing:
+            try:
+                self._inbox.get_nowait()()
+            except Empty:
+                return
+
+    def _step(self) -> None:
+        """Launch the next step, then look at the results of the previous one (without overlap: of this one)."""
+        started = time.perf_counter()
+        plan = self._scheduler.schedule(time.monotonic())
+        self._tell(self._scheduler.pop_expired())
+        planned = time.perf_counter()
+        flight = self._runner.launch(plan) if plan is not None else None
+        previous, self._in_flight = (self._in_flight, flight) if self._overlap else (flight, None)
+        if previous is not None:
+            results = previous.results()
+            landed = time.perf_counter()
+            self._land(previous, results)
+            ended = time.perf_counter()
+            self._count(len(results), step_s=ended - started, host_s=planned - started + ended - landed)
+        elif flight is None and self._scheduler.has_work():
+            time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
+
+    def _land(self, flight: Flight, results: Mapping[int, Any]) -> None:
+        """Bring the results of a step to the scheduler, and its news to the outbox."""
+        for seq_id, part in flight.routed.items():
+            self._routed.setdefault(seq_id, []).append(part)
+        for part in flight.plan.sequences:
+            sampled = results.get(part.seq_id)
+            if sampled is not None and sampled.error is None:
+                self._runner.sampler.accept(part.seq_id, sampled.token_id)
+        self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))
+
+    def _tell(self, updates: list[SequenceUpdate]) -> None:
+        """Queue news for the next delivery; forget sequences that ended."""
+        for update in updates:
+            if update.finish_reason is not None:
+                update = self._farewell(update)
+            self._outbox.append(update)
+
+    def _farewell(self, update: SequenceUpdate) -> SequenceUpdate:
+        seq_id = self._seq_ids.pop((update.request_id, update.index))
+        self._runner.remove(seq_id)
+        parts = self._routed.pop(seq_id, None)
+        return update if parts is None else replace(update, routed_experts=_by_position(parts))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            news, self._outbox = self._outbox, []
+            self._deliver(news)
+
+    def _count(self, sampled: int, *, step_s: float, host_s: float) -> None:
+        counts, before = self._scheduler.stats(), self._stats
+        self._stats = EngineStats(
+            steps=before.steps + 1,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=before.generated_tokens + sampled,
+            preemptions=counts.preemptions,
+            kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
+            step_s=step_s,
+            host_s=host_s,
+        )
+
+    # ------------------------------------------------------------------------------------------------- commands
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except DSV4LiteError as error:
+            self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=error))
+            return
+        for sequence in self._scheduler.sequences_of(request.request_id):
+            self._seq_ids[request.request_id, sequence.index] = sequence.seq_id
+            self._runner.add(sequence.seq_id, request, sequence.index)
+
+    def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
+        self._tell(self._scheduler.abort(request_id, reason, index=index))
+
+    def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function(self))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _set_paused(self, paused: bool) -> None:
+        if paused:
+            self._settle()
+        self._paused = paused
+
+    def _settle(self) -> None:
+        """Wait for the step in flight."""
+        if self._in_flight is not None:
+            flight, self._in_flight = self._in_flight, None
+            self._land(flight, flight.results())
+
+    def _expire(self) -> None:
+        """End requests whose deadline passed while the engine is paused."""
+        self._tell(self._scheduler.expire(time.monotonic()))
+
+    def _close(self) -> None:
+        self._settle()
+        self._tell(self._scheduler.abort(None, "abort"))
+        self._flush()
+        self._closing = True
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def _die(self, error: BaseException) -> None:
+        """Tell everybody that the engine failed, and why."""
+        log.error("the engine failed", exc_info=error)
+        dead = EngineDeadError(f"the engine failed in a step: {type(error).__name__}: {error}", phase="step")
+        dead.__cause__ = error
+        self._dead = dead
+        self._closing = True
+        self._deliver_failure(dead)
+
+    def _free(self) -> None:
+        """Drop tensors, and answer those who still wait."""
+        self._in_flight = None
+        self._routed.clear()
+        del self._runner, self._scheduler
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except Empty:
+                return
+            if isinstance(command, partial) and command.func == self._call:
+                future: Future[Any] = command.args[1]
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._dead or EngineStateError("the engine was closed", state="closed"))
+
+
+def _nobody(news: object) -> None:
+    """Deliver to nobody: before the engine is started."""
+
+
+def _by_position(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Join parts of known first position; a position that ran twice (after a preemption) counts once."""
+    length = max(start + len(part) for start, part in parts)
+    joined = torch.empty(length, *parts[0][1].shape[1:], dtype=parts[0][1].dtype)
+    for start, part in parts:
+        joined[start : start + len(part)] = part
+    return joined

@@ -1,0 +1,114 @@
+"""Executes plans: packs, runs the model, samples, and hands back what the host needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.plan import apply_copies, apply_saves, pack
+from dsv4lite.engine.sampler import Sampler, Samples
+from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
+from dsv4lite.kernels.sampling import token_logprobs
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.request import Logprobs, Request
+
+SCORE_ROWS = 128  # prompt positions whose logits exist at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Flight:
+    """A step on its way.
+
+    Attributes:
+        samples: Tokens of the sequences that sample, on the device.
+        scores: Log-probabilities of prompt tokens, by sequence.
+        routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
+    """
+
+    plan: StepPlan
+    samples: Samples | None
+    scores: dict[int, Logprobs] = field(default_factory=dict)
+    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+    def results(self) -> dict[int, Sampled]:
+        """Wait for the tokens."""
+        return {} if self.samples is None else self.samples.to_host()
+
+
+class Runner:
+    """Model, state and sampler of one rank."""
+
+    def __init__(self, model: DeepseekV4, cache: StateCache, sampler: Sampler) -> None:
+        self.model = model
+        self.cache = cache
+        self.sampler = sampler
+        self._requests: dict[int, Request] = {}
+        self._sampled: dict[int, Tensor] = {}
+
+    def add(self, seq_id: int, request: Request, index: int) -> None:
+        """Learn of a sequence before its first step."""
+        self._requests[seq_id] = request
+        self.sampler.add(seq_id, request, index)
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; it may already be forgotten."""
+        if self._requests.pop(seq_id, None) is not None:
+            self.sampler.remove(seq_id)
+            self._sampled.pop(seq_id, None)
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step; on a device with a stream of its own this returns before the step ends."""
+        config, numerics = self.model.config, self.model.numerics
+        apply_copies(plan, self.cache)
+        batch = pack(plan, config, self.model.rotary, numerics.device, self._sampled)
+        routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
+        if routing:
+            shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
+            batch.routed_TLK = torch.empty(shape, dtype=torch.int16, device=numerics.device)
+        streams_TND = self.model(batch, self.cache.layers)
+        apply_saves(plan, self.cache)
+        first_row, row = {}, 0
+        for sequence in plan.sequences:
+            first_row[sequence.seq_id] = row
+            row += len(sequence.token_ids)
+        return Flight(
+            plan=plan,
+            samples=self._sample(plan, streams_TND, first_row),
+            scores={
+                s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None
+            },
+            routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
+        )
+
+    def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | None:
+        sampling = [s for s in plan.sequences if s.sample]
+        if not sampling:
+            return None
+        rows = [first_row[s.seq_id] + len(s.token_ids) - 1 for s in sampling]
+        wanted = streams_TND if len(rows) == len(streams_TND) else streams_TND[torch.tensor(rows, device=streams_TND.device)]
+        seq_ids = [s.seq_id for s in sampling]
+        samples = self.sampler.sample(self.model.logits(wanted), seq_ids, [s.start + len(s.token_ids) for s in sampling])
+        self._sampled = dict(zip(seq_ids, samples.token_ids.unbind(), strict=True))
+        return samples
+
+    def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:
+        """Score the prompt tokens that follow positions ``sequence.score``."""
+        assert sequence.score is not None
+        request = self._requests[sequence.seq_id]
+        begin, end = sequence.score
+        parts = []
+        for start in range(begin, end, SCORE_ROWS):
+            stop = min(start + SCORE_ROWS, end)
+            rows = slice(first_row + start - sequence.start, first_row + stop - sequence.start)
+            targets = torch.tensor(request.prompt_token_ids[start + 1 : stop + 1], device=streams_TND.device)
+            parts.append(token_logprobs(self.model.logits(streams_TND[rows]), targets, request.params.prompt_logprobs or 0))
+        values, ranks, top_ids, top_values = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
+        return Logprobs(sampled=values, ranks=ranks.int(), token_ids=top_ids.int(), values=top_values)
+
+    def _routed(self, sequence: SequencePlan, batch: Batch, first_row: int) -> Tensor:
+        assert batch.routed_TLK is not None
+        return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()
