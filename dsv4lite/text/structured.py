@@ -89,7 +89,8 @@ class GrammarCompiler:
             vocab_size: Length of the masks: number of logits of the model, at least that of the tokenizer (the default).
 
         Raises:
-            UnsupportedError: llguidance is not installed, the vocabulary has no end-of-sequence token, or the model is too small for it.
+            UnsupportedError: llguidance is not installed, or the vocabulary has no end-of-sequence token or more tokens than the
+                model.
         """
         try:
             import llguidance

@@ -182,6 +182,12 @@ def test_unclosed_invoke_ends_at_the_next_one() -> None:
     assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
 
 
+def test_unfinished_tag_ends_at_the_next_one() -> None:
+    half_open, half_closed = "<｜DSML｜parameter name=", "</｜DSML｜invoke"
+    text = OPEN + invoke("f", half_open, parameter("a", "1")).removesuffix(">") + "\n" + half_closed + invoke("g") + CLOSE
+    assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
+
+
 def test_parameter_outside_an_invoke_is_dropped() -> None:
     assert [c.arguments for c in parse(OPEN + parameter("a", "1") + invoke("f") + CLOSE).tool_calls] == ["{}"]
 
