@@ -1,0 +1,182 @@
+"""The one way from the engine's thread to those who wait for it.
+
+A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or a thread of its own for the
+synchronous face. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a
+home that is gone swallows what is posted, so that the engine's thread does not die with its host's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import queue
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import anyio
+
+T = TypeVar("T")
+Callback = Callable[[], None]
+
+
+class Bridge(ABC):
+    """Runs callbacks at home."""
+
+    @abstractmethod
+    def post(self, callback: Callback) -> bool:
+        """Run ``callback`` at home, soon; from any thread, signal handler or finalizer. ``False``: the home is gone.
+
+        The callback must not raise.
+        """
+
+    @abstractmethod
+    def post_later(self, seconds: float, callback: Callback) -> None:
+        """The same after a delay; forgotten if the home goes away before."""
+
+
+class LoopBridge(Bridge):
+    """A bridge whose home is an event loop; made by ``current_loop``."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the caller is a task of the home loop."""
+
+    @abstractmethod
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work`` as a task that belongs to no scope of the caller; call it at home. ``work`` must not raise."""
+
+    def post_later(self, seconds: float, callback: Callback) -> None:
+        async def wait() -> None:
+            await anyio.sleep(seconds)
+            callback()
+
+        self.post(lambda: self.spawn(wait))
+
+    def run(self, callback: Callback) -> None:
+        """Run ``callback`` now when called on the home thread, else post it."""
+        if threading.get_ident() == self._thread:
+            callback()
+        else:
+            self.post(callback)
+
+    async def wait(self, future: Future[T]) -> T:
+        """Wait at home for a future that any thread may complete. Cancelling the wait leaves the future alone."""
+        if not future.done():
+            event = anyio.Event()
+            future.add_done_callback(lambda _: self.run(event.set))
+            await event.wait()
+        return future.result()
+
+
+class AsyncioBridge(LoopBridge):
+    """Home is the running asyncio loop (uvloop included)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds its tasks weakly
+
+    def post(self, callback: Callback) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class TrioBridge(LoopBridge):
+    """Home is the current Trio run."""
+
+    def __init__(self) -> None:
+        import trio
+
+        super().__init__()
+        self._trio = trio
+        self._token = trio.lowlevel.current_trio_token()
+
+    def post(self, callback: Callback) -> bool:
+        try:
+            self._token.run_sync_soon(callback)
+        except self._trio.RunFinishedError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            self._trio.lowlevel.spawn_system_task(work, context=contextvars.copy_context())
+        except RuntimeError:  # the run is ending; what it would have waited for does not matter any more
+            return
+
+
+class ThreadBridge(Bridge):
+    """Home is a daemon thread of its own, until ``close``."""
+
+    def __init__(self, name: str) -> None:
+        self._inbox: queue.SimpleQueue[Callback | None] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Callback]] = []  # a heap; only the thread touches it
+        self._order = itertools.count()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, callback: Callback) -> bool:
+        self._inbox.put(callback)
+        return not self._closed
+
+    def post_later(self, seconds: float, callback: Callback) -> None:
+        due = time.monotonic() + seconds
+        self.post(lambda: heapq.heappush(self._timers, (due, next(self._order), callback)))
+
+    def close(self) -> None:
+        """Run what is posted so far and end the thread."""
+        self._closed = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            try:
+                callback = self._inbox.get(timeout=wait)
+            except queue.Empty:
+                callback = heapq.heappop(self._timers)[2]
+            if callback is None:
+                return
+            callback()
+
+
+def current_loop() -> LoopBridge:
+    """Return a bridge to the event loop that runs the caller.
+
+    Raises:
+        RuntimeError: No asyncio or Trio loop is running in this thread.
+    """
+    trio = sys.modules.get("trio")  # a Trio task can only run where Trio is imported; asked first, for Trio may be asyncio's guest
+    if trio is not None and trio.lowlevel.in_trio_task():
+        return TrioBridge()
+    return AsyncioBridge()

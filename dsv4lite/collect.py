@@ -1,0 +1,266 @@
+"""From the engine's updates to text: what one request has received so far, as deltas and as a ``RequestOutput``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dsv4lite.errors import (
+    CapacityError,
+    ConfigError,
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from dsv4lite.request import (
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    Logprobs,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SequenceUpdate,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from dsv4lite.text.parse import ChatParser
+from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+ParserFactory = Callable[[str], ChatParser]
+"""Makes the parser of one completion, given the prefix for the ids of its tool calls."""
+
+
+class Collector:
+    """Accumulates the updates of one request. Not thread-safe."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        index: int = 0,
+        parser: ParserFactory | None = None,
+        streaming: bool = False,
+    ) -> None:
+        """Start with nothing received.
+
+        Args:
+            request: The request; ``request_id`` of the output is taken from it.
+            tokenizer: Its decoder.
+            index: Position in the batch that the request came with.
+            parser: For chats: the text is an assistant's turn, to be split into reasoning, content and tool calls.
+            streaming: The deltas will be read, so they carry log-probabilities if those were asked for.
+        """
+        self._request = request
+        self._index = index
+        names = [f"call_{request.request_id}_{i}_" for i in range(request.params.n)]
+        self._completions = [
+            _Completion(i, request.params, tokenizer, None if parser is None else parser(name), streaming)
+            for i, name in enumerate(names)
+        ]
+        self._prompt_logprobs: list[Logprobs] = []
+        self._cached_tokens = 0
+        self._started: float | None = None
+        self._first_token: float | None = None
+        self._error: DSV4LiteError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(c.finish_reason is not None for c in self._completions)
+
+    def push(self, update: SequenceUpdate, now: float) -> Delta:
+        """Add what one step brought at the monotonic second ``now``.
+
+        A stop string may end the completion before the engine does: then ``finish_reason`` of the delta is set and that of the
+        update is not. Whatever the engine still sends to an ended completion is dropped.
+        """
+        if self._started is None and update.started:
+            self._started = update.started
+        if self._first_token is None and update.token_ids:
+            self._first_token = now
+        if update.prompt_logprobs is not None:
+            self._prompt_logprobs.append(update.prompt_logprobs)
+        self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
+        completion = self._completions[update.index]
+        if completion.finish_reason is not None:
+            return Delta(index=update.index)
+        if update.error is not None and self._error is None:
+            self._error = update.error
+        return completion.push(update)
+
+    def end(self, reason: FinishReason, error: DSV4LiteError | None = None) -> list[Delta]:
+        """End all completions that are still open, and return what they had held back."""
+        self._error = self._error or error
+        open_ones = [c for c in self._completions if c.finish_reason is None]
+        return [c.push(SequenceUpdate(request_id=self._request.request_id, index=c.index, finish_reason=reason)) for c in open_ones]
+
+    def output(self, now: float) -> RequestOutput:
+        """Return everything; all completions must have ended.
+
+        If the request failed, ``error`` of the output says why: the engine's error if it is about the request or the engine, else
+        a ``RequestFailedError`` that carries the partial output.
+        """
+        request = self._request
+        arrival = request.arrival
+        first_token = 0.0 if self._first_token is None else self._first_token - arrival
+        started = self._started if self._started is not None else self._first_token
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(c.output(len(request.prompt_token_ids)) for c in self._completions),
+            index=self._index,
+            prompt_logprobs=Logprobs.join(self._prompt_logprobs) if self._prompt_logprobs else None,
+            usage=Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=sum(len(c.token_ids) for c in self._completions),
+                cached_tokens=self._cached_tokens,
+            ),
+            timing=Timing(queued=max(0.0, (started or now) - arrival), first_token=first_token, total=now - arrival),
+        )
+        if self._error is None:
+            return output
+        return replace(output, error=_with_output(self._error, output))
+
+
+class _Completion:
+    """One of the ``n`` sequences of a request."""
+
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer, parser: ChatParser | None, streaming: bool
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+        self._params = params
+        # Markup of a chat is made of tokens that a vocabulary may call special: the parser must see them, and removes them.
+        skip = params.skip_special_tokens and parser is None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip) if params.detokenize or parser is not None else None
+        self._stops = (
+            StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output) if params.stop else None
+        )
+        self._parser = parser
+        self._streaming = streaming
+        self._calls_seen = 0
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._versions: list[tuple[int, int, int]] = []
+        self._experts: list[torch.Tensor] = []
+
+    def push(self, update: SequenceUpdate) -> Delta:
+        """Add the tokens of one step up to a stop string."""
+        text, kept, stop = self._read(update.token_ids)
+        if stop is None and update.finish_reason is not None:
+            tail, stop = self._flush()
+            text += tail
+        if stop is not None:
+            self.finish_reason, self._stop_reason = "stop", stop
+        else:
+            self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
+        ids, logprobs = update.token_ids[:kept], update.logprobs[:kept]
+        self._add_version(update.weight_version, kept)
+        self.token_ids += ids
+        self._logprobs += logprobs
+        if update.routed_experts is not None:
+            self._experts.append(update.routed_experts)
+        return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)
+
+    def output(self, prompt_tokens: int) -> CompletionOutput:
+        assert self.finish_reason is not None, "a completion that goes on has no output yet"
+        parsed = None if self._parser is None else self._parser.result()
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._text) if parsed is None else parsed.content,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            logprobs=self._stack(self._logprobs),
+            cumulative_logprob=None if self._params.logprobs is None else sum(entry.logprob for entry in self._logprobs),
+            stop_reason=self._stop_reason,
+            weight_versions=tuple(self._versions),
+            routed_experts=self._all_experts(prompt_tokens),
+            reasoning=None if parsed is None else parsed.reasoning,
+            tool_calls=() if parsed is None else parsed.tool_calls,
+        )
+
+    def _read(self, ids: Sequence[int]) -> tuple[str, int, str | None]:
+        """Return the text of ``ids``, how many of them count, and the stop string that ended them."""
+        if self._detokenizer is None:
+            return "", len(ids), None
+        if self._stops is None:
+            return self._detokenizer.push(ids), len(ids), None
+        text = ""
+        for count, token in enumerate(ids, 1):
+            piece, stop = self._stops.push(self._detokenizer.push((token,)))
+            text += piece
+            if stop is not None:
+                return text, count, stop
+        return text, len(ids), None
+
+    def _flush(self) -> tuple[str, str | None]:
+        """Return the text that was held back, and the stop string that an unfinished character may complete."""
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text, None
+        text, stop = self._stops.push(text)
+        return text + self._stops.flush(), stop
+
+    def _delta(self, text: str, ids: tuple[int, ...], logprobs: Logprobs | None) -> Delta:
+        if self._parser is None:
+            self._text.append(text)
+            return Delta(index=self.index, text=text, token_ids=ids, logprobs=logprobs, finish_reason=self.finish_reason)
+        parts = [self._parser.push(text)]
+        if self.finish_reason is not None:
+            parts.append(self._parser.finish())
+        calls = self._parser.result().tool_calls if any(part.tool_calls for part in parts) else ()
+        new_calls = calls[self._calls_seen :]
+        self._calls_seen += len(new_calls)
+        return Delta(
+            index=self.index,
+            text="".join(part.content for part in parts),
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=new_calls,
+        )
+
+    def _add_version(self, version: int, count: int) -> None:
+        if count == 0:
+            return
+        start = len(self.token_ids)
+        if self._versions and self._versions[-1][0] == version:
+            start = self._versions.pop()[1]
+        self._versions.append((version, start, len(self.token_ids) + count))
+
+    def _stack(self, tokens: Sequence[TokenLogprob]) -> Logprobs | None:
+        """Return the tokens' log-probabilities, ``None`` if they were not asked for."""
+        top = self._params.logprobs
+        return None if top is None else Logprobs.stack(tokens, top=top, mode=self._params.logprobs_mode)
+
+    def _all_experts(self, prompt_tokens: int) -> torch.Tensor | None:
+        """Return the routing of prompt and completion without the last token, and without tokens after a stop string."""
+        if not self._experts:
+            return None
+        import torch
+
+        return torch.cat(self._experts)[: max(0, prompt_tokens + len(self.token_ids) - 1)]
+
+
+def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:
+    """Return the error to raise: what concerns one request's run carries its partial output, everything else passes unaltered."""
+    if isinstance(error, (InvalidRequestError, ConfigError, CapacityError, EngineStateError, EngineDeadError)):
+        return error
+    failure = RequestFailedError(str(error), output=output)
+    failure.__cause__ = error
+    return failure
