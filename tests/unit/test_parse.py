@@ -183,8 +183,8 @@ def test_unclosed_invoke_ends_at_the_next_one() -> None:
 
 
 def test_unfinished_tag_ends_at_the_next_one() -> None:
-    half_open, half_closed = "<｜DSML｜parameter name=", "</｜DSML｜invoke"
-    text = OPEN + invoke("f", half_open, parameter("a", "1")).removesuffix(">") + "\n" + half_closed + invoke("g") + CLOSE
+    half_open = "<｜DSML｜parameter name="
+    text = OPEN + invoke("f", half_open, parameter("a", "1")).removesuffix(">") + invoke("g") + CLOSE
     assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
 
 
