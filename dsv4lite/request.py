@@ -502,7 +502,7 @@ class SequenceUpdate:
     error: DSV4LiteError | None = None
 
 
-class Phase(enum.Enum):
+class Phase(enum.StrEnum):
     """State of an engine; see ``docs/api.md`` for which calls each allows."""
 
     NEW = "new"
