@@ -33,7 +33,7 @@ class Store(Protocol):
 
 
 class DenseStore:
-    """Rows in one differentiable tensor: the cache of a single pass over whole sequences."""
+    """Rows in one differentiable tensor, as a reader of their format sees them: the cache of a single pass over whole sequences."""
 
     def __init__(self, fmt: RowFormat, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.format = fmt
@@ -41,7 +41,7 @@ class DenseStore:
 
     def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
         """Store rows at addresses int64 [N], all valid and different."""
-        self.rows = self.rows.index_copy(0, addresses_N, rows_NC.to(self.rows.dtype))
+        self.rows = self.rows.index_copy(0, addresses_N, self.format.simulate(rows_NC).to(self.rows.dtype))
 
     def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, Store
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, StateLayout, Store
 from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.kernels.rows import PlainRow
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
 
@@ -297,9 +296,10 @@ def one_pass(
             SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=windows)
         )
         grow += count
+    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=True)
+    kv, key = layout.kv, layout.key
     caches = []
     for ratio in config.ratios[:num_layers]:
-        kv, key = PlainRow(config.head_dim, numerics.dtype), PlainRow(config.index_dim, numerics.dtype)
         layer = LayerCache(DenseStore(kv, grow * GROW_PAGE, numerics.dtype, device))
         if ratio:
             layer.entries = DenseStore(kv, grow * GROW_PAGE // ratio, numerics.dtype, device)
