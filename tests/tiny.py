@@ -115,6 +115,10 @@ TINY: Mapping[str, Any] = {
 TINY_QUANTIZED: Mapping[str, Any] = {**TINY, **_QUANTIZED}
 
 
+# transformers' config class has these under other names.
+RELEASE_ONLY = ("architectures", "model_type", "torch_dtype", "rope_scaling")
+
+
 def flash() -> V4Config:
     """V4-Flash."""
     return parse_config(FLASH)
