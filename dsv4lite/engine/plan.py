@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.step import IN_FLIGHT, StepPlan
-from dsv4lite.models.batch import Batch, Rotary, SequenceInput, make_batch
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.batch import Batch, SequenceInput, make_batch
+from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 
 
@@ -37,14 +37,12 @@ def apply_saves(plan: StepPlan, cache: StateCache) -> None:
         cache.save(*_pairs(plan.saves, cache.device))
 
 
-def pack(plan: StepPlan, config: V4Config, rotary: Rotary, device: torch.device, sampled: Mapping[int, Tensor]) -> Batch:
+def pack(plan: StepPlan, model: DeepseekV4, sampled: Mapping[int, Tensor]) -> Batch:
     """Return the step's batch.
 
     Args:
         plan: What to run.
-        config: Sizes.
-        rotary: Frequencies.
-        device: Where.
+        model: Whose step it is.
         sampled: Last sampled token, int64 scalar on the device, of sequences whose token id is still ``IN_FLIGHT``.
     """
     batch = make_batch(
@@ -59,9 +57,10 @@ def pack(plan: StepPlan, config: V4Config, rotary: Rotary, device: torch.device,
             )
             for s in plan.sequences
         ],
-        config,
-        rotary,
-        device,
+        model.config,
+        model.rotary,
+        model.numerics.device,
+        banded=model.numerics.banded,
     )
     row = -1
     for sequence in plan.sequences:

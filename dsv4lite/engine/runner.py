@@ -64,7 +64,7 @@ class Runner:
         """Start a step; on a device with a stream of its own this returns before the step ends."""
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        batch = pack(plan, config, self.model.rotary, numerics.device, self._sampled)
+        batch = pack(plan, self.model, self._sampled)
         routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
         if routing:
             shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)

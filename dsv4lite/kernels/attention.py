@@ -17,13 +17,13 @@ BLOCK = 64
 
 
 def sparse_attention(
-    q_THC: Tensor, rows_TRC: Tensor, valid_TR: Tensor, sink_H: Tensor, scale: float, *, block: int | None = BLOCK
+    q_THC: Tensor, rows: Tensor, valid_TR: Tensor, sink_H: Tensor, scale: float, *, block: int | None = BLOCK
 ) -> Tensor:
     """Attend each token's heads to that token's rows.
 
     Args:
         q_THC: Queries, float32 or bfloat16.
-        rows_TRC: Rows in the dtype of q; rows that are not valid may hold anything but are read.
+        rows: [T, R, C], each token's own, or [R, C], shared by all tokens; those of the former that are not valid may hold anything.
         valid_TR: Which rows count; every token needs at least one.
         sink_H: float32 logit that only joins the denominator.
         scale: Multiplies the logits.
@@ -33,27 +33,25 @@ def sparse_attention(
         [T, H, C] in the dtype of q.
     """
     query = q_THC.float()
-    size = rows_TRC.shape[1] if block is None else block
+    count = rows.shape[-2]
     peak = total = out = None
-    for start in range(0, rows_TRC.shape[1], size):
-        mask = valid_TR[:, start : start + size]
-        # An invalid row may hold a NaN of another sequence; zero times NaN would still be NaN.
-        rows = rows_TRC[:, start : start + size].float().masked_fill(~mask[..., None], 0.0)
-        logits = torch.bmm(query, rows.transpose(1, 2)) * scale
+    for start in range(0, count, block or count):
+        part = slice(start, start + (block or count))
+        mask, keys = valid_TR[:, part], rows[..., part, :].float()
+        if keys.dim() == 3 and not bool(mask.all()):
+            # An invalid row may hold a NaN of another sequence; zero times NaN would still be NaN.
+            keys = keys.masked_fill(~mask[..., None], 0.0)
+        logits = torch.matmul(query, keys.transpose(-1, -2)) * scale
         logits = logits.masked_fill(~mask[:, None], float("-inf"))
         block_peak = logits.amax(-1, keepdim=True)
-        if peak is None:
-            peak = block_peak
-            p = torch.exp(logits - peak)
-            total = p.sum(-1, keepdim=True)
-            out = torch.bmm(p.to(q_THC.dtype).float(), rows)
-            continue
-        assert total is not None and out is not None
-        new_peak = torch.maximum(peak, block_peak)
+        new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         p = torch.exp(logits - new_peak)
-        shrink = torch.exp(peak - new_peak)
-        total = total * shrink + p.sum(-1, keepdim=True)
-        out = torch.baddbmm(out * shrink, p.to(q_THC.dtype).float(), rows)
+        weighted = torch.matmul(p.to(q_THC.dtype).float(), keys)
+        if peak is None or total is None or out is None:
+            total, out = p.sum(-1, keepdim=True), weighted
+        else:
+            shrink = torch.exp(peak - new_peak)
+            total, out = total * shrink + p.sum(-1, keepdim=True), out * shrink + weighted
         peak = new_peak
     assert peak is not None and total is not None and out is not None
     return (out / (total + torch.exp(sink_H[:, None] - peak))).to(q_THC.dtype)

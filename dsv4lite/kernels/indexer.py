@@ -62,3 +62,11 @@ def select_entries(scores_NE: Tensor, visible_N: Tensor, top_k: int) -> tuple[Te
     order = scores_NE.masked_fill(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     chosen = torch.where(order < visible_N[:, None], order, count).sort(-1).values
     return chosen, chosen < count
+
+
+def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries that any token has chosen, int64 [U] ascending, and which of them each token has, bool [N, U]."""
+    union_U, place_NK = torch.unique(torch.where(seen_NK, chosen_NK, -1), return_inverse=True)
+    mask_NU = torch.zeros(len(chosen_NK), len(union_U), dtype=torch.bool, device=chosen_NK.device).scatter_(1, place_NK, True)
+    first = int(union_U[0] < 0)
+    return union_U[first:], mask_NU[:, first:]

@@ -17,7 +17,8 @@ from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = 256  # tokens of a chunk that gather their rows together
+BAND_BLOCK = 64  # tokens of a chunk that share the rows of all their windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +46,37 @@ class QueryBlock:
     """Tokens ``begin`` to ``end`` of a step that find their rows in the same way.
 
     Single-token sequences form one block (``sequence`` is ``None``, token i belongs to sequence i) and read their window from pages.
-    A chunk of one sequence reads its window from ``prior`` rows of the pages, followed by the chunk's own rows from ``source`` on.
+    A chunk of one sequence reads its window from ``prior`` rows of the pages, followed by the chunk's own rows from ``source`` on:
+    each token its own list of them, or, in a band, all tokens the same rows under a mask.
 
     Attributes:
-        window_NW: int64: addresses for singles, else indices into prior rows followed by own rows.
-        valid_NW: bool.
+        window_NW: int64: addresses for singles, else indices into prior rows followed by own rows; ``None`` for a band.
+        valid_NW: bool; for a band [N, rows].
         last_position: The largest position in the block.
     """
 
     begin: int
     end: int
     sequence: int | None
-    window_NW: Tensor
+    window_NW: Tensor | None
     valid_NW: Tensor
     prior: Tensor | None
     source: int
     last_position: int
 
+    @property
+    def banded(self) -> bool:
+        """Whether all tokens share their rows."""
+        return self.window_NW is None
+
     def window_rows(self, kv_TC: Tensor, store: Store) -> Tensor:
-        """Return the window's rows [N, W, C]; places that are not valid hold anything."""
+        """Return the window's rows, [N, W, C] or, for a band, [rows, C]; places that are not valid hold anything."""
         if self.sequence is None:
+            assert self.window_NW is not None
             return store.read(self.window_NW, kv_TC.dtype)
         own = kv_TC[self.source : self.end]
         rows = own if self.prior is None else torch.cat([store.read(self.prior, kv_TC.dtype), own])
-        return rows[self.window_NW]
+        return rows if self.window_NW is None else rows[self.window_NW]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +125,15 @@ class Batch:
     write_addresses: Tensor
     routed_TLK: Tensor | None = None
 
-    def entry_addresses(self, block: QueryBlock, entries_NK: Tensor, ratio: int) -> Tensor:
-        """Return addresses of entries, by index, of the sequences in a block; negative indices stay -1."""
+    def entry_addresses(self, block: QueryBlock, entries: Tensor, ratio: int) -> Tensor:
+        """Return the addresses of a block's entries, given by index [N, K] or [K]; negative indices stay -1."""
         rows = self.groups[ratio].rows_per_page
-        page_NK = (entries_NK // rows).clamp_min(0)
+        page = (entries // rows).clamp_min(0)
         if block.sequence is None:
-            physical = self.tables_SP[: block.end].gather(1, page_NK.expand(block.end, -1))
+            physical = self.tables_SP[: block.end].gather(1, page.expand(block.end, -1))
         else:
-            physical = self.tables_SP[block.sequence][page_NK]
-        return torch.where(entries_NK < 0, -1, physical * rows + entries_NK % rows)
+            physical = self.tables_SP[block.sequence][page]
+        return torch.where(entries < 0, -1, physical * rows + entries % rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +149,18 @@ def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.tensor([[*t, *([0] * (width - len(t)))] for t in tables], dtype=torch.int64, device=device)
 
 
-def make_batch(sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device) -> Batch:
-    """Work out a step; single-token sequences come first."""
+def make_batch(
+    sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device, *, banded: bool = False
+) -> Batch:
+    """Work out a step; single-token sequences come first.
+
+    Args:
+        sequences: What each sequence runs.
+        config: Sizes.
+        rotary: Frequencies.
+        device: Where.
+        banded: Let tokens of a chunk share rows under a mask: faster, but the order of summation then depends on the chunk.
+    """
     starts = [s.start for s in sequences]
     lens = [len(s.token_ids) for s in sequences]
     singles = next((i for i, n in enumerate(lens) if n > 1), len(lens))
@@ -159,7 +177,7 @@ def make_batch(sequences: Sequence[SequenceInput], config: V4Config, rotary: Rot
     window_SP = _padded([s.window_pages for s in sequences], device)
     window_first = [s.window_first for s in sequences]
     window_first_S = torch.tensor(window_first, dtype=torch.int64, device=device)
-    blocks = _query_blocks(sequences, singles, starts_S, window_SP, window_first_S, config.window, device)
+    blocks = _query_blocks(sequences, singles, starts_S, window_SP, window_first_S, config.window, device, banded)
     write_rows, write_addresses = _window_writes(sequences, singles, starts_S, window_SP, window_first_S, config.window, device)
 
     tables_SP = _padded([s.pages for s in sequences], device)
@@ -201,6 +219,7 @@ def _query_blocks(
     window_first_S: Tensor,
     window: int,
     device: torch.device,
+    banded: bool,
 ) -> list[QueryBlock]:
     blocks = []
     place_W = torch.arange(window, device=device)
@@ -226,22 +245,29 @@ def _query_blocks(
     for index in range(singles, len(sequences)):
         seq = sequences[index]
         length = len(seq.token_ids)
-        for begin in range(0, length, QUERY_BLOCK):
-            end = min(begin + QUERY_BLOCK, length)
+        size = BAND_BLOCK if banded else QUERY_BLOCK
+        for begin in range(0, length, size):
+            end = min(begin + size, length)
             oldest = max(0, seq.start + begin - window + 1)  # position of the first row anyone in the block reads
             prior = None
             if oldest < seq.start:
                 read_P = torch.arange(oldest, seq.start, device=device)
                 prior = window_SP[index, read_P // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + read_P % WINDOW_PAGE
             position_N = torch.arange(seq.start + begin, seq.start + end, device=device)[:, None]
-            read_NW = (position_N - window + 1).clamp_min(0) + place_W
-            valid_NW = read_NW <= position_N
+            window_NW: Tensor | None = None
+            if banded:
+                read_R = torch.arange(oldest, seq.start + end, device=device)
+                valid_NW = (read_R <= position_N) & (read_R > position_N - window)
+            else:
+                read_NW = (position_N - window + 1).clamp_min(0) + place_W
+                valid_NW = read_NW <= position_N
+                window_NW = torch.where(valid_NW, read_NW - oldest, 0)
             blocks.append(
                 QueryBlock(
                     begin=row + begin,
                     end=row + end,
                     sequence=index,
-                    window_NW=torch.where(valid_NW, read_NW - oldest, 0),
+                    window_NW=window_NW,
                     valid_NW=valid_NW,
                     prior=prior,
                     source=row + max(0, oldest - seq.start),
@@ -308,4 +334,4 @@ def one_pass(
             layer.keys = DenseStore(key, grow * GROW_PAGE // ratio, numerics.dtype, device)
             layer.key_carry = empty_carry(len(prompts), 2, config.index_dim, device=device)
         caches.append(layer)
-    return make_batch(sequences, config, rotary, device), caches
+    return make_batch(sequences, config, rotary, device, banded=numerics.banded), caches

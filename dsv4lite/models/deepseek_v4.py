@@ -16,7 +16,7 @@ from dsv4lite.kernels.attention import BLOCK, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_expand, hc_head, hc_leave_enter
-from dsv4lite.kernels.indexer import index_scores, select_entries
+from dsv4lite.kernels.indexer import index_scores, select_entries, union_of
 from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from dsv4lite.kernels.quantize import hadamard
@@ -175,9 +175,9 @@ class Attention(nn.Module):
         count = (block.last_position + 1) // self.ratio if self.ratio else 0
         if count:
             assert cache.entries is not None
-            entries_NK, seen_NK = self._visible_entries(block, count, batch, cache, index)
-            addresses = batch.entry_addresses(block, entries_NK, self.ratio)
-            rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], 1)
+            entries, seen_NK = self._visible_entries(block, count, batch, cache, index)
+            addresses = batch.entry_addresses(block, entries, self.ratio)
+            rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], -2)
             valid = torch.cat([valid, seen_NK], 1)
         query = q_THC[block.begin : block.end]
         return sparse_attention(
@@ -187,21 +187,28 @@ class Attention(nn.Module):
     def _visible_entries(
         self, block: QueryBlock, count: int, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return indices int64 [N, K] of the entries each token attends to, -1 where none, and which are."""
+        """Return which entries a block attends to.
+
+        Returns:
+            Indices int64 [N, K], -1 where none, or [K] for a band; and bool [N, K], which of them each token sees.
+        """
         visible_N = batch.groups[self.ratio].visible_T[block.begin : block.end]
-        if index is not None and count > self.config.index_topk:
+        every = torch.arange(count, device=visible_N.device)
+        seen = every < visible_N[:, None]
+        if index is None or count <= self.config.index_topk:
+            # Everything visible is attended, so nothing needs to be scored.
+            if block.banded:
+                return every, seen
+            chosen = every.expand(len(visible_N), -1)
+        else:
             assert cache.keys is not None
-            every = torch.arange(count, device=visible_N.device)
-            hidden = every >= visible_N[:, None]
-            wanted = torch.where(hidden, -1, every) if block.sequence is None else every
+            wanted = torch.where(seen, every, -1) if block.sequence is None else every
             keys = cache.keys.read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
             queries, weights = (part[block.begin : block.end] for part in index)
             scores = index_scores(queries, weights, keys, row_tile=self.numerics.row_tile)
             chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
-        else:
-            # Everything visible is attended, so nothing needs to be scored.
-            chosen = torch.arange(count, device=visible_N.device).expand(len(visible_N), -1)
-            seen = chosen < visible_N[:, None]
+            if block.banded:
+                return union_of(chosen, seen)
         if self.numerics.attention_block is not None:
             # Whole blocks: a token's arithmetic must not depend on how many entries its neighbours see.
             missing = -(self.config.window + chosen.shape[1]) % BLOCK

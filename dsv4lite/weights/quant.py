@@ -49,6 +49,11 @@ class Numerics:
         """Rows of one softmax block, ``None`` for all at once."""
         return BLOCK if self.deterministic or self.dtype != torch.float32 else None
 
+    @property
+    def banded(self) -> bool:
+        """Whether tokens of a chunk may share their rows, whatever order of summation that gives."""
+        return self.attention_block is None
+
 
 class Matrix(nn.Module):
     """A weight ``[out, in]``, or a stack of them ``[E, out, in]``, in its resident form.
