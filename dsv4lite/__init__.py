@@ -1,0 +1,76 @@
+"""Embeddable inference for DeepSeek models: in-process, exact, fast and small.
+
+Names are loaded when they are first used: ``import dsv4lite`` itself imports nothing and touches nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4lite.config import EngineConfig as EngineConfig
+    from dsv4lite.config import LoadProgress as LoadProgress
+    from dsv4lite.config import tiny_model as tiny_model
+    from dsv4lite.engine.engine import EngineStats as EngineStats
+    from dsv4lite.errors import CapacityError as CapacityError
+    from dsv4lite.errors import CheckpointError as CheckpointError
+    from dsv4lite.errors import ConfigError as ConfigError
+    from dsv4lite.errors import ContextLengthError as ContextLengthError
+    from dsv4lite.errors import DSV4LiteError as DSV4LiteError
+    from dsv4lite.errors import EngineDeadError as EngineDeadError
+    from dsv4lite.errors import EngineStateError as EngineStateError
+    from dsv4lite.errors import InvalidRequestError as InvalidRequestError
+    from dsv4lite.errors import QueueFullError as QueueFullError
+    from dsv4lite.errors import RequestFailedError as RequestFailedError
+    from dsv4lite.errors import UnsupportedError as UnsupportedError
+    from dsv4lite.errors import WeightsNotLoadedError as WeightsNotLoadedError
+    from dsv4lite.errors import WeightUpdateError as WeightUpdateError
+    from dsv4lite.llm import LLM as LLM
+    from dsv4lite.llm import AsyncLLM as AsyncLLM
+    from dsv4lite.memory import MemoryPlan as MemoryPlan
+    from dsv4lite.memory import plan_memory as plan_memory
+    from dsv4lite.request import CompletionOutput as CompletionOutput
+    from dsv4lite.request import Delta as Delta
+    from dsv4lite.request import Logprobs as Logprobs
+    from dsv4lite.request import Phase as Phase
+    from dsv4lite.request import RequestOutput as RequestOutput
+    from dsv4lite.request import SamplingParams as SamplingParams
+    from dsv4lite.request import Timing as Timing
+    from dsv4lite.request import Usage as Usage
+    from dsv4lite.streams import AsyncCompletions as AsyncCompletions
+    from dsv4lite.streams import AsyncStream as AsyncStream
+    from dsv4lite.streams import Completions as Completions
+    from dsv4lite.streams import Stream as Stream
+    from dsv4lite.text.parse import ToolCall as ToolCall
+    from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
+    from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
+
+_HOME = {
+    name: f"dsv4lite.{module}"
+    for module, names in {
+        "llm": "AsyncLLM LLM",
+        "streams": "AsyncStream Stream AsyncCompletions Completions",
+        "config": "EngineConfig LoadProgress tiny_model",
+        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase",
+        "text.structured": "StructuredOutputs",
+        "text.parse": "ToolCall",
+        "text.tokenizer": "Tokenizer",
+        "memory": "MemoryPlan plan_memory",
+        "engine.engine": "EngineStats",
+        "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "
+        "EngineStateError WeightsNotLoadedError CheckpointError WeightUpdateError CapacityError RequestFailedError EngineDeadError",
+    }.items()
+    for name in names.split()
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dsv4lite' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

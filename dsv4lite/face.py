@@ -1,0 +1,134 @@
+"""The part of ``AsyncLLM`` and ``LLM`` that needs no waiting, and is therefore the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress
+from dsv4lite.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
+from dsv4lite.request import Phase, Prompt, SamplingParams
+from dsv4lite.session import Session
+from dsv4lite.streams import MakeJob
+from dsv4lite.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.engine import EngineStats
+    from dsv4lite.memory import MemoryPlan
+
+Model = str | os.PathLike[str] | EngineConfig
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of ``EngineConfig`` besides ``model``, as keyword arguments; they are described there."""
+
+    revision: str | None
+    tokenizer: str | None
+    dtype: Dtype
+    kv_cache_dtype: KvCacheDtype
+    load_format: LoadFormat
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    max_queued_requests: int
+    enable_prefix_caching: bool
+    prefix_checkpoint_tokens: int
+    deterministic: bool
+    seed: int
+    progress: bool | Progress
+    compile_cache_dir: str | None
+    hf_overrides: Mapping[str, Any]
+
+
+class Face:
+    """What needs no waiting, and is therefore the same on both faces."""
+
+    def __init__(self, model: Model, **settings: Unpack[EngineSettings]) -> None:
+        """Describe an engine. Cheap: nothing is read, downloaded or allocated before it is started.
+
+        Args:
+            model: Folder of a checkpoint, a hub id, or a whole ``EngineConfig``.
+            **settings: Fields of ``EngineConfig``; with one given, changes to it.
+
+        Raises:
+            ConfigError: A setting is unknown (with a near match) or out of range.
+        """
+        given: dict[str, Any] = {"model": model}
+        if isinstance(model, EngineConfig):
+            given = {field.name: getattr(model, field.name) for field in fields(model)}
+        self._session = Session(EngineConfig.from_dict({**given, **settings}))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config.model!r}, state={self.state.value!r})"
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings; they never change."""
+        return self._session.config
+
+    @property
+    def state(self) -> Phase:
+        """The state of the engine; equal to its name, such as ``"ready"``."""
+        return self._session.phase
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's vocabulary; only while the engine serves."""
+        return self._session.facts("tokenizer").tokenizer
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were replaced; 0 for those of the checkpoint."""
+        return 0
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the engine's counters; never blocks. Requests that wait for a place in its queue are not counted.
+
+        Raises:
+            EngineStateError: The engine does not serve.
+        """
+        return self._session.engine("stats").stats()
+
+    def memory(self) -> MemoryPlan:
+        """Return the memory plan the engine was started with.
+
+        Raises:
+            EngineStateError: The engine does not serve.
+        """
+        return self._session.engine("memory").memory()
+
+    def abort(self, request_id: str | None = None) -> None:
+        """End an open request, or all of them, now.
+
+        Whoever waits for it gets the output so far, with ``finish_reason="abort"``. Allowed in every state and from every thread;
+        an id that is not open is ignored.
+        """
+        self._session.abort(request_id)
+
+    def _completion_job(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
+        return completion_job(self._session.facts("generate"), prompt, params, options)
+
+    def _batch_jobs(self, params: SamplingParams | None, priority: int, deadline: float | None, cache_salt: str | None) -> MakeJob:
+        def job(index: int, prompt: Prompt) -> Job:
+            options = Options(priority=priority, deadline=deadline, cache_salt=cache_salt, index=index)
+            return self._completion_job(prompt, params, options)
+
+        return job
+
+    def _chat_job(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        options: Options,
+        tools: Sequence[Tool] | None,
+        reasoning: Reasoning,
+    ) -> Job:
+        return chat_job(self._session.facts("chat"), messages, params, options, tools=tools, reasoning=reasoning)
+
+    def _score_job(self, prompt: Prompt, completion: Prompt, top_logprobs: int) -> Job:
+        return score_job(self._session.facts("score"), prompt, completion, top_logprobs, Options())

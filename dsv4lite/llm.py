@@ -1,0 +1,586 @@
+"""The library's face: ``AsyncLLM`` for event loops, ``LLM`` for everyone else. Text in, text out.
+
+Both are thin. They add the waiting to what a ``Session`` does: with the events of the host's own loop, asyncio or Trio, or with
+those of ``threading``. Nothing is held open between calls: no task group, no cancel scope, no hidden event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Self, Unpack
+
+import anyio
+import anyio.to_thread
+
+from dsv4lite.batch import OnError
+from dsv4lite.bridge import LoopBridge, ThreadBridge, current_loop
+from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
+from dsv4lite.face import EngineSettings, Face, Model
+from dsv4lite.prepare import Job, Message, Options, Reasoning, Tool
+from dsv4lite.request import Logprobs, Phase, Prompt, Request, RequestOutput, SamplingParams
+from dsv4lite.session import SERVING, PauseMode, Ticket
+from dsv4lite.streams import AsyncCompletions, AsyncStream, Completions, Stream, Wake, value_of
+
+
+def _scores(request: Request, output: RequestOutput) -> Logprobs:
+    """Return the log-probabilities of a scored completion; one that was aborted has too few."""
+    logprobs = value_of(output).prompt_logprobs
+    assert request.score_from is not None
+    wanted = len(request.prompt_token_ids) - request.score_from
+    known = 0 if logprobs is None else len(logprobs)
+    if logprobs is None or known < wanted:
+        reason = output.outputs[0].finish_reason
+        raise RequestFailedError(f"scoring ended after {known} of {wanted} tokens: {reason}", output=output)
+    return logprobs
+
+
+def _check_prompts(prompts: object, kinds: tuple[type, ...]) -> None:
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, kinds):
+        message = f"prompts must be an iterable of prompts, not {type(prompts).__name__}; put a single prompt into a list"
+        raise InvalidRequestError(message, parameter="prompts", value=prompts)
+
+
+# ---------------------------------------------------------------------------------------------------------- for event loops
+
+
+class AsyncLLM(Face):
+    """DeepSeek models in the host's own process, for asyncio and Trio.
+
+        async with AsyncLLM("deepseek-ai/DeepSeek-V4-Flash") as llm:
+            output = await llm.generate("What is MLA?", SamplingParams(max_tokens=200))
+            print(output.text)
+
+    An ``AsyncLLM`` belongs to the event loop in which it was started. Cancelling a call ends its request within one engine step and
+    lets the cancellation pass; leaving the block ends every open request and frees everything. Only ``abort`` and what does not
+    wait may be used from other threads, and ``aclose`` from another loop.
+
+    States: ``new``, ``starting``, ``ready``, ``paused``, ``failed``, ``closed``. Unless said otherwise a method is allowed while
+    the engine is ready or paused; else it raises ``EngineStateError``, or ``EngineDeadError`` with the cause if the engine failed.
+    """
+
+    _bridge: LoopBridge
+    _encoders: anyio.CapacityLimiter
+
+    @classmethod
+    async def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
+        """Make and start an engine, for frameworks that cannot nest blocks; ``aclose`` it in the end.
+
+        Args:
+            model: Folder of a checkpoint, a hub id, or a whole ``EngineConfig``.
+            **settings: Fields of ``EngineConfig``.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError: The engine cannot be made or loaded; nothing is left behind.
+        """
+        llm = cls(model, **settings)
+        await llm._start()
+        return llm
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly.
+
+        Completes even when its caller is cancelled.
+        """
+        self._session.begin_close()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._session.close, limiter=anyio.CapacityLimiter(1))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> RequestOutput:
+        """Continue a prompt.
+
+        Args:
+            prompt: Text, token ids, or ``{"prompt_token_ids": [...]}``.
+            params: How; ``None`` means the checkpoint's ``generation_config.json``.
+            request_id: A name for ``abort``, unique among open requests; default is a new one.
+            priority: Smaller runs earlier; equal ones run in order of arrival.
+            deadline: Seconds from now after which the request ends with what it has, ``finish_reason="deadline"``.
+            cache_salt: Share cached prefixes only with requests of the same salt.
+            wait: When the queue is full, wait for a place in order of arrival instead of raising ``QueueFullError``.
+
+        Returns:
+            All ``params.n`` completions. While the engine is paused the request queues.
+
+        Raises:
+            InvalidRequestError: A parameter is wrong; ``ContextLengthError`` if prompt and completion do not fit.
+            QueueFullError: With ``wait=False``; ``retry_after`` estimates when to try again.
+            RequestFailedError: This request failed; ``output`` has what there was.
+            EngineDeadError: The engine failed; the cause is chained.
+        """
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        self._check("generate")
+        return await self._run(self._completion_job(prompt, params, options))
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Continue many prompts and return the outputs in their order; see ``as_completed``."""
+        batch = self.as_completed(
+            prompts,
+            params,
+            on_error=on_error,
+            max_in_flight=max_in_flight,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
+        async with batch:
+            return sorted([output async for output in batch], key=lambda output: output.index)
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncCompletions:
+        """Continue many prompts and iterate over the outputs as they finish.
+
+        Args:
+            prompts: Any iterable, asynchronous or not, of any length; it is pulled only as far as ``max_in_flight`` allows. An
+                asynchronous one is pulled in a task of its own, so that it may wait for what the consumer does with the outputs.
+            params: For all prompts.
+            on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
+                ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
+            max_in_flight: Most prompts that were pulled and whose outputs were not yet handed out; default ``2 * max_num_seqs``.
+            priority: As in ``generate``.
+            deadline: Seconds from the moment a prompt is pulled.
+            cache_salt: As in ``generate``.
+
+        Returns:
+            An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
+            the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
+        """
+        self._check("as_completed")
+        _check_prompts(prompts, (Iterable, AsyncIterable))
+        return AsyncCompletions(
+            self._session,
+            self._bridge,
+            self._submit,
+            prompts,
+            self._batch_jobs(params, priority, deadline, cache_salt),
+            on_error=on_error,
+            max_in_flight=max_in_flight,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> AsyncStream:
+        """Continue a prompt and read the output as it is made.
+
+            async with llm.stream(prompt, params) as stream:
+                async for delta in stream:
+                    print(delta.text, end="")
+                output = await stream.final()
+
+        Arguments and errors are those of ``generate``; what is wrong with the request is raised on entering the block.
+        """
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        self._check("stream")
+        return AsyncStream(self._session, self._bridge, self._submit, self._completion_job(prompt, params, options))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        reasoning: Reasoning = "none",
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> RequestOutput:
+        """Write the assistant's next turn of a conversation.
+
+        Args:
+            messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.encode_messages``.
+            params: As in ``generate``.
+            tools: OpenAI-style tool definitions.
+            reasoning: How hard to think before the answer; ``"none"`` is not to.
+            request_id: As in ``generate``, like all that follow.
+            priority: Smaller runs earlier.
+            deadline: Seconds from now.
+            cache_salt: Share cached prefixes only within.
+            wait: For a place in a full queue.
+
+        Returns:
+            An output whose ``text`` is the answer, with ``reasoning`` and ``tool_calls`` apart.
+
+        Raises:
+            InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
+        """
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        self._check("chat")
+        return await self._run(self._chat_job(messages, params, options, tools, reasoning))
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        reasoning: Reasoning = "none",
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> AsyncStream:
+        """Write the assistant's next turn and read it as it is made: deltas with ``reasoning``, ``text`` and whole ``tool_calls``.
+
+        Arguments are those of ``chat``; use is that of ``stream``.
+
+        Raises:
+            InvalidRequestError: A message or a tool is malformed.
+        """
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        self._check("chat_stream")
+        return AsyncStream(self._session, self._bridge, self._submit, self._chat_job(messages, params, options, tools, reasoning))
+
+    async def score(self, prompt: Prompt, completion: Prompt, *, top_logprobs: int = 0) -> Logprobs:
+        """Return the log-probabilities of a given completion's tokens, by the model's own distribution.
+
+        Args:
+            prompt: What comes before; not scored, at least one token.
+            completion: Text or token ids. Text is encoded on its own, without regard to the prompt's last characters.
+            top_logprobs: Also return that many best tokens at each position.
+
+        Raises:
+            InvalidRequestError: One of the two is empty or malformed, or they do not fit.
+            RequestFailedError: The request failed or was aborted.
+        """
+        self._check("score")
+        ticket = await self._submit(self._score_job(prompt, completion, top_logprobs))
+        return _scores(ticket.request, await self._wait(ticket))
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating; requests that come meanwhile queue. Returns once the engine stands still, at once if it does already.
+
+        Args:
+            mode: ``"keep"``: open requests keep their state and go on after ``resume``; ``"wait"``: those that the engine has come
+                to their end first; ``"abort"``: all open requests end now with what they have.
+
+        Raises:
+            EngineStateError: Someone else resumed or closed the engine before it stood still.
+        """
+        self._check("pause")
+        before = self._session.phase
+        stopped = self._session.pause(mode)
+        try:
+            await self._bridge.wait(stopped)
+        except (EngineStateError, EngineDeadError):
+            raise
+        except BaseException:  # the caller is cancelled, and will not know that it should resume
+            self._session.undo_pause(before)
+            raise
+
+    async def resume(self) -> None:
+        """Go on after ``pause``; without effect if the engine is not paused."""
+        self._check("resume")
+        await self._bridge.wait(self._session.resume())
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
+        """Pause for the length of a block. In a block that is paused already, the outer one resumes."""
+        before = self._session.phase
+        await self.pause(mode)
+        try:
+            yield
+        finally:
+            self._session.undo_pause(before)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests are not affected."""
+        self._check("reset_prefix_cache")
+        await self._bridge.wait(self._session.reset_prefix_cache())
+
+    # ---- inside ----
+
+    async def _start(self) -> None:
+        self._session.require("start", Phase.NEW)
+        self._bridge = current_loop()
+        self._encoders = anyio.CapacityLimiter(2)
+        try:
+            await anyio.to_thread.run_sync(self._session.start, self._bridge, limiter=anyio.CapacityLimiter(1))
+        except BaseException:
+            # A task of asyncio can be cancelled while the thread goes on; it then finds the session closed and cleans up.
+            if self._session.phase is not Phase.FAILED:
+                await self.aclose()
+            raise
+
+    def _check(self, call: str) -> None:
+        """Raise unless the engine serves and the caller is in its event loop."""
+        self._session.require(call, *SERVING)
+        if not self._bridge.is_current():
+            message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
+            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
+
+    async def _submit(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket:
+        self._check("generate")
+        if job.is_long:
+            draft = await anyio.to_thread.run_sync(job.make, abandon_on_cancel=True, limiter=self._encoders)
+        else:
+            draft = job.make()
+        return self._session.submit(draft, streaming=streaming, wake=wake)
+
+    async def _wait(self, ticket: Ticket) -> RequestOutput:
+        """Wait for an output; whatever ends the wait early ends the request."""
+        try:
+            return await self._bridge.wait(ticket.future)
+        except BaseException:
+            self._session.abort_ticket(ticket)
+            raise
+
+    async def _run(self, job: Job) -> RequestOutput:
+        return value_of(await self._wait(await self._submit(job)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- for threads
+
+
+class LLM(Face):
+    """DeepSeek models in the host's own process, for plain synchronous code.
+
+        with LLM("deepseek-ai/DeepSeek-V4-Flash") as llm:
+            for output in llm.as_completed(prompts, SamplingParams(max_tokens=200)):
+                print(output.index, output.text)
+
+    The same as ``AsyncLLM`` without ``await``. May be used from several threads at once, and in a thread that runs an event loop,
+    which it blocks while it waits. ``KeyboardInterrupt`` in a call ends its request.
+    """
+
+    _bridge: ThreadBridge
+
+    @classmethod
+    def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
+        """Make and start an engine; ``close`` it in the end. See ``AsyncLLM.create``."""
+        llm = cls(model, **settings)
+        llm._start()
+        return llm
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
+        started = self.state is not Phase.NEW
+        self._session.close()
+        if started:
+            self._bridge.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> RequestOutput:
+        """Continue a prompt; see ``AsyncLLM.generate``."""
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        return self._run(self._completion_job(prompt, params, options))
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Continue many prompts and return the outputs in their order; see ``AsyncLLM.as_completed``."""
+        batch = self.as_completed(
+            prompts,
+            params,
+            on_error=on_error,
+            max_in_flight=max_in_flight,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
+        with batch:
+            return sorted(batch, key=lambda output: output.index)
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Completions:
+        """Continue many prompts and iterate over the outputs as they finish; see ``AsyncLLM.as_completed``.
+
+        ``prompts`` is pulled in the thread that iterates, whenever an output is asked for.
+        """
+        self._session.require("as_completed", *SERVING)
+        _check_prompts(prompts, (Iterable,))
+        return Completions(
+            self._session,
+            self._bridge,
+            prompts,
+            self._batch_jobs(params, priority, deadline, cache_salt),
+            on_error=on_error,
+            max_in_flight=max_in_flight,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> Stream:
+        """Continue a prompt and read the output as it is made; see ``AsyncLLM.stream``."""
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        return Stream(self._session, self._completion_job(prompt, params, options))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        reasoning: Reasoning = "none",
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> RequestOutput:
+        """Write the assistant's next turn of a conversation; see ``AsyncLLM.chat``."""
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        return self._run(self._chat_job(messages, params, options, tools, reasoning))
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        reasoning: Reasoning = "none",
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+    ) -> Stream:
+        """Write the assistant's next turn and read it as it is made; see ``AsyncLLM.chat_stream``."""
+        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
+        return Stream(self._session, self._chat_job(messages, params, options, tools, reasoning))
+
+    def score(self, prompt: Prompt, completion: Prompt, *, top_logprobs: int = 0) -> Logprobs:
+        """Return the log-probabilities of a given completion's tokens; see ``AsyncLLM.score``."""
+        ticket = self._session.submit(self._score_job(prompt, completion, top_logprobs).make())
+        return _scores(ticket.request, self._wait(ticket))
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating; requests that other threads bring meanwhile queue. See ``AsyncLLM.pause``."""
+        before = self._session.phase
+        stopped = self._session.pause(mode)
+        try:
+            stopped.result()
+        except (EngineStateError, EngineDeadError):
+            raise
+        except BaseException:
+            self._session.undo_pause(before)
+            raise
+
+    def resume(self) -> None:
+        """Go on after ``pause``; without effect if the engine is not paused."""
+        self._session.resume().result()
+
+    @contextmanager
+    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
+        """Pause for the length of a block. In a block that is paused already, the outer one resumes."""
+        before = self._session.phase
+        self.pause(mode)
+        try:
+            yield
+        finally:
+            self._session.undo_pause(before)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests are not affected."""
+        self._session.reset_prefix_cache().result()
+
+    # ---- inside ----
+
+    def _start(self) -> None:
+        self._session.require("start", Phase.NEW)
+        self._bridge = ThreadBridge("dsv4lite-delivery")
+        try:
+            self._session.start(self._bridge)
+        except BaseException:
+            self._bridge.close()
+            raise
+
+    def _wait(self, ticket: Ticket) -> RequestOutput:
+        """Wait for an output; whatever ends the wait early ends the request."""
+        try:
+            return ticket.future.result()
+        except BaseException:
+            self._session.abort_ticket(ticket)
+            raise
+
+    def _run(self, job: Job) -> RequestOutput:
+        return value_of(self._wait(self._session.submit(job.make())))
