@@ -24,6 +24,9 @@ from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.norm import rms_norm
 
 
+SCALAR_TOKENS = 2
+
+
 class HcWeights(NamedTuple):
     """Parameters of one connection, float32: fn [N (N + 2), N D] (head: [N, N D]), base [rows of fn], scale [3] (head: [1])."""
 
@@ -60,19 +63,44 @@ def sinkhorn(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
     return mix_TNN / (row * col.transpose(1, 2))
 
 
+def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
+    """The same in Python floats: for a token or two, launching a hundred tensor operations costs more than the arithmetic."""
+    n = mix_TNN.shape[-1]
+    rows = [range(j * n, j * n + n) for j in range(n)]
+    columns = [range(k, n * n, n) for k in range(n)]
+    order = [columns] + [rows, columns] * (iters - 1)
+    done = []
+    for m in mix_TNN.flatten(1).tolist():
+        for lines in order:
+            for line in lines:
+                total = eps
+                for i in line:
+                    total += m[i]
+                for i in line:
+                    m[i] /= total
+        done.append(m)
+    return torch.tensor(done, device=mix_TNN.device).view_as(mix_TNN)
+
+
 def hc_project(streams_TND: Tensor, fn: Tensor, norm_eps: float, row_tile: int | None = None) -> Tensor:
     """Return the normalised projection of the streams, float32 [T, rows of fn]."""
     z = streams_TND.flatten(1).float()
     return matmul_rows(z, fn, row_tile) * torch.rsqrt(z.square().mean(-1, keepdim=True) + norm_eps)
 
 
-def hc_split(projected: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``pre`` [T, N], ``post`` [T, N] and ``comb`` [T, N, N] from the projection [T, N (N + 2)], all float32."""
+def hc_split(
+    projected: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, *, exact: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``pre`` [T, N], ``post`` [T, N] and ``comb`` [T, N, N] from the projection [T, N (N + 2)], all float32.
+
+    Unless ``exact``, the last bits may depend on the number of tokens.
+    """
     n = round((1 + projected.shape[-1]) ** 0.5) - 1
     pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     comb = (projected[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + eps
-    return pre, post, sinkhorn(comb, iters, eps)
+    few = not exact and len(comb) <= SCALAR_TOKENS and comb.device.type == "cpu" and not torch.is_grad_enabled()
+    return pre, post, (sinkhorn_scalar if few else sinkhorn)(comb, iters, eps)
 
 
 def hc_expand(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
@@ -104,9 +132,10 @@ def hc_collapse(
     iters: int,
     eps: float,
     norm_eps: float,
+    exact: bool = True,
 ) -> tuple[Tensor, HcMix]:
     """Return the sub-layer's normed input [T, D] and the mix for its output."""
-    pre, post, comb = hc_split(projected, base, scale, iters, eps)
+    pre, post, comb = hc_split(projected, base, scale, iters, eps, exact=exact)
     x = weighted_sum(streams_TND, pre)
     return rms_norm(x, norm_weight, norm_eps), HcMix(post, comb)
 

@@ -57,6 +57,7 @@ class Streams:
             iters=c.sinkhorn_iters,
             eps=c.hc_eps,
             norm_eps=c.norm_eps,
+            exact=self._row_tile is not None,
         )
         return x_TD
 
