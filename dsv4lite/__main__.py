@@ -1,0 +1,126 @@
+"""The command line: ``python -m dsv4lite generate "def fibonacci(n):"``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dsv4lite import LLM, DSV4LiteError, SamplingParams, plan_memory, tiny_model
+
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def _bytes(text: str) -> int:
+    """Read ``141e9``, ``80GiB`` or ``512M`` as bytes."""
+    digits = text.lower().removesuffix("ib").removesuffix("b")
+    factor = _UNITS.get(digits[-1:], 1)
+    try:
+        return int(float(digits if factor == 1 else digits[:-1]) * factor)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsv4lite", description="Embeddable inference for DeepSeek models.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate", help="continue a prompt, streaming", description="Continue a prompt and stream the text; the speed comes at the end."
+    )
+    generate.add_argument("prompt", help="text to continue, or the user's turn with --chat; '-' reads standard input")
+    generate.add_argument("--model", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
+    generate.add_argument("--revision", help="hub revision")
+    generate.add_argument("--chat", action="store_true", help="send the prompt as a user's turn")
+    generate.add_argument("--reasoning", choices=("none", "high", "max"), default="none", help="with --chat: how hard to think")
+    generate.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="nucleus (default: 1)")
+    generate.add_argument("--seed", type=int, help="make sampling repeatable")
+    generate.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
+    generate.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
+    generate.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    generate.set_defaults(run=_generate)
+
+    plan = commands.add_parser(
+        "plan",
+        help="show what a model needs in memory, before loading it",
+        description="Work out weights, state and capacity from config and headers alone.",
+    )
+    plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
+    plan.add_argument("--revision", help="hub revision")
+    plan.add_argument("--memory", type=_bytes, help="memory of the device, for example 141GiB (default: this machine's)")
+    plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
+    plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
+    plan.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
+    plan.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)
+    )
+    started = time.perf_counter()
+    with LLM(args.model, revision=args.revision, device=args.device, load_format=args.load_format, progress=args.verbose) as llm:
+        loaded = time.perf_counter()
+        if args.chat:
+            stream = llm.chat_stream([{"role": "user", "content": prompt}], params, reasoning=args.reasoning)
+        else:
+            stream = llm.stream(prompt, params)
+            print(prompt, end="", flush=True)
+        with stream:
+            for delta in stream:
+                print(delta.reasoning + delta.text, end="", flush=True)
+            final = stream.final()
+    print(flush=True)
+    timing, usage = final.timing, final.usage
+    decoding = timing.total - timing.first_token
+    speed = (usage.completion_tokens - 1) / decoding if decoding > 0 and usage.completion_tokens > 1 else 0.0
+    print(
+        f"\n{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated ({final.outputs[0].finish_reason});"
+        f" loaded in {loaded - started:.1f} s, first token after {timing.first_token * 1000:.0f} ms, then {speed:.1f} tokens/s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    plan = plan_memory(
+        args.model,
+        memory_bytes=args.memory,
+        revision=args.revision,
+        kv_cache_memory_bytes=args.kv_cache_memory,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        device=args.device,
+    )
+    print(json.dumps(asdict(plan), indent=2) if args.json else plan)
+    return 0 if plan.fits else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit, 2 for an error."""
+    args = _parser().parse_args(argv)
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        status: int = args.run(args)
+    except DSV4LiteError as error:
+        print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
