@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+from math import prod
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes
+from dsv4lite.parallel.shard import Cut, Experts, Replicate, Shards, Split, blocks_of, pattern_of, slice_for
+from tests.tiny import flash, pro
+
+BLOCKS = {"dense": (128, 128), "expert": (1, 32)}
+
+
+def sizes(cut: Cut) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in cut)
+
+
+@pytest.mark.parametrize(("tp", "ep"), list(product((1, 2, 4), (1, 2, 4))))
+@pytest.mark.parametrize("config", [flash, pro])
+def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config], tp: int, ep: int) -> None:
+    c = config()
+    ranks = [
+        Shards(table=V4_SHARDING, axes={"tp": (t, tp), "ep": (e, ep)}, num_experts=c.num_experts)
+        for t, e in product(range(tp), range(ep))
+    ]
+    shapes = official_shapes(c)
+    # One layer of each kind, the MTP block and the top: the others repeat them, and so do most experts.
+    repeated = {n for n in shapes if n.startswith("layers.") and int(n.split(".")[1]) not in (0, 2, 3)}
+    repeated |= {n for n in shapes if ".experts." in n and not n.startswith("layers.2.")}
+    for name in shapes.keys() - repeated:
+        spec, rule = shapes[name], V4_SHARDING[pattern_of(name)]
+        cuts = [cut for rank in ranks if (cut := rank.cut(name, spec.shape, BLOCKS.get(spec.kind, ()))) is not None]
+        if isinstance(rule, Split):
+            places = {(cut[rule.dim].start, cut[rule.dim].stop) for cut in cuts}
+            step = spec.shape[rule.dim] // tp
+            assert places == {(i * step, (i + 1) * step) for i in range(tp)} and len(cuts) == tp * ep
+            assert all(sizes(cut) == (*spec.shape[: rule.dim], step, *spec.shape[rule.dim + 1 :]) for cut in cuts)
+        else:
+            assert len(cuts) == (tp if isinstance(rule, Experts) else tp * ep)
+            assert all(sizes(cut) == spec.shape for cut in cuts)
+
+
+@pytest.mark.parametrize(("config", "tp"), [(flash, 2), (flash, 8), (pro, 16)])
+def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Config], tp: int) -> None:
+    c = config()
+    shards = Shards(table=V4_SHARDING, axes={"tp": (1, tp)}, num_experts=c.num_experts)
+    shapes = official_shapes(c)
+    units = {
+        "attn.wq_b": c.head_dim * (c.num_attention_heads // c.o_groups),
+        "attn.wo_a": c.o_lora_rank,
+        "attn.indexer.wq_b": c.index_dim,
+    }
+    for part, unit in units.items():
+        cut = shards.cut(f"layers.2.{part}.weight", shapes[f"layers.2.{part}.weight"].shape, (128, 128))
+        assert cut is not None and cut[0].start and cut[0].start % unit == 0
+    wo_b = shards.cut("layers.2.attn.wo_b.weight", shapes["layers.2.attn.wo_b.weight"].shape, (128, 128))
+    assert wo_b is not None and wo_b[1].start % c.o_lora_rank == 0
+
+
+def test_experts_are_whole_and_in_ranges() -> None:
+    shards = Shards(table=V4_SHARDING, axes={"ep": (1, 4)}, num_experts=8)
+    cuts = [shards.cut(f"layers.0.ffn.experts.{e}.w1.weight", (64, 32), (1, 32)) for e in range(8)]
+    assert cuts == [None, None, (slice(0, 64), slice(0, 32)), (slice(0, 64), slice(0, 32)), None, None, None, None]
+
+
+def test_axis_that_is_absent_has_one_rank() -> None:
+    shards = Shards(table=V4_SHARDING, axes={}, num_experts=8)
+    assert shards.cut("layers.0.attn.wq_b.weight", (640, 64)) == (slice(0, 640), slice(0, 64))
+    assert shards.cut("layers.0.ffn.experts.7.w1.weight", (64, 32)) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("layers.17.ffn.experts.255.w1.scale", "layers.*.ffn.experts.*.w1"),
+        ("mtp.0.norm.weight", "mtp.*.norm"),
+        ("layers.3.ffn.gate.tid2eid", "layers.*.ffn.gate.tid2eid"),
+        ("layers.3.hc_attn_scale", "layers.*.hc_attn_scale"),
+    ],
+)
+def test_pattern_replaces_numbers_and_drops_the_leaf(name: str, pattern: str) -> None:
+    assert pattern_of(name) == pattern
+    assert pattern in V4_SHARDING
+
+
+def test_tensor_without_a_rule_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no rule for layers\.0\.attn\.wx\.weight.*'layers\.\*\.attn\.wx'"):
+        Shards(table=V4_SHARDING, axes={}, num_experts=8).cut("layers.0.attn.wx.weight", (4, 4))
+
+
+def test_unequal_parts_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"embed\.weight: dimension 0 of \[61, 64\].*4 equal parts along 'tp'"):
+        slice_for(Split(0), (61, 64), 0, 4, name="embed.weight")
+
+
+@pytest.mark.parametrize(("rule", "block", "step"), [(Split(0), (128, 128), 128), (Split(1), (1, 32), 32)])
+def test_cut_through_a_scale_block_names_both(rule: Split, block: Sequence[int], step: int) -> None:
+    with pytest.raises(ConfigError, match=rf"wo: tp=4 cuts dimension {rule.dim} of \[160, 160\] every 40 .*scale blocks of {step}"):
+        slice_for(rule, (160, 160), 0, 4, block=block, name="wo")
+
+
+def test_uncut_tensor_may_have_a_partial_block() -> None:
+    assert slice_for(Split(0), (100, 70), 0, 1, block=(128, 128)) == (slice(0, 100), slice(0, 70))
+    assert slice_for(Replicate(), (100, 70), 3, 4, block=(128, 128)) == (slice(0, 100), slice(0, 70))
+
+
+def test_experts_stacked_in_one_tensor_are_cut_along_the_first_dimension() -> None:
+    assert slice_for(Experts(), (8, 6, 5), 1, 4) == (slice(2, 4), slice(0, 6), slice(0, 5))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    dim=st.integers(0, 1),
+    size=st.integers(1, 8),
+    block=st.sampled_from([(1, 1), (128, 128), (1, 32)]),
+)
+def test_parts_and_their_scales_tile_the_whole(shape: tuple[int, int], dim: int, size: int, block: tuple[int, int]) -> None:
+    try:
+        cuts = [slice_for(Split(dim), shape, rank, size, block=block) for rank in range(size)]
+    except ConfigError:
+        part = shape[dim] / size
+        assert part % 1 or part % block[dim]
+        assume(False)
+    assert [cut[dim].start for cut in cuts[1:]] == [cut[dim].stop for cut in cuts[:-1]]
+    assert sum(prod(sizes(cut)) for cut in cuts) == prod(shape)
+    scales = [blocks_of(cut, block) for cut in cuts]
+    borders = [(part[dim].start, part[dim].stop) for part in scales]
+    assert borders[0][0] == 0 and borders[-1][1] == -(-shape[dim] // block[dim])
+    assert all(before[1] == after[0] for before, after in pairwise(borders))
+    assert all(part[1 - dim] == slice(0, -(-shape[1 - dim] // block[1 - dim])) for part in scales)
