@@ -23,7 +23,7 @@ _CODE_STD: Mapping[torch.dtype, float] = {
     torch.float8_e4m3fn: sqrt(sum((2.0**e * (1 + m / 8)) ** 2 for e in (-1, 0) for m in range(8)) / 16),
     torch.int8: sqrt(sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8),  # all 16 codes of e2m1 are numbers
 }
-_SCALE_STEPS = (-1, 0, 1)  # scales vary from block to block, so that one used for another shows
+_SCALE_STEPS = (0, 1)  # scales vary from block to block, so that one used for another shows
 _SCALE_STD = sqrt(sum(4.0**step for step in _SCALE_STEPS) / len(_SCALE_STEPS))
 
 # (mean, standard deviation) by the end of the name; other tensors are matrices, of standard deviation 1 / sqrt(in).
