@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser(
-        "generate", help="continue a prompt, streaming", description="Continue a prompt and stream the text; the speed comes at the end."
+        "generate",
+        help="continue a prompt, streaming",
+        description="Continue a prompt and stream the text; the speed comes at the end.",
     )
     generate.add_argument("prompt", help="text to continue, or the user's turn with --chat; '-' reads standard input")
     generate.add_argument("--model", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show what a model needs in memory, before loading it",
         description="Work out weights, state and capacity from config and headers alone.",
     )
-    plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
+    plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)")
     plan.add_argument("--revision", help="hub revision")
     plan.add_argument("--memory", type=_bytes, help="memory of the device, for example 141GiB (default: this machine's)")
     plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")

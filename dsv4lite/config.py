@@ -39,7 +39,7 @@ def tiny_model() -> str:
 
 
 def default_cache_dir() -> str:
-    """Return the folder for compiled kernels: ``$DSV4LITE_CACHE``, else ``$XDG_CACHE_HOME/dsv4lite``, else ``~/.cache/dsv4lite``."""
+    """Return where compiled kernels are kept: ``$DSV4LITE_CACHE``, ``$XDG_CACHE_HOME/dsv4lite`` or ``~/.cache/dsv4lite``."""
     explicit = os.environ.get("DSV4LITE_CACHE")
     if explicit:
         return explicit

@@ -141,7 +141,9 @@ def choose_numerics(config: EngineConfig, model: V4Config, checkpoint_dtype: tor
     """
     if model.quantized:
         if config.dtype == "float32":
-            raise UnsupportedError("dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'")
+            raise UnsupportedError(
+                "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'"
+            )
         dtype = torch.bfloat16
     else:
         dtype = checkpoint_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -160,7 +162,7 @@ def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
 
 
 def _workspace(model: V4Config, numerics: Numerics, tokens: int, sequences: int) -> int:
-    """Estimate what one step allocates: streams and their float32 copies, queries, expert inputs, one block of gathered rows, logits."""
+    """Estimate what a step allocates: streams and float32 copies, queries, expert inputs, a block of gathered rows, logits."""
     per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
     per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
     rows = 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
@@ -228,7 +230,7 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
     if length < 1:
-        notes.append("no room for a single page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
+        notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
     pages_each = -(-max(1, length) // GROW_PAGE)
     return MemoryPlan(
         model=config.model,

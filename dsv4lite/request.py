@@ -81,8 +81,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
@@ -91,7 +91,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     thinking_budget: int | None = None
     return_routed_experts: bool = False
     detokenize: bool = True
@@ -117,7 +117,8 @@ class SamplingParams:
     def _check_lengths(self) -> None:
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "must be an integer of at least 1")
         if self.max_tokens is not None:
-            _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1, or None")
+            good = _is_int(self.max_tokens) and self.max_tokens >= 1
+            _require(good, "max_tokens", self.max_tokens, "must be at least 1, or None")
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
         _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
@@ -146,7 +147,8 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
-        _require(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
+        good = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
+        _require(good, "stop_token_ids", self.stop_token_ids, "must be token ids")
         _require(
             all(word and all(_is_int(t) and t >= 0 for t in word) for word in self.bad_words_ids),
             "bad_words_ids",
@@ -406,7 +408,9 @@ class RequestOutput:
         """Return the body of an OpenAI-style (chat) completion response."""
         choices = []
         for out in self.outputs:
-            reason = "tool_calls" if out.tool_calls else {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
+            reason = {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
+            if out.tool_calls:
+                reason = "tool_calls"
             choice: dict[str, Any] = {"index": out.index, "finish_reason": reason}
             if chat:
                 message: dict[str, Any] = {"role": "assistant", "content": out.text}
@@ -414,7 +418,8 @@ class RequestOutput:
                     message["reasoning_content"] = out.reasoning
                 if out.tool_calls:
                     message["tool_calls"] = [
-                        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in out.tool_calls
+                        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                        for c in out.tool_calls
                     ]
                 choice["message"] = message
             else:
@@ -530,7 +535,8 @@ def check_request(
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
     for t in prompt_token_ids:
         if not _is_int(t) or not 0 <= t < vocab_size:
-            raise InvalidRequestError(f"prompt token id {t!r} is outside the vocabulary [0, {vocab_size})", parameter="prompt", value=t)
+            message = f"prompt token id {t!r} is outside the vocabulary [0, {vocab_size})"
+            raise InvalidRequestError(message, parameter="prompt", value=t)
     if length >= max_model_len:
         raise ContextLengthError(
             f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {max_model_len - 1} and one to generate",

@@ -84,8 +84,8 @@ class Engine:
 
     Args:
         config: Settings.
-        overlap: Plan and launch a step before the results of the previous one are looked at. Default: on CUDA, where the device works
-            meanwhile; on a CPU there is nobody to work meanwhile.
+        overlap: Plan and launch a step before the results of the previous one are looked at. Default: on CUDA, where the device
+            works meanwhile; on a CPU there is nobody to work meanwhile.
     """
 
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
@@ -181,7 +181,10 @@ class Engine:
         return self._plan
 
     def close(self) -> None:
-        """End every request as aborted, free everything and join the thread. May be called twice, and from any thread but the engine's."""
+        """End every request as aborted, free everything and join the thread.
+
+        May be called twice, and from any thread but the engine's.
+        """
         thread = self._thread
         if thread is None:
             return
@@ -192,7 +195,8 @@ class Engine:
         if self._dead is not None:
             raise self._dead
         if self._thread is None or self._closing:
-            raise EngineStateError("the engine is not running", state="closed" if self._closing else "new", allowed=("ready", "paused"))
+            state = "closed" if self._closing else "new"
+            raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
         self._inbox.put(command)
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
@@ -290,8 +294,8 @@ class Engine:
 
     def _land(self, flight: Flight, results: Mapping[int, Any]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
-        for seq_id, part in flight.routed.items():
-            self._routed.setdefault(seq_id, []).append(part)
+        for seq_id, routed in flight.routed.items():
+            self._routed.setdefault(seq_id, []).append(routed)
         for part in flight.plan.sequences:
             sampled = results.get(part.seq_id)
             if sampled is not None and sampled.error is None:

@@ -13,8 +13,6 @@ from dsv4lite.models.batch import Batch, SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 
-
-
 def apply_copies(plan: StepPlan, cache: StateCache) -> None:
     """Bring the state to where the step's sequences expect it: fresh, restored and forked slots, copied pages."""
     device = cache.device

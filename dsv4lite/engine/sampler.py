@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels import sampling
 from dsv4lite.request import LogprobsMode, Request, SamplingParams, TokenLogprob
-from torch import Tensor
 
 if TYPE_CHECKING:
     from dsv4lite.text.structured import GrammarCompiler, GrammarMatcher
@@ -512,7 +513,7 @@ class Sampler:
         params = request.params
         matcher = None
         if params.structured_outputs is not None:
-            assert self._grammars is not None
+            assert self._grammars is not None and not isinstance(params.structured_outputs, Mapping)
             matcher = self._grammars.compile(params.structured_outputs)
         penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}

@@ -3,9 +3,9 @@
     l_e = (q_h . e) scale          e in the token's rows; K and V are the same vector, shared by all heads
     o_h = sum_e exp(l_e) e / (sum_e exp(l_e) + exp(sink_h))
 
-Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are taken in blocks with a running maximum; in bfloat16 the probabilities are
-rounded per block before they meet the values, as the official kernel does (4e-5 of it). Blocks of masked rows change no bit, so a
-token's result does not depend on how many rows the rest of the batch needs.
+Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are taken in blocks with a running maximum; in bfloat16 the
+probabilities are rounded per block before they meet the values, as the official kernel does (4e-5 of it). Blocks of masked rows
+change no bit, so a token's result does not depend on how many rows the rest of the batch needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sparse_attention(
 
     Args:
         q_THC: Queries, float32 or bfloat16.
-        rows: [T, R, C], each token's own, or [R, C], shared by all tokens; those of the former that are not valid may hold anything.
+        rows: [T, R, C], each token's own, or [R, C], shared by all tokens; invalid ones of the former may hold anything.
         valid_TR: Which rows count; every token needs at least one.
         sink_H: float32 logit that only joins the denominator.
         scale: Multiplies the logits.

@@ -2,11 +2,11 @@
 
     c_w[ch] = sum_t softmax_t(s_t[ch]) u_t[ch]        over the tokens of group w, per channel
 
-A softmax streams: three accumulators per channel, (peak, sum, weighted sum), take the tokens one after the other in position order, in
-prefill and decode alike, so that no cut of a prompt into chunks changes a bit.
+A softmax streams: three accumulators per channel, (peak, sum, weighted sum), take the tokens one after the other in position
+order, in prefill and decode alike, so that no cut of a prompt into chunks changes a bit.
 
-Without overlap (any ratio but 4) an entry pools its group's r tokens. With overlap (ratio 4) u and s have two halves: an entry pools the lower
-halves of the previous group and the upper halves of its own, so a sequence carries two sets of accumulators:
+Without overlap (any ratio but 4) an entry pools its group's r tokens. With overlap (ratio 4) u and s have two halves: an entry
+pools the lower halves of the previous group and the upper halves of its own, so a sequence carries two sets of accumulators:
 
     carry[0]   the entry in progress        starts as the previous group's carry[1]
     carry[1]   lower halves of the current group, for the next entry

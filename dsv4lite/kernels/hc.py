@@ -6,8 +6,8 @@
     C    = sinkhorn(softmax_rows(M[2N:] scale2 + base) + eps)   how the streams mix
     x    = sum_j pre_j X_j           X'_k = post_k y + sum_j C_jk X_j
 
-Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree with
-the official kernel to 1e-5.
+Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree
+with the official kernel to 1e-5.
 
 The two ops follow the data: ``hc_leave_enter`` writes one sub-layer's output into the streams and projects them for the next one
 (one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input.
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.norm import rms_norm
-
 
 SCALAR_TOKENS = 2
 

@@ -3,9 +3,9 @@
     I(t, w) = sum_h a_th relu(iq_th . ik_w)         w < (t + 1) // 4
     S(t)    = the top_k largest
 
-Source: DeepSeek-V4 specification 3.6 and 4.5.  Numerics: in bfloat16 every step rounds, as in the official code (products, weighted products and the sum
-over heads); ties at the threshold are common then and go to the older entry. The chosen entries are returned in ascending order, so what is
-attended, and in which order, is a function of the scores alone.
+Source: DeepSeek-V4 specification 3.6 and 4.5.  Numerics: in bfloat16 every step rounds, as in the official code (products, weighted
+products and the sum over heads); ties at the threshold are common then and go to the older entry. The chosen entries are returned
+in ascending order, so what is attended, and in which order, is a function of the scores alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     w     = score[idx] / sum(score[idx]) * route_scale
     y     = sum_k w2_e ( silu(min(w1_e x, limit)) * clamp(w3_e x, -limit, limit) * w_k )
 
-Source: DeepSeek-V4 specification 3.8.  Numerics: scores and sums float32; expert inputs, outputs of w1, w3, w2 and the product before w2 round to
-the activation dtype; experts are summed in the order of their ids, so the result does not depend on what shares the batch.
+Source: DeepSeek-V4 specification 3.8.  Numerics: scores and sums float32; expert inputs, outputs of w1, w3, w2 and the product
+before w2 round to the activation dtype; experts are summed in the order of their ids, so the result does not depend on what shares
+the batch.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _groups(x: Tensor, group: int) -> Tensor:
     width = x.shape[-1]
     if width % group:
         x = torch.nn.functional.pad(x, (0, group - width % group))
-    return x.float().unflatten(-1, (-1, group))
+    return torch.unflatten(x.float(), -1, (-1, group))
 
 
 def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -116,14 +116,15 @@ def round_fp4(x: Tensor, group: int = 32) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order; float32 inside, one rounding."""
+    """Orthonormal Walsh-Hadamard transform of the last dimension, a power of two; Sylvester order, float32 inside, one rounding."""
     width = x.shape[-1]
     y, half = x.float(), 1
     while half < width:
         pair = y.unflatten(-1, (-1, 2, half))
         y = torch.stack([pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]], -2).flatten(-3)
         half *= 2
-    return (y * width**-0.5).to(x.dtype)
+    scale: float = width**-0.5
+    return (y * scale).to(x.dtype)
 
 
 def dequantize_matrix(weight: Tensor, scale: Tensor | None) -> Tensor:

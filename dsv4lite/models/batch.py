@@ -1,6 +1,7 @@
 """What one forward pass works on, as tensors: tokens, who they belong to, and which cache rows they read and write.
 
-Everything here is the same for all layers of a kind and is worked out once per step. Shapes: T tokens, S sequences, W window rows, E entries.
+Everything here is the same for all layers of a kind and is worked out once per step.
+Shapes: T tokens, S sequences, W window rows, E entries.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SequenceInput:
 class QueryBlock:
     """Tokens ``begin`` to ``end`` of a step that find their rows in the same way.
 
-    Single-token sequences form one block (``sequence`` is ``None``, token i belongs to sequence i) and read their window from pages.
+    Single-token sequences form one block (``sequence`` is ``None``, token i is of sequence i) and read their window from pages.
     A chunk of one sequence reads its window from ``prior`` rows of the pages, followed by the chunk's own rows from ``source`` on:
     each token its own list of them, or, in a band, all tokens the same rows under a mask.
 

@@ -289,7 +289,7 @@ def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
     if len(kinds) < layers:
         raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
     given_rates = _mapping(raw, "compress_rates")
-    rates = {**_KIND_OF, **{kind: _integer(given_rates, kind) for kind in given_rates if kind in _KIND_OF and _KIND_OF[kind]}}
+    rates = {**_KIND_OF, **{kind: _integer(given_rates, kind) for kind in given_rates if _KIND_OF.get(kind)}}
     for kind in kinds:
         if kind not in _KIND_OF:
             raise UnsupportedError(f"layer type {kind!r} is not supported; known are {', '.join(_KIND_OF)}")

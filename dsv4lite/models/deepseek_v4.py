@@ -1,7 +1,7 @@
-"""DeepSeek-V4, in the order of the report: hyper-connections, compressed sparse attention, mixture of experts, multi-token prediction.
+"""DeepSeek-V4 in the report's order: hyper-connections, compressed sparse attention, mixture of experts, multi-token prediction.
 
-Shape suffixes: T tokens, S sequences, N streams, D model, H heads, C head channels, R low rank, G output groups, E experts or entries,
-K experts per token or selected entries, I expert width, V vocabulary.  Names are those of the checkpoint.
+Shape suffixes: T tokens, S sequences, N streams, D model, H heads, C head channels, R low rank, G output groups,
+E experts or entries, K experts per token or selected entries, I expert width, V vocabulary.  Names are those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Compressor(nn.Module):
         self.ape = _tensor(ratio, self.columns, numerics=numerics)
         self.norm = _tensor(width, numerics=numerics)
 
-    def forward(self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, slots_S: Tensor, group: GroupStep, dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, slots_S: Tensor, group: GroupStep, dtype: torch.dtype
+    ) -> Tensor:
         """Advance the accumulators; return the rotated entries that close [E, width]."""
         entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[slots_S], group.segments)
         carry[slots_S] = after.detach()
@@ -98,7 +100,7 @@ class Compressor(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (specification 3.3-3.7)."""
+    """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
         super().__init__()
@@ -166,7 +168,8 @@ class Attention(nn.Module):
 
     def _index_weights(self, projected: Tensor, dtype: torch.dtype) -> Tensor:
         c = self.config
-        return projected[:, -c.index_heads :].to(dtype) * (c.index_dim * c.index_heads) ** -0.5
+        scale: float = (c.index_dim * c.index_heads) ** -0.5
+        return projected[:, -c.index_heads :].to(dtype) * scale
 
     def _attend(
         self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
@@ -408,7 +411,7 @@ class Mtp(nn.Module):
 class DeepseekV4(nn.Module):
     """The whole model.
 
-    Parameters are allocated, not initialised: fill them through ``slots()``, which names every tensor of a checkpoint and its place.
+    Parameters are allocated, not initialised: fill them through ``slots()``, which names a checkpoint's tensors and their places.
     """
 
     def __init__(self, config: V4Config, numerics: Numerics, *, with_mtp: bool = False) -> None:

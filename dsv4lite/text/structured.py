@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError, near_match
 from dsv4lite.text.tokenizer import Tokenizer
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.decoders import ByteLevel
+
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from dsv4lite.text.scan import Scanner
-from tokenizers.decoders import ByteLevel
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"

@@ -63,7 +63,10 @@ class ModelSource:
             CheckpointError: They cannot be found or read.
             ConfigError, UnsupportedError: The model's config is wrong, or of another family.
         """
-        if config.load_format == "dummy" or not (fetch or any(locate(config.model, config.revision, weights=False).glob("*.safetensors"))):
+        dummy = config.load_format == "dummy"
+        if not (dummy or fetch):
+            dummy = not any(locate(config.model, config.revision, weights=False).glob("*.safetensors"))
+        if dummy:
             folder = locate(config.model, config.revision, weights=False)
             raw = {**read_config(folder), **config.hf_overrides}
             model = read_architecture(raw)
