@@ -143,7 +143,7 @@ class Reference:
             return z
         z = [(x - best) / p.temperature for x in z]
         if p.min_p > 0:
-            self.clear &= all(abs(x - math.log(p.min_p)) > 1e-4 for x in z)
+            self.clear &= all(x == 0 or abs(x - math.log(p.min_p)) > 1e-4 for x in z)
             z = [x if math.exp(x) >= p.min_p else -INF for x in z]
         ranking = sorted(range(len(z)), key=lambda t: (-z[t], t))
         if 0 < p.top_k < len(z):
@@ -361,6 +361,29 @@ def test_rows_come_out_the_same_bits_alone_and_in_a_batch(vocab_size: int) -> No
                 assert torch.equal(mine.logprob.token_ids, theirs.logprob.token_ids)
                 assert torch.equal(mine.logprob.values, theirs.logprob.values)
         order = order[::-1] if step == 0 else order[5:] + order[:5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_sampler_agrees_with_the_cpu() -> None:
+    requests = [request(prompt=range(2 + i % 5), request_id=str(i), **mixed_params(i)) for i in range(42)]
+    samplers = {device: Sampler(V, device, 0) for device in ("cpu", "cuda")}
+    for sampler in samplers.values():
+        for i, r in enumerate(requests):
+            sampler.add(i, r, 0)
+    for step in range(5):
+        logits = normal(42, seed=step)
+        places = [len(r.prompt_token_ids) + step for r in requests]
+        got = {device: s.sample(logits.to(device), range(42), places).to_host() for device, s in samplers.items()}
+        for i in range(42):
+            cpu, cuda = got["cpu"][i], got["cuda"][i]
+            assert cpu.token_id == cuda.token_id
+            for s in samplers.values():
+                s.accept(i, cpu.token_id)
+            if cpu.logprob is not None:
+                assert scored(cuda).logprob == pytest.approx(cpu.logprob.logprob, abs=1e-5)
+                assert torch.equal(scored(cuda).token_ids, cpu.logprob.token_ids)
+                assert not scored(cuda).values.is_cuda and not scored(cuda).values.is_pinned()
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])

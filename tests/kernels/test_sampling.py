@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from dsv4lite.kernels import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from dsv4lite.kernels import sampling
 
 INF = math.inf
 KNOWN_BITS = [676146704, 3463462994, 2181951770, 105591155]
@@ -203,10 +204,14 @@ def test_draw_depends_on_stream_and_position() -> None:
 # ------------------------------------------------------------------------------------------------------ batch invariance
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("place", ["cpu", "two threads", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("vocab_size", [61, 4096, 129280])
-def test_rows_have_the_same_bits_alone_and_in_a_batch(vocab_size: int, threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_rows_have_the_same_bits_alone_and_in_a_batch(vocab_size: int, place: str) -> None:
+    torch.set_num_threads(2 if place == "two threads" else 1)
+    device = "cuda" if place == "cuda" else "cpu"
     rows = 64
     logits = torch.randn((rows, vocab_size), generator=seeded()) * 3
     logits[:, ::9] += 12
@@ -215,31 +220,34 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch(vocab_size: int, threads: 
     positions = torch.arange(1000, 1000 + rows, dtype=torch.int32)
     top_k = torch.arange(1, rows + 1).clamp_max(vocab_size).unsqueeze(-1)
     top_p = torch.linspace(0.05, 0.99, rows, dtype=torch.float64).unsqueeze(-1)
+    # Sorting a whole large vocabulary takes long on the CPU; a small nucleus needs none of it.
+    nucleus = top_p * 1e-3 if vocab_size == 129280 else top_p
     counts = torch.randint(3, (rows, vocab_size), generator=seeded(3), dtype=torch.int32)
     column = torch.linspace(0.3, 1.7, rows).unsqueeze(-1)
+    everything = (logits, token_ids, streams, positions, top_k, top_p, nucleus, counts, column)
 
-    def everything(s: slice) -> list[Tensor]:
-        top, best, _ = sampling.argmax_finite(logits[s])
-        scaled = sampling.scale(logits[s], top, column[s])
-        penalised = sampling.penalize(
-            logits[s], counts[s] > 1, counts[s], repetition=column[s], frequency=column[s], presence=column[s]
-        )
+    def results(part: slice) -> list[Tensor]:
+        x, ids, stream, position, k, p, small_p, count, factor = (t[part].to(device) for t in everything)
+        top, best, _ = sampling.argmax_finite(x)
+        scaled = sampling.scale(x, top, factor)
         return [
             best,
             scaled,
-            penalised,
-            sampling.drop_below(scaled, -3 * column[s]),
-            sampling.keep_best(scaled, top_k[s], top_p[s], width=int(top_k[s].max())),
-            sampling.keep_nucleus(scaled, top_p[s]) if vocab_size < 129280 else sampling.keep_nucleus(scaled, top_p[s] * 1e-3),
-            sampling.log_exponential(sampling.random_bits(streams[s], positions[s], vocab_size)),
-            sampling.draw(scaled, streams[s], positions[s]),
-            *sampling.token_logprobs(logits[s], token_ids[s], 5),
+            sampling.penalize(x, count > 1, count, repetition=factor, frequency=factor, presence=factor),
+            sampling.drop_below(scaled, -3 * factor),
+            sampling.keep_best(scaled, k, p, width=int(k.max())),
+            sampling.keep_nucleus(scaled, small_p),
+            sampling.log_exponential(sampling.random_bits(stream, position, vocab_size)),
+            sampling.draw(scaled, stream, position),
+            *sampling.token_logprobs(x, ids, 5),
         ]
 
-    batch = everything(slice(None))
+    batch = results(slice(None))
     for part in [*(slice(i, i + 1) for i in (0, 1, 7, 33, 63)), slice(3, 8)]:
-        for together, alone in zip(batch, everything(part)):
+        for together, alone in zip(batch, results(part)):
             assert torch.equal(together[part], alone)
+    bits = sampling.random_bits(streams.to(device), positions.to(device), vocab_size)
+    assert torch.equal(bits.cpu(), sampling.random_bits(streams, positions, vocab_size))
 
 
 # --------------------------------------------------------------------------------------------------------------- choices
@@ -332,6 +340,19 @@ def test_keep_best_with_p_of_one_keeps_even_the_least_probable() -> None:
     scaled = torch.tensor([[0.0, -80.0, -90.0]])
     got = sampling.keep_best(scaled, torch.tensor([[2]]), torch.tensor([[1.0]], dtype=torch.float64), width=3)
     assert got.isfinite().tolist() == [[True, True, False]]
+
+
+def test_nucleus_ends_where_its_share_is_reached_exactly() -> None:
+    scaled = torch.zeros((1, 4))
+    half = torch.tensor([[0.5]], dtype=torch.float64)
+    for got in (sampling.keep_nucleus(scaled, half), sampling.keep_best(scaled, torch.tensor([[4]]), half, width=4)):
+        assert got.tolist() == [[0.0, 0.0, -INF, -INF]]
+
+
+def test_drop_below_keeps_tokens_on_the_border() -> None:
+    scaled = torch.tensor([[-1.0, 0.0, 0.0, -0.5], [-1.0, 0.0, -90.0, -0.5]])
+    got = sampling.drop_below(scaled, torch.tensor([[0.0], [-INF]]))
+    assert got.tolist() == [[-INF, 0.0, 0.0, -INF], scaled[1].tolist()]
 
 
 def test_scale_stays_in_range_for_extreme_temperatures_and_logits() -> None:
