@@ -1,0 +1,812 @@
+"""Which sequence runs which tokens in the next step, and on which pages. Plain Python, no tensors.
+
+Sequences are served in the order of (priority, arrival): pages are handed out in that order, and taken away from its end.
+
+Released ids may be handed out again at once, though a step in flight still uses them: steps run in the order in which they were
+planned. Hence what a plan uses is released when the next one is made, at the earliest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dsv4lite.engine.pages import (
+    PAGE_TOKENS,
+    WINDOW_PAGE_TOKENS,
+    Checkpoint,
+    Pools,
+    PoolStats,
+    PrefixCache,
+    first_window_page,
+    pages_for,
+)
+from dsv4lite.engine.sequence import NO_SLOT, Sequence, SequenceQueue, State
+from dsv4lite.engine.step import IN_FLIGHT, NO_PAGE, Sampled, SequencePlan, StepPlan
+from dsv4lite.errors import CapacityError, ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.request import FinishReason, Request, SequenceUpdate
+
+if TYPE_CHECKING:
+    from dsv4lite.request import Logprobs
+
+__all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequence", "SequencePlan", "StepPlan", "needs_host"]
+
+
+def needs_host(request: Request) -> bool:
+    """Return whether the host must see each token of a request before the next one can be sampled."""
+    return request.params.structured_outputs is not None or request.params.thinking_budget is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The scheduler's settings; see ``EngineConfig`` for those of the same name.
+
+    Attributes:
+        window: Tokens that sliding-window attention sees, the token itself included.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    window: int
+    prefix_checkpoint_tokens: int = 2048
+    enable_prefix_caching: bool = True
+
+    @property
+    def window_pages(self) -> int:
+        """Most window pages that one run of tokens reads and writes."""
+        return 2 * (1 + -(-self.window // WINDOW_PAGE_TOKENS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot of counts.
+
+    Attributes:
+        num_running: Sequences that hold state.
+        num_waiting: Sequences that hold none yet, or none any more.
+        preemptions: How often a running sequence had to give up its state, so far.
+        prompt_tokens: Tokens of sequences that started, so far; a sequence starts again after it was preempted.
+        cached_tokens: How many of them came from the prefix cache.
+        checkpoints: Prefixes in the cache, unreachable ones of older epochs included.
+    """
+
+    num_running: int
+    num_waiting: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    checkpoints: int
+    grow: PoolStats
+    window: PoolStats
+    slots: PoolStats
+    snapshots: PoolStats
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The sequences of one request and how many of them have not ended."""
+
+    request: Request
+    sequences: list[Sequence]
+    open: int
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A step plan in the making.
+
+    Attributes:
+        room: Tokens that it can still take.
+        borders: Sequences that end on a border, which border, and whether its checkpoint is a lasting one.
+        crowded: Somebody had to give way, so that nobody new may come in.
+    """
+
+    now: float
+    room: int
+    singles: list[SequencePlan] = field(default_factory=list)
+    chunks: list[SequencePlan] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    grow_copies: list[tuple[int, int]] = field(default_factory=list)
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    leaders: list[Sequence] = field(default_factory=list)
+    borders: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    crowded: bool = False
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, recompute preemption, a prefix cache and one step of overlap.
+
+    ``schedule`` makes a plan and ``update`` takes its results, in the same order. One more plan may be made before the results of
+    the last one are there. Not thread-safe.
+
+    Args:
+        limits: Settings.
+        pools: Ids of sequence state; the scheduler is their only user.
+        needs_host: Whether a request's sequences must not be planned while a token of theirs is in flight.
+
+    Raises:
+        CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pools: Pools, *, needs_host: Callable[[Request], bool] = needs_host) -> None:
+        needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
+        for pool, need in needs:
+            if pool.total < need:
+                raise CapacityError(
+                    f"a sequence of max_model_len={limits.max_model_len} tokens takes {need} {pool.name}s; there are {pool.total}",
+                    advice=("lower max_model_len", "give more memory to sequence state"),
+                )
+        self._limits = limits
+        self._pools = pools
+        self._needs_host = needs_host
+        self._cache = PrefixCache(pools)
+        self._groups: dict[str, _Group] = {}
+        self._live: dict[int, Sequence] = {}
+        self._running = SequenceQueue()
+        self._waiting = SequenceQueue()
+        self._retiring: list[Sequence] = []  # their last step is planned
+        self._sliding: list[Sequence] = []  # their last step left window pages behind
+        self._deadlines: list[tuple[float, int, _Group]] = []
+        self._expired: list[SequenceUpdate] = []
+        self._outstanding: deque[StepPlan] = deque()
+        self._num_unforked = 0
+        self._next_seq_id = 0
+        self._next_step = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+
+    # ------------------------------------------------------------------------------------------------- what comes in and out
+
+    def add(self, request: Request) -> None:
+        """Queue the ``n`` sequences of a request.
+
+        Raises:
+            InvalidRequestError: Its id is in use, or it asks for a score of several completions or of a prompt of one token.
+            ContextLengthError: Its prompt leaves no room in ``max_model_len``.
+        """
+        params, prompt_len = request.params, len(request.prompt_token_ids)
+        if request.request_id in self._groups:
+            raise InvalidRequestError(
+                f"request_id={request.request_id!r} is in use; it must be unique among live requests",
+                parameter="request_id",
+                value=request.request_id,
+            )
+        most = self._limits.max_model_len - request.generate
+        if prompt_len > most:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens; max_model_len={self._limits.max_model_len} allows at most {most}",
+                length=prompt_len,
+                limit=most,
+            )
+        least = 1 if request.generate else 2
+        if prompt_len < least:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens; it needs at least {least}", parameter="prompt", value=request.prompt_token_ids
+            )
+        if not request.generate and params.n != 1:
+            raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
+        limit = self._limits.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, prompt_len + params.max_tokens)
+        score_next = None
+        if request.score_from is not None and request.score_from < prompt_len:
+            score_next = request.score_from - 1
+        sequences = []
+        for index in range(params.n):
+            seq = Sequence(
+                seq_id=self._next_seq_id,
+                index=index,
+                request=request,
+                tokens=list(request.prompt_token_ids),
+                prompt_len=prompt_len,
+                last_run=limit - 1 if request.generate else prompt_len - 1,
+                needs_host=self._needs_host(request),
+                order=(request.priority, request.arrival, self._next_seq_id),
+                score_next=score_next if index == 0 else None,
+            )
+            self._next_seq_id += 1
+            self._live[seq.seq_id] = seq
+            sequences.append(seq)
+        group = _Group(request, sequences, len(sequences))
+        self._groups[request.request_id] = group
+        self._waiting.add(sequences[0])
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, group))
+        for seq in sequences[1:]:
+            if prompt_len == 1:  # nothing to share
+                self._waiting.add(seq)
+            else:
+                seq.state = State.UNFORKED
+                sequences[0].unforked.append(seq)
+                self._num_unforked += 1
+
+    def abort(
+        self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None
+    ) -> list[SequenceUpdate]:
+        """End a request, one of its completions, or (``None``) everything, and free the state. What ended already is left alone."""
+        if request_id is None:
+            return [update for group in list(self._groups.values()) for update in self._end_group(group, reason)]
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        if index is None:
+            return self._end_group(group, reason)
+        seq = group.sequences[index]
+        return [] if seq.state is State.ENDED else [self._end(seq, reason)]
+
+    def pop_expired(self) -> list[SequenceUpdate]:
+        """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def preempt_all(self) -> None:
+        """Send all running sequences back to the queue; their state will be computed again. No plan may be outstanding."""
+        assert not self._outstanding, "a step is in flight"
+        self._release_deferred()
+        for seq in reversed(list(self._running)):
+            self._preempt(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """Make cached prefixes unreachable. Running sequences go on, and what they computed so far is not cached any more."""
+        self._cache.bump_epoch()
+
+    def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
+        """Return the sequences of a live request in the order of their index, ended ones included."""
+        return tuple(self._groups[request_id].sequences)
+
+    def has_work(self) -> bool:
+        """Return whether any sequence has not ended."""
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold state on the device."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a place."""
+        return len(self._waiting) + self._num_unforked
+
+    def stats(self) -> SchedulerStats:
+        """Return the present counts."""
+        pools = self._pools
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            checkpoints=len(self._cache),
+            grow=pools.grow.stats(),
+            window=pools.window.stats(),
+            slots=pools.slots.stats(),
+            snapshots=pools.snapshots.stats(),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- making a plan
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step.
+
+        Args:
+            now: ``time.monotonic()``; requests whose deadline is not later end here, see ``pop_expired``.
+
+        Returns:
+            The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
+        """
+        assert len(self._outstanding) < 2, "update() of the plan before the last one is missing"
+        self._expire(now)
+        self._release_deferred()
+        draft = _Draft(now, self._limits.max_num_batched_tokens)
+        self._plan_running(draft)
+        # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
+        for leader in draft.leaders:
+            self._fork(leader, draft)
+        if not draft.crowded:
+            self._admit(draft)
+        if not draft.singles and not draft.chunks:
+            return None
+        self._capture_checkpoints(draft)
+        plan = StepPlan(
+            step=self._next_step,
+            sequences=(*draft.singles, *draft.chunks),
+            resets=tuple(draft.resets),
+            restores=tuple(draft.restores),
+            grow_copies=tuple(draft.grow_copies),
+            window_copies=tuple(draft.window_copies),
+            slot_copies=tuple(draft.slot_copies),
+            saves=tuple(draft.saves),
+        )
+        self._next_step += 1
+        self._outstanding.append(plan)
+        return plan
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].open):
+            group = heapq.heappop(self._deadlines)[2]
+            self._expired += self._end_group(group, "deadline")
+
+    def _release_deferred(self) -> None:
+        """Release what only the plan made last still needed."""
+        for seq in self._retiring:
+            if seq.state is State.RUNNING:
+                self._running.remove(seq)
+                self._release(seq)
+                seq.state = State.RETIRED
+        self._retiring.clear()
+        for seq in self._sliding:
+            if seq.state is State.RUNNING:
+                self._slide(seq)
+        self._sliding.clear()
+
+    def _plan_running(self, draft: _Draft) -> None:
+        """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
+        running = self._running.items
+        singles = sum(
+            len(seq.tokens) + seq.in_flight - seq.num_computed == 1 and not (seq.in_flight and seq.needs_host) for seq in running
+        )
+        prefill_room = max(0, draft.room - singles)
+        i = 0
+        while i < len(running) and draft.room:  # those behind i may be preempted on the way
+            seq = running[i]
+            i += 1
+            if seq.in_flight and seq.needs_host:
+                continue
+            start = seq.num_computed
+            if len(seq.tokens) + seq.in_flight - start == 1:
+                end = start + 1
+                if end < seq.quiet_until:
+                    self._plan_quiet(seq, draft)
+                    continue
+            elif prefill_room:
+                end = self._chunk_end(seq, min(prefill_room, draft.room))
+                prefill_room -= end - start
+            else:
+                continue
+            while not (fits := self._extend(seq, end)) and running[-1] is not seq:
+                draft.crowded = True
+                self._preempt(running[-1])
+            if fits:
+                self._plan(seq, end, draft)
+            else:  # everybody else comes first; it keeps what it has until somebody needs that
+                draft.crowded = True
+
+    def _chunk_end(self, seq: Sequence, room: int) -> int:
+        """Return where the next prefill chunk of at most ``room`` tokens ends, so that checkpoints come to lie on borders."""
+        start = seq.num_computed
+        to_run = seq.prompt_len - 1 if seq.unforked else seq.num_to_run
+        end = min(start + room, to_run)
+        if not self._limits.enable_prefix_caching:
+            return end
+        due = seq.kept_border + self._limits.prefix_checkpoint_tokens
+        if start < seq.prompt_border < end:
+            end = seq.prompt_border
+        if due <= end:
+            return due
+        if end == start + room < to_run and end + room > due:
+            # Another chunk like this one would be cut at ``due``; a border before it serves as well, and leaves no small chunk.
+            aligned = end // PAGE_TOKENS * PAGE_TOKENS
+            end = aligned if aligned > start else end
+        return end
+
+    def _plan_quiet(self, seq: Sequence, draft: _Draft) -> None:
+        """Do what ``_plan`` does for a single token that concerns nothing but the token."""
+        assert seq.page_tuple is not None and seq.window_tuple is not None
+        start = seq.num_computed
+        draft.singles.append(
+            SequencePlan(
+                seq_id=seq.seq_id,
+                slot=seq.slot,
+                start=start,
+                token_ids=(IN_FLIGHT if seq.in_flight else seq.tokens[start],),
+                pages=seq.page_tuple,
+                window_first=seq.window_first,
+                window_pages=seq.window_tuple,
+                sample=True,
+            )
+        )
+        draft.room -= 1
+        seq.num_computed = start + 1
+        seq.in_flight += 1
+
+    def _plan(self, seq: Sequence, end: int, draft: _Draft) -> None:
+        """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it, into the draft."""
+        start, tokens, window = seq.num_computed, seq.tokens, self._limits.window
+        sample = end == len(tokens) + seq.in_flight and seq.request.generate
+        score = None
+        if seq.score_next is not None and seq.score_next < end:
+            assert start <= seq.score_next
+            score = (seq.score_next, min(end, seq.prompt_len - 1))
+            seq.score_next = score[1] if score[1] < seq.prompt_len - 1 else None
+        if seq.page_tuple is None:
+            seq.page_tuple = tuple(seq.pages)
+        if seq.window_tuple is None:
+            seq.window_tuple = tuple(seq.window)
+        num_pages = pages_for(end)
+        plan = SequencePlan(
+            seq_id=seq.seq_id,
+            slot=seq.slot,
+            start=start,
+            token_ids=tuple(tokens[start:end]) if end <= len(tokens) else (IN_FLIGHT,),
+            pages=seq.page_tuple if num_pages == len(seq.page_tuple) else seq.page_tuple[:num_pages],
+            window_first=seq.window_first,
+            window_pages=seq.window_tuple,
+            sample=sample,
+            score=score,
+        )
+        (draft.singles if end - start == 1 else draft.chunks).append(plan)
+        draft.room -= end - start
+        seq.num_computed = end
+        seq.in_flight += sample
+        if sample and seq.unforked:
+            draft.leaders.append(seq)
+        if end == seq.last_run:
+            self._retiring.append(seq)
+        slides_at = (seq.window_first + 1) * WINDOW_PAGE_TOKENS + window - 1
+        if end >= slides_at:
+            self._sliding.append(seq)
+        if end % PAGE_TOKENS == 0 and self._limits.enable_prefix_caching:
+            due = seq.kept_border + self._limits.prefix_checkpoint_tokens
+            lasting = end == seq.prompt_border or 2 * end - start > due
+            draft.borders.append((seq, end, lasting))
+            if lasting:
+                seq.kept_border = end
+        next_page = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
+        seq.quiet_until = min(next_page, slides_at, seq.last_run) if sample else 0
+
+    def _fork(self, leader: Sequence, draft: _Draft) -> None:
+        """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
+        children, leader.unforked = leader.unforked, []
+        self._num_unforked -= len(children)
+        shared = leader.prompt_len - 1
+        full_pages, partly_page = divmod(shared, PAGE_TOKENS)
+        first = first_window_page(shared, self._limits.window)
+        full_window, partly_window = divmod(shared, WINDOW_PAGE_TOKENS)
+        assert leader.window_first == first and leader.chain is not None
+        for child in children:
+            child.pages = leader.pages[:full_pages]
+            child.window = leader.window[: full_window - first]
+            child.window_first = first
+            child.num_computed = shared
+            self._pools.grow.share(child.pages)
+            self._pools.window.share(child.window)
+            if len(self._running) >= self._limits.max_num_seqs or not self._extend(child, shared + 1) or not self._take_slot(child):
+                self._release(child)
+                self._enqueue(child)
+                continue
+            if partly_page:
+                draft.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
+            if partly_window:
+                draft.window_copies.append((leader.window[full_window - first], child.window[full_window - first]))
+            draft.slot_copies.append((leader.slot, child.slot))
+            child.chain = leader.chain.fork(child.tokens)
+            child.kept_border = leader.prompt_border
+            child.started = draft.now
+            self._run(child)
+            if draft.room:
+                self._plan(child, shared + 1, draft)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Start waiting sequences, strictly in order, while there is room for them."""
+        waiting = self._waiting.items
+        while waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
+            seq = waiting[0]
+            if seq.in_flight or not self._take_slot(seq):
+                return
+            checkpoint = self._attach_prefix(seq)
+            end = seq.num_computed + 1 if len(seq.tokens) - seq.num_computed == 1 else self._chunk_end(seq, draft.room)
+            # All grow pages of the known tokens are taken at once: sequences in prefill do not end up fighting for them.
+            if not self._leaves_headroom(seq) or not self._extend(seq, end, reserve=seq.num_to_run):
+                self._release(seq)
+                return
+            if checkpoint is None:
+                draft.resets.append(seq.slot)
+            else:
+                draft.restores.append((checkpoint.snapshot, seq.slot))
+            if seq.started is None:
+                seq.started = draft.now
+                seq.cached_tokens = seq.num_computed
+            self._prompt_tokens += len(seq.tokens)
+            self._cached_tokens += seq.num_computed
+            self._waiting.remove(seq)
+            self._run(seq)
+            self._plan(seq, end, draft)
+            if draft.leaders and draft.leaders[-1] is seq:
+                self._fork(seq, draft)
+
+    def _attach_prefix(self, seq: Sequence) -> Checkpoint | None:
+        """Begin a sequence with the longest cached prefix that leaves it something to run and to score."""
+        if seq.chain is None or seq.chain.epoch != self._cache.epoch:
+            seq.chain = self._cache.chain(seq.tokens, seq.request.cache_salt)
+        most = seq.num_to_run - 1
+        if seq.request.params.return_routed_experts:
+            return None  # they are only known for tokens that run
+        checkpoint = self._cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
+        if checkpoint is None:
+            return None
+        # The border is one of window pages too: what follows goes to new pages, and shared ones are never written again.
+        assert checkpoint.num_tokens % WINDOW_PAGE_TOKENS == 0
+        seq.num_computed = seq.kept_border = checkpoint.num_tokens
+        seq.pages = list(checkpoint.grow)
+        seq.window = list(checkpoint.window)
+        seq.window_first = first_window_page(checkpoint.num_tokens, self._limits.window)
+        self._pools.grow.share(seq.pages)
+        self._pools.window.share(seq.window)
+        return checkpoint
+
+    def _leaves_headroom(self, seq: Sequence) -> bool:
+        """Return whether starting a sequence leaves 1 % of the pages to those that run, lest they preempt it right away."""
+        headroom = self._pools.grow.total // 100 if len(self._running) else 0
+        return self._pools.grow.num_available - (pages_for(seq.num_to_run) - len(seq.pages)) >= headroom
+
+    def _capture_checkpoints(self, draft: _Draft) -> None:
+        """Turn the borders of a draft into checkpoints, which the next plan may use: by then they are written."""
+        captured = []
+        for seq, border, lasting in draft.borders:
+            assert seq.chain is not None
+            if seq.chain.epoch != self._cache.epoch:
+                continue
+            if seq.rolling is not None:
+                self._cache.discard(seq.chain, seq.rolling)
+                seq.rolling = None
+            if border <= len(seq.tokens) and self._cache.contains(seq.chain, border):
+                continue
+            first = first_window_page(border, self._limits.window)
+            window = seq.window[first - seq.window_first :]
+            assert NO_PAGE not in window
+            checkpoint = self._cache.capture(num_tokens=border, grow=seq.pages[: border // PAGE_TOKENS], window=window)
+            if checkpoint is not None:
+                draft.saves.append((seq.slot, checkpoint.snapshot))
+                seq.pending = (checkpoint, lasting)
+                captured.append(seq)
+        # Inserting only now keeps a snapshot of this draft from being evicted, and saved to twice, within it.
+        for seq in captured:
+            self._insert_pending(seq)
+
+    def _insert_pending(self, seq: Sequence) -> None:
+        """Cache a captured checkpoint if all its tokens are known."""
+        if seq.pending is not None and seq.pending[0].num_tokens <= len(seq.tokens):
+            assert seq.chain is not None
+            checkpoint, lasting = seq.pending
+            seq.pending = None
+            if self._cache.insert(seq.chain, checkpoint) and not lasting:
+                seq.rolling = checkpoint
+
+    # ------------------------------------------------------------------------------------------------------- taking results
+
+    def update(
+        self,
+        plan: StepPlan,
+        results: Mapping[int, Sampled],
+        *,
+        scores: Mapping[int, Logprobs] | None = None,
+        weight_version: int = 0,
+    ) -> list[SequenceUpdate]:
+        """Take the results of the oldest outstanding plan.
+
+        Args:
+            plan: That plan.
+            results: By sequence id, for every sequence that sampled; for others only to report an error.
+            scores: By sequence id, for every sequence with a ``score`` range.
+            weight_version: Of the weights that the plan ran with.
+
+        Returns:
+            News of the sequences in the order of the plan. Results of sequences that ended in between are dropped.
+        """
+        assert self._outstanding and self._outstanding[0] is plan, "plans must be updated in the order in which they were made"
+        self._outstanding.popleft()
+        updates = []
+        for part in plan.sequences:
+            seq = self._live.get(part.seq_id)
+            if seq is None:
+                continue
+            seq.in_flight -= part.sample
+            sampled = results[part.seq_id] if part.sample else results.get(part.seq_id)
+            score = scores[part.seq_id] if scores is not None and part.score is not None else None
+            if sampled is not None and sampled.error is not None:
+                if seq.chain is not None:
+                    self._cache.forget(seq.chain)
+                self._close(seq)
+                updates.append(self._report(seq, finish_reason="error", error=sampled.error, weight_version=weight_version))
+            elif sampled is not None:
+                updates.append(self._append(seq, sampled, score, weight_version))
+            elif part.end == seq.last_run:
+                self._close(seq)
+                updates.append(self._report(seq, finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
+            elif score is not None:
+                updates.append(self._report(seq, prompt_logprobs=score, weight_version=weight_version))
+        return updates
+
+    def _append(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
+        """Add a token to a sequence, and end it if that is the last one."""
+        token, params = sampled.token_id, seq.request.params
+        seq.tokens.append(token)
+        if seq.pending is not None:
+            self._insert_pending(seq)
+        finish: FinishReason | None = None
+        stop: int | None = None
+        if len(seq.tokens) - seq.prompt_len > params.min_tokens:
+            if token == seq.request.eos_token_id and not params.ignore_eos:
+                finish = "stop"
+            elif token in params.stop_token_ids:
+                finish, stop = "stop", token
+        if finish is None and len(seq.tokens) > seq.last_run:
+            finish = "length"
+        if finish is not None:
+            self._close(seq)
+        return SequenceUpdate(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            token_ids=(token,),
+            logprobs=() if sampled.logprob is None else (sampled.logprob,),
+            prompt_logprobs=score,
+            finish_reason=finish,
+            stop_reason=stop,
+            cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
+            started=seq.started or 0.0,
+            weight_version=weight_version,
+        )
+
+    def _report(
+        self,
+        seq: Sequence,
+        *,
+        prompt_logprobs: Logprobs | None = None,
+        finish_reason: FinishReason | None = None,
+        error: DSV4LiteError | None = None,
+        weight_version: int = 0,
+    ) -> SequenceUpdate:
+        """Return news of a sequence other than a token."""
+        return SequenceUpdate(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=seq.report_cached_tokens(),
+            started=seq.started or 0.0,
+            weight_version=weight_version,
+            error=error,
+        )
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> SequenceUpdate:
+        self._close(seq)
+        return self._report(seq, finish_reason=reason)
+
+    def _end_group(self, group: _Group, reason: FinishReason) -> list[SequenceUpdate]:
+        return [self._end(seq, reason) for seq in group.sequences if seq.state is not State.ENDED]
+
+    def _close(self, seq: Sequence) -> None:
+        """Take a sequence out of everything; completions that wait for its prefill must do their own."""
+        group = self._groups[seq.request.request_id]
+        if seq.state is State.RUNNING:
+            self._running.remove(seq)
+            self._release(seq)
+        elif seq.state is State.WAITING:
+            self._waiting.remove(seq)
+        elif seq.state is State.UNFORKED:
+            group.sequences[0].unforked.remove(seq)
+            self._num_unforked -= 1
+        for child in seq.unforked:
+            self._enqueue(child)
+        self._num_unforked -= len(seq.unforked)
+        seq.unforked = []
+        if seq.pending is not None:
+            self._cache.drop(seq.pending[0])
+            seq.pending = None
+        seq.state = State.ENDED
+        del self._live[seq.seq_id]
+        group.open -= 1
+        if not group.open:
+            del self._groups[seq.request.request_id]
+
+    # ---------------------------------------------------------------------------------------------------- pages and places
+
+    def _extend(self, seq: Sequence, end: int, *, reserve: int = 0) -> bool:
+        """Get the pages for the run ``[num_computed, end)``, and grow pages for ``reserve`` tokens; keep what could be had."""
+        missing = pages_for(max(end, reserve)) - len(seq.pages)
+        if missing > 0:
+            pages = self._cache.allocate(self._pools.grow, missing)
+            if pages is None:
+                return False
+            seq.pages += pages
+            seq.page_tuple = None
+        known_end = seq.window_first + len(seq.window)
+        first = max(known_end, max(seq.num_computed, end - self._limits.window) // WINDOW_PAGE_TOKENS)
+        missing = (end - 1) // WINDOW_PAGE_TOKENS + 1 - first
+        if missing > 0:
+            pages = self._cache.allocate(self._pools.window, missing)
+            if pages is None:
+                return False
+            if not seq.window:
+                seq.window_first = first
+            else:
+                seq.window += [NO_PAGE] * (first - known_end)
+            seq.window += pages
+            seq.window_tuple = None
+        return True
+
+    def _slide(self, seq: Sequence) -> None:
+        """Release the window pages that the next token does not attend to."""
+        first = first_window_page(seq.num_computed, self._limits.window)
+        gone = seq.window[: first - seq.window_first]
+        del seq.window[: first - seq.window_first]
+        seq.window_first = first
+        seq.window_tuple = None
+        self._pools.window.release(page for page in gone if page != NO_PAGE)
+
+    def _take_slot(self, seq: Sequence) -> bool:
+        slots = self._pools.slots.allocate(1)
+        if slots is not None:
+            seq.slot = slots[0]
+        return slots is not None
+
+    def _release(self, seq: Sequence) -> None:
+        """Give back all state of a sequence; it would have to start from its first token."""
+        self._pools.grow.release(seq.pages)
+        self._pools.window.release(page for page in seq.window if page != NO_PAGE)
+        if seq.slot != NO_SLOT:
+            self._pools.slots.release((seq.slot,))
+        seq.slot = NO_SLOT
+        seq.pages, seq.page_tuple = [], None
+        seq.window, seq.window_tuple, seq.window_first = [], None, 0
+        seq.num_computed = seq.kept_border = seq.quiet_until = 0
+        seq.rolling = None
+
+    def _run(self, seq: Sequence) -> None:
+        seq.state = State.RUNNING
+        self._running.add(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.state = State.WAITING
+        self._waiting.add(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's state away. A token of its own that is in flight still arrives, before it can start again."""
+        assert seq.pending is None
+        self._running.remove(seq)
+        self._release(seq)
+        self._enqueue(seq)
+        self._preemptions += 1
+
+    # ------------------------------------------------------------------------------------------------------------- integrity
+
+    def check(self) -> None:
+        """Assert that every id is free, or held or cached by exactly those who think so, and every sequence in its one place."""
+        running, pools = self._running.items, self._pools
+        pins = [seq.pending[0] for seq in running if seq.pending is not None]
+        pins += self._cache.checkpoints()
+        pools.grow.check(Counter(i for s in running for i in s.pages), Counter(i for c in pins for i in c.grow))
+        pools.window.check(
+            Counter(i for s in running for i in s.window if i != NO_PAGE), Counter(i for c in pins for i in c.window)
+        )
+        pools.slots.check(Counter(s.slot for s in running), Counter())
+        pools.snapshots.check(Counter(), Counter(c.snapshot for c in pins))
+        unforked = [child for seq in self._live.values() for child in seq.unforked]
+        retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
+        assert len(unforked) == self._num_unforked
+        for members, state in (
+            (running, State.RUNNING),
+            (self._waiting.items, State.WAITING),
+            (unforked, State.UNFORKED),
+            (retired, State.RETIRED),
+        ):
+            for seq in members:
+                assert seq.state is state and self._live.get(seq.seq_id) is seq, f"sequence {seq.seq_id} is not {state.name}"
+        places = Counter(seq.seq_id for members in (running, self._waiting.items, unforked, retired) for seq in members)
+        assert places == Counter(self._live.keys()), "a sequence is lost or in two places"
+        for queue in (running, self._waiting.items):
+            assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
+        for seq in self._live.values():
+            assert 0 <= seq.in_flight <= len(self._outstanding), f"sequence {seq.seq_id} has {seq.in_flight} tokens in flight"
+        assert len(running) <= self._limits.max_num_seqs
+        alive = Counter(seq.request.request_id for seq in self._live.values())
+        assert alive == Counter({request_id: group.open for request_id, group in self._groups.items()}), "a request is lost"

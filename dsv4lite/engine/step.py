@@ -1,0 +1,98 @@
+"""What the scheduler tells the device to do in one step, and what it hears back. Frozen, picklable, plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4lite.errors import DSV4LiteError
+from dsv4lite.request import TokenLogprob
+
+IN_FLIGHT = -1
+"""Stands in a plan for the token that the previous step sampled for this sequence and that is still on the device."""
+NO_PAGE = -1
+"""Stands in ``window_pages`` for a page that is neither read nor written."""
+
+Copies = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePlan:
+    """A run of tokens of one sequence: positions ``[start, end)``.
+
+    It reads the grow pages, the window rows ``[max(0, start - window + 1), start)`` and the carry in its slot. It writes what its
+    tokens add to the grow pages, the window rows ``[max(start, end - window), end)``, and the carry.
+
+    Attributes:
+        seq_id: Unique in the scheduler's life.
+        slot: Where its carry is.
+        start: Position of the first token.
+        token_ids: The tokens; ``IN_FLIGHT`` only as the single token of a run.
+        pages: Grow pages of the positions ``[0, end)`` in logical order. The same tuple object until a page is added.
+        window_first: Logical number of the first page of ``window_pages``.
+        window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long run leaves.
+        sample: Whether a token is sampled from the last position.
+        score: Absolute positions ``[a, b)`` of this run for which the log-probability of the *next* prompt token is wanted.
+    """
+
+    seq_id: int
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    pages: tuple[int, ...]
+    window_first: int
+    window_pages: tuple[int, ...]
+    sample: bool
+    score: tuple[int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. Order: resets, restores, copies, then all sequences at once, then saves.
+
+    Plans must run in the order in which they were made; a plan may reuse ids that the one before still reads. Within a plan no id
+    is written by two parties, and none that a sequence writes is read by another.
+
+    Attributes:
+        step: Counts plans.
+        sequences: Those of one token first.
+        resets: Slots whose carry starts empty.
+        restores: ``(snapshot, slot)``.
+        grow_copies: ``(from, to)`` grow pages; like the other copies, of a forked sequence.
+        window_copies: ``(from, to)`` window pages.
+        slot_copies: ``(from, to)`` slots.
+        saves: ``(slot, snapshot)``, after the sequences.
+    """
+
+    step: int
+    sequences: tuple[SequencePlan, ...]
+    resets: tuple[int, ...] = ()
+    restores: Copies = ()
+    grow_copies: Copies = ()
+    window_copies: Copies = ()
+    slot_copies: Copies = ()
+    saves: Copies = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """What a step sampled for one sequence.
+
+    Attributes:
+        token_id: The token; meaningless with ``error``.
+        logprob: Its log-probability, if asked for.
+        error: Why the sequence cannot go on.
+    """
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: DSV4LiteError | None = None

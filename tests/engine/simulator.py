@@ -1,0 +1,333 @@
+"""A device that executes step plans on hashes instead of tensors, and that notices every wrong read.
+
+Each state row is a pair of hashes: of all tokens up to its position, and of the same with the weight epoch and the cache salt that
+each token ran with. A sequence that reads a row of another prefix, position, epoch or salt, a stale one, or one never written,
+fails.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
+from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan, needs_host
+from dsv4lite.errors import RequestFailedError
+from dsv4lite.request import Request, SamplingParams, SequenceUpdate
+
+EOS = 0
+VOCAB = 48
+Row = tuple[int, int]
+EMPTY: Row = (0, 0)
+
+
+def next_token(prefix: int, request: Request, index: int, num_generated: int) -> int:
+    """The fake model: a function of tokens, seed and completion index; end and stop ids come only after min_tokens."""
+    params = request.params
+    token = hash((prefix, params.seed or 0, index)) % VOCAB
+    if num_generated < params.min_tokens and (token == EOS or token in params.stop_token_ids):
+        return VOCAB
+    return token
+
+
+def run_alone(request: Request, index: int, max_model_len: int) -> tuple[tuple[int, ...], str, int | None]:
+    """Return tokens, finish reason and stop reason that a request must get, whatever it shares the device with."""
+    params, out, prefix = request.params, [], 0
+    for token in request.prompt_token_ids:
+        prefix = hash((prefix, token))
+    while True:
+        token = next_token(prefix, request, index, len(out))
+        prefix = hash((prefix, token))
+        out.append(token)
+        if len(out) > params.min_tokens:
+            if token == EOS and not params.ignore_eos:
+                return tuple(out), "stop", None
+            if token in params.stop_token_ids:
+                return tuple(out), "stop", token
+        if len(out) == params.max_tokens or len(out) + len(request.prompt_token_ids) == max_model_len:
+            return tuple(out), "length", None
+
+
+@dataclass
+class Truth:
+    """What the device knows of a sequence."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    fails_at: int | None = None
+    sampled_in: int = -1
+    scored: list[int] = field(default_factory=list)
+
+
+class Device:
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.epoch = 0
+        self.truths: dict[int, Truth] = {}
+        self.next_step = 0
+        self.grow: dict[int, list[Row | None]] = {}
+        self.window_rows: dict[int, list[Row | None]] = {}
+        self.carry: dict[int, Row] = {}
+        self.snapshots: dict[int, Row] = {}
+        self.owner: dict[int, int | None] = {}
+        self.rows: dict[int, list[Row] | None] = {}  # by slot: what the sequence there must find; None: a restored prefix
+        self.memo: dict[tuple[int, int, int, str | None], Row] = {}
+
+    def run(self, row: Row, token: int, salt: str | None) -> Row:
+        key = (row[1], token, self.epoch, salt)
+        if key not in self.memo:
+            self.memo[key] = (hash((row[0], token)), hash(key))
+        return self.memo[key]
+
+    def execute(self, plan: StepPlan) -> dict[int, Sampled]:
+        assert plan.step % 16 or pickle.loads(pickle.dumps(plan)) == plan
+        assert plan.step == self.next_step
+        self.next_step += 1
+        lens = [len(part.token_ids) for part in plan.sequences]
+        assert sorted(lens, key=lambda n: n > 1) == lens and plan.num_tokens == sum(lens)
+        self.prepare(plan)
+        self.check_exclusive(plan)
+        for part in plan.sequences:
+            self.check_reads(part)
+        results = {}
+        for part in plan.sequences:
+            sampled = self.write(plan.step, part)
+            if sampled is not None:
+                results[part.seq_id] = sampled
+        for slot, snapshot in plan.saves:
+            self.snapshots[snapshot] = self.carry[slot]
+        return results
+
+    def prepare(self, plan: StepPlan) -> None:
+        for slot in plan.resets:
+            self.carry[slot], self.rows[slot], self.owner[slot] = EMPTY, [], None
+        for snapshot, slot in plan.restores:
+            self.carry[slot], self.rows[slot], self.owner[slot] = self.snapshots[snapshot], None, None
+        for src, dst in plan.slot_copies:
+            if self.rows[src] is None:
+                leader = next(self.truths[p.seq_id] for p in plan.sequences if p.slot == src)
+                self.rows[src] = self.pure(leader, next(p.start for p in plan.sequences if p.slot == src))
+            self.carry[dst], self.rows[dst], self.owner[dst] = self.carry[src], list(self.rows[src]), None
+        for src, dst in plan.grow_copies:
+            self.grow[dst] = list(self.grow[src])
+        for src, dst in plan.window_copies:
+            self.window_rows[dst] = list(self.window_rows[src])
+
+    def check_exclusive(self, plan: StepPlan) -> None:
+        fresh = [*plan.resets, *(slot for _, slot in plan.restores), *(slot for _, slot in plan.slot_copies)]
+        targets = (fresh, [d for _, d in plan.grow_copies], [d for _, d in plan.window_copies], [d for _, d in plan.saves])
+        for ids in (*targets, [p.slot for p in plan.sequences], [p.seq_id for p in plan.sequences]):
+            assert len(set(ids)) == len(ids), "something is written twice in one step"
+        listed = Counter(page for part in plan.sequences for page in part.pages)
+        listed_window = Counter(page for part in plan.sequences for page in part.window_pages)
+        for part in plan.sequences:
+            for page in part.pages[part.start // PAGE_TOKENS :]:
+                assert listed[page] == 1, f"grow page {page} is written by one and used by another"
+            first = max(part.start, part.end - self.window) // WINDOW_PAGE_TOKENS
+            for page in part.window_pages[first - part.window_first :]:
+                assert listed_window[page] == 1, f"window page {page} is written by one and used by another"
+
+    def pure(self, truth: Truth, length: int) -> list[Row]:
+        """Rows of a prefix that ran in this epoch from its first token on."""
+        rows, row = [], EMPTY
+        for token in truth.tokens[:length]:
+            row = self.run(row, token, truth.request.cache_salt)
+            rows.append(row)
+        return rows
+
+    def check_reads(self, part: SequencePlan) -> None:
+        truth, start, end = self.truths[part.seq_id], part.start, part.end
+        if part.token_ids == (-1,):
+            assert truth.sampled_in == self.next_step - 2 and start == len(truth.tokens) - 1
+        else:
+            assert list(part.token_ids) == truth.tokens[start:end] and part.token_ids
+        if self.owner[part.slot] is None:
+            self.owner[part.slot] = part.seq_id
+        assert self.owner[part.slot] == part.seq_id, "the slot is another sequence's"
+        if self.rows[part.slot] is None:
+            self.rows[part.slot] = self.pure(truth, start)
+        rows = self.rows[part.slot]
+        assert len(rows) == start, "a run does not begin where the last one ended"
+        assert self.carry[part.slot] == (rows[-1] if rows else EMPTY)
+        assert len(part.pages) == len(set(part.pages)) == -(-end // PAGE_TOKENS) and min(part.pages) >= 0
+        for first in range(0, start, PAGE_TOKENS):
+            want = rows[first : first + PAGE_TOKENS]
+            assert self.grow[part.pages[first // PAGE_TOKENS]][: len(want)] == want, f"wrong rows in [{first}, {start})"
+        read = range(max(0, start - self.window + 1), start)
+        write = range(max(start, end - self.window), end)
+        assert part.window_first + len(part.window_pages) == (end - 1) // WINDOW_PAGE_TOKENS + 1
+        used = {p // WINDOW_PAGE_TOKENS for span in (read, write) for p in span}
+        assert part.window_first == min(used)
+        for logical, page in enumerate(part.window_pages, part.window_first):
+            assert (page >= 0) == (logical in used), f"window page {logical}"
+            lo = max(read.start, logical * WINDOW_PAGE_TOKENS)
+            hi = min(read.stop, (logical + 1) * WINDOW_PAGE_TOKENS)
+            if lo < hi:
+                at = lo - logical * WINDOW_PAGE_TOKENS
+                assert self.window_rows[page][at : at + hi - lo] == rows[lo:hi], f"wrong window rows in [{lo}, {hi})"
+
+    def write(self, step: int, part: SequencePlan) -> Sampled | None:
+        truth, start, end = self.truths[part.seq_id], part.start, part.end
+        rows = self.rows[part.slot]
+        row = self.carry[part.slot]
+        for token in truth.tokens[start:end]:
+            row = self.run(row, token, truth.request.cache_salt)
+            rows.append(row)
+        self.carry[part.slot] = row
+        for first in range(start - start % PAGE_TOKENS, end, PAGE_TOKENS):
+            page = self.grow.setdefault(part.pages[first // PAGE_TOKENS], [None] * PAGE_TOKENS)
+            lo, hi = max(start, first), min(end, first + PAGE_TOKENS)
+            page[lo - first : hi - first] = rows[lo:hi]
+        for position in range(max(start, end - self.window), end):
+            page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
+            page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
+            page[position % WINDOW_PAGE_TOKENS] = rows[position]
+        if part.score is not None:
+            assert start <= part.score[0] < part.score[1] <= end
+            truth.scored += range(*part.score)
+        if not part.sample:
+            assert end < len(truth.tokens), "the last known token ran and nothing was sampled"
+            return None
+        assert end == len(truth.tokens) and truth.request.generate
+        generated = end - len(truth.request.prompt_token_ids)
+        token = next_token(row[0], truth.request, truth.index, generated)
+        truth.tokens.append(token)
+        truth.sampled_in = step
+        failed = truth.fails_at is not None and generated >= truth.fails_at
+        return Sampled(token_id=token, error=RequestFailedError("the logits are not finite") if failed else None)
+
+
+class Harness:
+    """Scheduler and device together, with the books that a user of the scheduler would keep."""
+
+    def __init__(self, limits: SchedulerLimits, pools: Pools, *, overlap: bool = True) -> None:
+        self.limits, self.pools, self.overlap = limits, pools, overlap
+        self.scheduler = Scheduler(limits, pools)
+        self.device = Device(limits.window)
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], SequenceUpdate] = {}
+        self.cached: dict[tuple[str, int], int] = {}
+        self.outstanding: list[tuple[StepPlan, dict[int, Sampled]]] = []
+        self.plans: list[StepPlan] = []
+
+    def add(self, request: Request, *, fails_at: int | None = None) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        for seq in self.scheduler.sequences_of(request.request_id):
+            self.device.truths[seq.seq_id] = Truth(request, seq.index, list(request.prompt_token_ids), fails_at)
+            self.outputs[request.request_id, seq.index] = []
+
+    def take(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            key = (update.request_id, update.index)
+            assert key not in self.ends, "news of a sequence that has ended"
+            self.outputs[key] += update.token_ids
+            assert not (update.cached_tokens and self.cached.get(key)), "cached tokens are reported twice"
+            self.cached[key] = self.cached.get(key, 0) + update.cached_tokens
+            if update.finish_reason is not None:
+                self.ends[key] = update
+            else:
+                assert update.token_ids
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        self.take(self.scheduler.pop_expired())
+        for key in self.outputs.keys() - self.ends.keys():
+            deadline = self.requests[key[0]].deadline
+            assert deadline is None or deadline > self.now, "a deadline was missed"
+        if plan is not None:
+            self.plans.append(plan)
+            for part in plan.sequences:
+                request = self.device.truths[part.seq_id].request
+                assert not (part.token_ids == (-1,) and needs_host(request))
+                if request.params.max_tokens is not None:
+                    assert part.end < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
+                assert part.end < self.limits.max_model_len
+            assert plan.num_tokens <= self.limits.max_num_batched_tokens
+            self.outstanding.append((plan, self.device.execute(plan)))
+        return plan
+
+    def settle(self) -> None:
+        plan, results = self.outstanding.pop(0)
+        self.take(self.scheduler.update(plan, results))
+
+    def step(self) -> StepPlan | None:
+        idle = not self.outstanding
+        plan = self.plan()
+        assert plan or not idle or not self.scheduler.has_work(), "stuck"
+        if self.outstanding and (plan is None or not self.overlap or len(self.outstanding) == 2):
+            self.settle()
+        self.scheduler.check()
+        return plan
+
+    def abort(self, request_id: str | None, index: int | None = None) -> None:
+        self.take(self.scheduler.abort(request_id, index=index))
+        self.scheduler.check()
+
+    def bump(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.device.epoch += 1
+
+    def drain(self) -> None:
+        for _ in range(100_000):
+            if not self.scheduler.has_work() and not self.outstanding:
+                break
+            self.step()
+        self.step()
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Everybody ended once and rightly, and all ids are back."""
+        assert self.ends.keys() == self.outputs.keys()
+        for (request_id, index), end in self.ends.items():
+            request, tokens = self.requests[request_id], tuple(self.outputs[request_id, index])
+            if not request.generate:
+                assert end.finish_reason in ("stop", "abort", "deadline") and not tokens
+                continue
+            want, reason, stop = run_alone(request, index, self.limits.max_model_len)
+            if end.finish_reason in ("stop", "length"):
+                assert (tokens, end.finish_reason, end.stop_reason) == (want, reason, stop)
+            else:
+                assert tokens == want[: len(tokens)] and (end.error is not None) == (end.finish_reason == "error")
+        for truth in self.device.truths.values():
+            request = truth.request
+            wanted: list[int] = []
+            if truth.index == 0 and request.score_from is not None:
+                wanted = list(range(request.score_from - 1, len(request.prompt_token_ids) - 1))
+            whole = self.ends[request.request_id, truth.index].finish_reason in ("stop", "length")
+            assert truth.scored == (wanted if whole else wanted[: len(truth.scored)])
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        while self.scheduler._cache.evict_one():
+            pass
+        for pool in (self.pools.grow, self.pools.window, self.pools.slots, self.pools.snapshots):
+            assert pool.num_free == pool.total, f"{pool.name}s leaked"
+
+
+def request(
+    request_id: str,
+    prompt: tuple[int, ...] | list[int],
+    *,
+    priority: int = 0,
+    deadline: float | None = None,
+    salt: str | None = None,
+    score_from: int | None = None,
+    generate: bool = True,
+    arrival: float = 0.0,
+    **params: object,
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**{"ignore_eos": True, **params}),
+        priority=priority,
+        deadline=deadline,
+        cache_salt=salt,
+        eos_token_id=EOS,
+        score_from=score_from,
+        generate=generate,
+        arrival=arrival,
+    )
