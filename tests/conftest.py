@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # No test may depend on how fast, or how busy, the machine is.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+# Tests work on small tensors: a second thread only makes them slower, and far slower where cores are shared.
+torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)  # after what -m and -k leave out
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    gpu = sum(item.get_closest_marker("gpu") is not None for item in items)
+    if gpu and not torch.cuda.is_available():
+        raise pytest.UsageError(f"{gpu} of the chosen tests are marked gpu and need a CUDA device, but torch sees none")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = sum(item.get_closest_marker("gpu") is not None for item in terminalreporter.stats.get("deselected", ()))
+    if left_out and config.option.markexpr == "not gpu":
+        terminalreporter.write_line(f"{left_out} tests that need a CUDA device were not run; run them there with: pytest -m gpu")
