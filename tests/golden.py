@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from dsv4lite.models.config import V4Config, Yarn
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import Numerics
-from torch import Tensor
 
 OFFICIAL_OUTPUTS = Path(__file__).parent / "data" / "v4-official-A.safetensors"
 OFFICIAL_DIGEST = (508, 50422744, "886a22888fc94d80bde5609e1239288709a5f6bc7deed8997228e74e81a2deaa")

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from dsv4lite.engine.cache import DenseStore, LayerCache
 from dsv4lite.kernels.hc import hc_project, hc_split
 from dsv4lite.kernels.indexer import index_scores
@@ -27,7 +29,6 @@ from dsv4lite.models.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import linear
 from tests.golden import TINY, fill, plain, poisoned, tiny_checkpoint, tiny_ids, tiny_model
-from torch import Tensor
 
 TOLERANCE = 1e-4
 
