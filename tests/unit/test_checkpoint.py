@@ -330,6 +330,19 @@ def test_reading_a_part_touches_little_else(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("rows", "reads"), [(50, 2), (20, 1)])
+def test_wide_gap_is_skipped_and_a_narrow_one_read_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, reads: int
+) -> None:
+    found = write(tmp_path, {"a": torch.zeros(30), "b": torch.zeros(rows), "c": torch.zeros(30)})
+    ranges: list[int] = []
+    original = module._read_into
+    monkeypatch.setattr(module, "_read_into", lambda f, at, target: (ranges.append(len(target)), original(f, at, target)))
+    read_all([Wanted(found.headers["a"]), Wanted(found.headers["c"])])
+    assert sorted(ranges) == ([120, 120] if reads == 2 else [240 + 4 * rows])
+
+
+@pytest.mark.usefixtures("small_blocks")
 @given(data=st.data())
 def test_reading_cuts_gives_the_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 40)))
@@ -393,7 +406,8 @@ def test_reading_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module._Block, "read", counted)
     consumed = 0
     for info, _ in read_tensors(Wanted(info) for info in found.headers.values()):
-        assert started <= consumed + module._WINDOW_BYTES + module._BLOCK_BYTES
+        assert started <= consumed + module._WINDOW_BYTES
+        assert started >= min(consumed + module._WINDOW_BYTES - 2 * module._BLOCK_BYTES, found.total_bytes)
         consumed += info.nbytes
     assert started == consumed == found.total_bytes
 

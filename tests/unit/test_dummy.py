@@ -53,6 +53,14 @@ def test_dummy_matrices_keep_the_size_of_activations(config: V4Config, expert_fo
             assert abs(value.mean()) < 0.1 * value.std(), name
 
 
+def test_dummy_plain_tensors_have_their_size(config: V4Config) -> None:
+    made = dummies(config)
+    for name, size in (("embed.weight", 1.0), ("head.weight", 1 / 16), ("layers.1.attn.compressor.wkv.weight", 1 / 16)):
+        assert made[name].dtype == torch.bfloat16
+        assert made[name].float().std().item() == pytest.approx(size, rel=0.02), name
+        assert made[name].float().mean().item() == pytest.approx(0, abs=0.03 * size), name
+
+
 def test_dummy_norms_are_one_and_router_bias_is_zero(config: V4Config) -> None:
     made = dummies(config)
     assert all((t == 1).all() for name, t in made.items() if name.endswith("norm.weight"))

@@ -14,7 +14,7 @@ from dsv4lite.config import LoadProgress
 from dsv4lite.errors import CheckpointError, ConfigError
 from dsv4lite.models.config import V4Config, parse_config
 from dsv4lite.models.v4_tensors import V4_SHARDING, TensorKind, official_shapes
-from dsv4lite.parallel.shard import Shards, pattern_of
+from dsv4lite.parallel.shard import Shards, Split, pattern_of
 from dsv4lite.weights import checkpoint as reading
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
@@ -192,6 +192,19 @@ def test_shards_read_only_this_ranks_experts(tmp_path: Path, config: V4Config) -
         load(found, slots_for(config, shards), shards=shards, progress=reports.append)
         totals.append(reports[-1].total)
     assert totals[0] - totals[1] == sum(info.nbytes for info in experts.values()) * 3 // 4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_packed_experts_can_be_cut_between_scales(tmp_path: Path, dim: int) -> None:
+    weight = torch.randint(0, 256, (8, 64), dtype=torch.uint8).view(torch.int8)
+    scale = torch.randint(120, 130, (8, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    found = opened(tmp_path, {"a.weight": weight, "a.scale": scale}.items())
+    parts = []
+    for rank in range(2):
+        slot = FakeSlot((4, 128) if dim == 0 else (8, 64))
+        load(found, {"a.weight": slot}, shards=Shards(table={"a": Split(dim)}, axes={"tp": (rank, 2)}, num_experts=1))
+        parts.append(slot.value)
+    assert torch.equal(torch.cat(parts, dim), dequantize(weight, scale))
 
 
 def test_cut_through_a_scale_block_is_an_error(tmp_path: Path, config: V4Config) -> None:
