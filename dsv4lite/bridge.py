@@ -36,6 +36,11 @@ class Bridge(ABC):
         The callback must not raise.
         """
 
+    @property
+    @abstractmethod
+    def is_gone(self) -> bool:
+        """Whether the home has ended, perhaps without running all that was posted."""
+
     @abstractmethod
     def post_later(self, seconds: float, callback: Callback) -> None:
         """The same after a delay; forgotten if the home goes away before."""
@@ -93,6 +98,10 @@ class AsyncioBridge(LoopBridge):
             return False
         return True
 
+    @property
+    def is_gone(self) -> bool:
+        return self._loop.is_closed()
+
     def is_current(self) -> bool:
         try:
             return asyncio.get_running_loop() is self._loop
@@ -114,13 +123,18 @@ class TrioBridge(LoopBridge):
         super().__init__()
         self._trio = trio
         self._token = trio.lowlevel.current_trio_token()
+        self._gone = False
 
     def post(self, callback: Callback) -> bool:
         try:
             self._token.run_sync_soon(callback)
         except self._trio.RunFinishedError:
-            return False
-        return True
+            self._gone = True
+        return not self._gone
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone  # a run that ends runs what was posted; it shows at the next post
 
     def is_current(self) -> bool:
         return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
@@ -146,6 +160,10 @@ class ThreadBridge(Bridge):
     def post(self, callback: Callback) -> bool:
         self._inbox.put(callback)
         return not self._closed
+
+    @property
+    def is_gone(self) -> bool:
+        return self._closed
 
     def post_later(self, seconds: float, callback: Callback) -> None:
         due = time.monotonic() + seconds

@@ -6,6 +6,7 @@ those of ``threading``. Nothing is held open between calls: no task group, no ca
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
@@ -14,14 +15,14 @@ from typing import Self, Unpack
 import anyio
 import anyio.to_thread
 
-from dsv4lite.batch import OnError
+from dsv4lite.batch import Batch, OnError
 from dsv4lite.bridge import LoopBridge, ThreadBridge, current_loop
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
 from dsv4lite.face import EngineSettings, Face, Model
 from dsv4lite.prepare import Job, Message, Options, Reasoning, Tool
 from dsv4lite.request import Logprobs, Phase, Prompt, Request, RequestOutput, SamplingParams
 from dsv4lite.session import SERVING, PauseMode, Ticket
-from dsv4lite.streams import AsyncCompletions, AsyncStream, Completions, Stream, Wake, value_of
+from dsv4lite.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
 
 
 def _scores(request: Request, output: RequestOutput) -> Logprobs:
@@ -185,15 +186,10 @@ class AsyncLLM(Face):
         """
         self._check("as_completed")
         _check_prompts(prompts, (Iterable, AsyncIterable))
-        return AsyncCompletions(
-            self._session,
-            self._bridge,
-            self._submit,
-            prompts,
-            self._batch_jobs(params, priority, deadline, cache_salt),
-            on_error=on_error,
-            max_in_flight=max_in_flight,
-        )
+        jobs = self._batch_jobs(params, priority, deadline, cache_salt)
+        signal = Signal(self._bridge)
+        batch = Batch(self._session, on_error, max_in_flight, signal)
+        return AsyncCompletions(batch, signal, self._bridge, self._submit, prompts, jobs)
 
     def stream(
         self,
@@ -470,14 +466,10 @@ class LLM(Face):
         """
         self._session.require("as_completed", *SERVING)
         _check_prompts(prompts, (Iterable,))
-        return Completions(
-            self._session,
-            self._bridge,
-            prompts,
-            self._batch_jobs(params, priority, deadline, cache_salt),
-            on_error=on_error,
-            max_in_flight=max_in_flight,
-        )
+        jobs = self._batch_jobs(params, priority, deadline, cache_salt)
+        changed = threading.Event()
+        batch = Batch(self._session, on_error, max_in_flight, changed.set)
+        return Completions(batch, changed, self._bridge, self._session, prompts, jobs)
 
     def stream(
         self,

@@ -357,9 +357,9 @@ class Session:
     def _post_drain(self) -> None:
         """Ask home to drain, unless that is asked already: a slow home gets several steps at once, never a backlog of posts."""
         with self._mail_lock:
-            if self._posted or self._orphaned:
-                return
             assert self._bridge is not None
+            if self._orphaned or (self._posted and not self._bridge.is_gone):
+                return
             self._posted = self._bridge.post(self.drain)
             self._orphaned = not self._posted
         if self._orphaned:

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import anyio
 
-from dsv4lite.batch import Batch, OnError
+from dsv4lite.batch import Batch
 from dsv4lite.bridge import Bridge, LoopBridge
 from dsv4lite.prepare import Job
 from dsv4lite.request import Delta, Prompt, RequestOutput
@@ -153,18 +153,16 @@ class AsyncCompletions(AsyncIterator[RequestOutput]):
 
     def __init__(
         self,
-        session: Session,
+        batch: Batch,
+        signal: Signal,
         bridge: LoopBridge,
         submit: Submit,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
         make_job: MakeJob,
-        *,
-        on_error: OnError,
-        max_in_flight: int | None,
     ) -> None:
+        self._batch = batch
+        self._signal = signal
         self._bridge = bridge
-        self._signal = Signal(bridge)
-        self._batch = Batch(session, on_error, max_in_flight, self._signal)
         self._source: _AsyncSource | _SyncSource
         if isinstance(prompts, AsyncIterable):
             self._source = _AsyncSource(self._batch, self._signal, bridge, submit, prompts, make_job)
@@ -314,18 +312,17 @@ class Completions(Iterator[RequestOutput]):
 
     def __init__(
         self,
-        session: Session,
+        batch: Batch,
+        changed: threading.Event,
         bridge: Bridge,
+        session: Session,
         prompts: Iterable[Prompt],
         make_job: MakeJob,
-        *,
-        on_error: OnError,
-        max_in_flight: int | None,
     ) -> None:
-        self._session = session
+        self._batch = batch
+        self._changed = changed
         self._bridge = bridge
-        self._changed = threading.Event()
-        self._batch = Batch(session, on_error, max_in_flight, self._changed.set)
+        self._session = session
         self._rows = iter(prompts)
         self._make_job = make_job
 

@@ -1,0 +1,1361 @@
+"""AsyncLLM on a scripted engine: every test runs under asyncio and under Trio."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import json
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, get_type_hints
+
+import anyio
+import anyio.abc
+import anyio.from_thread
+import anyio.lowlevel
+import pytest
+import torch
+
+from dsv4lite import session
+from dsv4lite.config import EngineConfig, LoadProgress
+from dsv4lite.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from dsv4lite.face import EngineSettings
+from dsv4lite.llm import AsyncLLM
+from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
+from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless
+
+Test = Callable[[Lab], Awaitable[None]]
+MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    lab = Lab()
+    monkeypatch.setattr(session, "open_engine", lab.open_engine)
+    yield lab
+    leaked = [engine for engine in lab.engines if engine.alive]
+    for engine in leaked:
+        engine.close()
+    assert not leaked, "an engine outlived its test"
+
+
+def both_loops(test: Test) -> Callable[[str, Lab], None]:
+    """Run an async test under both libraries; whatever hangs fails."""
+
+    async def guarded(lab: Lab) -> None:
+        with anyio.fail_after(30):
+            await test(lab)
+
+    def run(backend: str, lab: Lab) -> None:
+        anyio.run(guarded, lab, backend=backend)
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return LOOPS(run)
+
+
+def text_model(*texts: str) -> Callable[[Request, int], Iterator[int]]:
+    """Say ``texts[index]``, then end."""
+    tokenizer = Lab().tokenizer
+
+    def model(request: Request, index: int) -> Iterator[int]:
+        yield from tokenizer.encode(texts[index])
+        yield 1
+
+    return model
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.001)
+
+
+async def spawn(group: anyio.abc.TaskGroup, call: Callable[[], Awaitable[Any]], results: list[Any]) -> None:
+    """Start a call whose result, or error, is appended to ``results``."""
+
+    async def work() -> None:
+        try:
+            results.append(await call())
+        except DSV4LiteError as error:
+            results.append(error)
+
+    group.start_soon(work)
+
+
+# ---- generate ----
+
+
+@both_loops
+async def test_generate_returns_text_usage_and_timing(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("Hello wörld 😀", SamplingParams())
+    ids = tuple(lab.tokenizer.encode("Hello wörld 😀"))
+    assert out.text == "Hello wörld 😀"
+    assert out.prompt_token_ids == ids
+    assert out.token_ids == (*ids, 1)
+    assert out.outputs[0].finish_reason == "stop" and out.outputs[0].stop_reason is None
+    assert out.outputs[0].weight_versions == ((0, 0, len(ids) + 1),)
+    assert (out.usage.prompt_tokens, out.usage.completion_tokens, out.usage.cached_tokens) == (len(ids), len(ids) + 1, 4)
+    assert 0 < out.timing.queued <= out.timing.first_token <= out.timing.total
+    assert out.to_openai()["choices"][0]["text"] == "Hello wörld 😀"
+
+
+@both_loops
+async def test_generate_takes_text_ids_and_mappings(lab: Lab) -> None:
+    ids = lab.tokenizer.encode("abc def")
+    async with AsyncLLM("m") as llm:
+        prompts = ("abc def", ids, tuple(ids), torch.tensor(ids), {"prompt_token_ids": ids})
+        texts = [(await llm.generate(prompt, SamplingParams())).text for prompt in prompts]
+    assert texts == ["abc def"] * 5
+
+
+@both_loops
+async def test_generate_without_params_uses_the_generation_config(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("a prompt of more than seven tokens, by far")
+        assert lab.engine.submitted[0].params == SamplingParams(temperature=0.5, max_tokens=7)
+        await llm.generate("a", SamplingParams())
+        assert lab.engine.submitted[1].params == SamplingParams()
+    assert out.outputs[0].finish_reason == "length"
+
+
+@both_loops
+async def test_generate_gives_the_engine_what_it_needs(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        await llm.generate("a", SamplingParams(), request_id="mine", priority=3, cache_salt="s", deadline=100)
+    request = lab.engine.submitted[0]
+    assert (request.request_id, request.priority, request.cache_salt) == ("mine", 3, "s")
+    assert request.deadline == pytest.approx(request.arrival + 100)
+    assert (request.eos_token_id, request.think_ids, request.score_from, request.generate) == (1, (5, 6), None, True)
+
+
+@both_loops
+async def test_generate_returns_all_completions(lab: Lab) -> None:
+    lab.model = text_model("one", "two is longer", "3")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(n=3))
+    assert [c.text for c in out.outputs] == ["one", "two is longer", "3"]
+    assert [c.index for c in out.outputs] == [0, 1, 2]
+    assert out.usage.completion_tokens == sum(len(c.token_ids) for c in out.outputs)
+
+
+@both_loops
+async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> None:
+    ids = lab.tokenizer.encode("some words to score here")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate(ids, SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3, logprobs_mode="processed"))
+    logprobs, prompt = out.outputs[0].logprobs, out.prompt_logprobs
+    assert logprobs is not None and prompt is not None
+    assert logprobs.sampled.tolist() == [-1, -2, -3] and logprobs.ranks.tolist() == [1, 2, 3]
+    assert logprobs.token_ids.tolist() == [[t, t] for t in ids[:3]] and logprobs.mode == "processed"
+    assert out.outputs[0].cumulative_logprob == -6
+    assert prompt.sampled.tolist() == [-t for t in ids[1:]] and prompt.token_ids.shape == (len(ids) - 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameter"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        (7, "prompt"),
+        (None, "prompt"),
+        (b"bytes", "prompt"),
+        ([1.5], "prompt"),
+        (["a"], "prompt"),
+        ([4096], "prompt"),
+        ([-1], "prompt"),
+        ({"prompt_ids": [1]}, "prompt"),
+        ({"prompt_token_ids": None}, "prompt"),
+    ],
+)
+@LOOPS
+def test_generate_refuses_what_is_no_prompt(backend: str, lab: Lab, prompt: Any, parameter: str) -> None:
+    async def main() -> None:
+        async with AsyncLLM("m") as llm:
+            with pytest.raises(InvalidRequestError) as error:
+                await llm.generate(prompt, SamplingParams())
+            assert error.value.parameter == parameter
+            assert lab.engine.submitted == []
+
+    anyio.run(main, backend=backend)
+
+
+@both_loops
+async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        for wrong in (
+            {"params": {"max_tokens": 3}},
+            {"request_id": ""},
+            {"request_id": 5},
+            {"deadline": "soon"},
+            {"deadline": math.nan},
+            {"priority": 1.5},
+            {"cache_salt": 5},
+        ):
+            with pytest.raises(InvalidRequestError) as error:
+                await llm.generate("a", **wrong)  # type: ignore[arg-type]
+            assert error.value.parameter in wrong
+        with pytest.raises(ContextLengthError):
+            await llm.generate("a", SamplingParams(max_tokens=200_000))
+        with pytest.raises(InvalidRequestError, match="mean 'prompt_token_ids'"):
+            await llm.generate({"prompt_tokens_ids": [1]})  # type: ignore[dict-item]
+
+
+@both_loops
+async def test_request_id_must_be_unique_among_open_requests(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        lab.engine.hold()
+        results: list[RequestOutput] = []
+        await spawn(group, lambda: llm.generate("one", SamplingParams(), request_id="x"), results)
+        await until(lambda: len(lab.engine.submitted) == 1)
+        with pytest.raises(InvalidRequestError, match="open request"):
+            await llm.generate("two", SamplingParams(), request_id="x")
+        lab.engine.go()
+        await until(lambda: len(results) == 1)
+        assert (await llm.generate("two", SamplingParams(), request_id="x")).text == "two"
+    assert results[0].text == "one"
+
+
+@both_loops
+async def test_request_id_is_free_while_the_engine_still_ends_the_last_one(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m") as llm:
+        async with llm.stream("abc", SamplingParams(), request_id="x") as stream:
+            assert stream.request_id == "x"
+        lab.engine.go()
+        out = await llm.generate("again", SamplingParams(), request_id="x")
+    assert (out.request_id, out.text) == ("x", "again")
+    assert len({request.request_id for request in lab.engine.submitted}) == 2
+
+
+# ---- stop strings ----
+
+
+@both_loops
+async def test_stop_string_ends_text_and_tokens_and_tells_the_engine(lab: Lab) -> None:
+    lab.model = text_model("The answer is 42. END of it", "no such thing")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(n=2, stop=("END", "zzz"), logprobs=0))
+        await until(lambda: not lab.engine.sequences)
+    first, second = out.outputs
+    assert (first.text, first.finish_reason, first.stop_reason) == ("The answer is 42. ", "stop", "END")
+    full = lab.tokenizer.encode("The answer is 42. END of it")
+    kept = len(first.token_ids)
+    assert first.token_ids == tuple(full[:kept])
+    assert "END" in lab.tokenizer.decode(full[:kept]) and "END" not in lab.tokenizer.decode(full[: kept - 1])
+    assert first.logprobs is not None and len(first.logprobs) == kept
+    assert (second.text, second.stop_reason) == ("no such thing", None)
+    assert lab.engine.aborted == [(lab.engine.submitted[0].request_id, 0)]
+
+
+@both_loops
+async def test_stop_string_can_stay_in_the_text(lab: Lab) -> None:
+    lab.model = text_model("one two three four")
+    async with AsyncLLM("m") as llm:
+        params = SamplingParams(stop="three", include_stop_str_in_output=True)  # type: ignore[arg-type]
+        async with llm.stream("x", params) as stream:
+            text = "".join([delta.text async for delta in stream])
+            out = await stream.final()
+    assert text == out.text == "one two three"
+
+
+@both_loops
+async def test_stop_string_that_begins_but_does_not_match_is_text(lab: Lab) -> None:
+    lab.model = text_model("ends with EN")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(stop=("END",)))
+    assert (out.text, out.outputs[0].stop_reason) == ("ends with EN", None)
+
+
+@both_loops
+async def test_stop_token_is_reported(lab: Lab) -> None:
+    ids = lab.tokenizer.encode("alpha beta gamma")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate(ids, SamplingParams(stop_token_ids=(ids[2],)))
+    assert (out.token_ids, out.outputs[0].stop_reason) == (tuple(ids[:3]), ids[2])
+
+
+# ---- streams ----
+
+
+@both_loops
+async def test_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
+    prompt = "Grüße, 世界! 👩‍👩‍👧 …and more"
+    async with AsyncLLM("m") as llm, llm.stream(prompt, SamplingParams(n=2, logprobs=1)) as stream:
+        deltas = [delta async for delta in stream]
+        out = await stream.final()
+        assert out == await stream.final()
+    for completion in out.outputs:
+        mine = [delta for delta in deltas if delta.index == completion.index]
+        assert "".join(delta.text for delta in mine) == completion.text == prompt
+        assert tuple(t for delta in mine for t in delta.token_ids) == completion.token_ids
+        assert [delta.finish_reason for delta in mine[-2:]] == [None, "stop"]
+        values = [v for delta in mine if delta.logprobs is not None for v in delta.logprobs.sampled.tolist()]
+        assert completion.logprobs is not None and values == completion.logprobs.sampled.tolist()
+        assert all("�" not in delta.text for delta in mine)
+
+
+@both_loops
+async def test_stream_leaving_the_block_ends_the_request(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm:
+        async with llm.stream("x", MANY) as stream:
+            first = await anext(stream)
+        out = await stream.final()
+        assert out.outputs[0].finish_reason == "abort" and out.token_ids[:1] == first.token_ids
+        await until(lambda: not lab.engine.sequences)
+
+
+@both_loops
+async def test_stream_read_that_is_cancelled_loses_nothing(lab: Lab) -> None:
+    lab.held = True
+    got: list[int] = []
+    async with AsyncLLM("m") as llm, llm.stream("some words, to be read slowly", SamplingParams()) as stream:
+        cancelled = 0
+        ended = False
+        while not ended:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as group:
+
+                    async def disturb(scope: anyio.CancelScope = scope) -> None:
+                        lab.engine.step()
+                        for _ in range(random.randrange(4)):
+                            await anyio.lowlevel.checkpoint()
+                        scope.cancel()
+
+                    group.start_soon(disturb)
+                    delta = await anext(stream, None)
+                    got += delta.token_ids if delta else ()
+                    ended = delta is None
+                    group.cancel_scope.cancel()
+            cancelled += scope.cancelled_caught
+        out = await stream.final()
+    assert tuple(got) == out.token_ids
+    assert cancelled > 0
+
+
+@both_loops
+async def test_stream_cancelled_by_asyncio_or_trio_itself_loses_nothing(lab: Lab) -> None:
+    """``asyncio.wait_for`` cancels tasks without any scope."""
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream("a b c d e f", SamplingParams()) as stream:
+        got: list[int] = []
+        for _ in range(5):
+            if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.001)
+            else:
+                with anyio.move_on_after(0.001):
+                    await anext(stream)
+            lab.engine.step()
+            got += (await anext(stream)).token_ids
+        lab.engine.go()
+        async for delta in stream:
+            got += delta.token_ids
+        assert tuple(got) == (await stream.final()).token_ids
+
+
+@both_loops
+async def test_stream_abort_is_a_last_delta(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, llm.stream("x", MANY) as stream:
+        await anext(stream)
+        stream.abort()
+        stream.abort()
+        rest = [delta async for delta in stream]
+        assert rest[-1].finish_reason == "abort"
+        assert (await stream.final()).outputs[0].finish_reason == "abort"
+
+
+@both_loops
+async def test_stream_waits_for_a_slow_reader(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm, llm.stream("all of this, please", SamplingParams()) as stream:
+        out = await stream.final()
+        assert lab.engine.sequences == {}
+        assert "".join([delta.text async for delta in stream]) == out.text == "all of this, please"
+        assert [delta async for delta in stream] == []
+
+
+@both_loops
+async def test_stream_must_be_entered_once(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        stream = llm.stream("x", SamplingParams())
+        with pytest.raises(RuntimeError, match="async with"):
+            await anext(stream)
+        async with stream:
+            with pytest.raises(RuntimeError, match="only once"):
+                await stream.__aenter__()
+        with pytest.raises(InvalidRequestError):
+            async with llm.stream("", SamplingParams()):
+                pytest.fail("entered")
+
+
+@both_loops
+async def test_stream_of_a_failed_request_yields_its_deltas_first(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm, llm.stream([200, 201, 202, POISON], SamplingParams()) as stream:
+        got: list[Delta] = []
+        with pytest.raises(RequestFailedError) as error:
+            async for delta in stream:
+                got.append(delta)
+        assert [t for delta in got for t in delta.token_ids] == [200, 201]
+        assert got[-1].finish_reason == "error"
+        assert error.value.output is not None and error.value.output.token_ids == (200, 201)
+        with pytest.raises(RequestFailedError):
+            await stream.final()
+
+
+# ---- abort, cancellation, deadlines ----
+
+
+@both_loops
+async def test_abort_gives_the_waiting_caller_the_partial_output(lab: Lab) -> None:
+    lab.model, lab.held = endless, True
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        await spawn(group, lambda: llm.generate("x", MANY, request_id="a"), results)
+        await spawn(group, lambda: llm.generate("x", MANY, request_id="b"), results)
+        await until(lambda: len(lab.engine.submitted) == 2)
+        lab.engine.step(3)
+        await until(lambda: lab.engine.steps == 3)
+        llm.abort("unknown")
+        llm.abort("a")
+        llm.abort("a")
+        await until(lambda: len(results) == 1)
+        assert (results[0].request_id, results[0].outputs[0].finish_reason, len(results[0].token_ids)) == ("a", "abort", 3)
+        llm.abort()
+        await until(lambda: len(results) == 2)
+        assert results[1].outputs[0].finish_reason == "abort"
+        await until(lambda: not lab.engine.sequences)
+
+
+@both_loops
+async def test_abort_may_come_from_another_thread(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        await spawn(group, lambda: llm.generate("x", MANY, request_id="a"), results)
+        await until(lambda: bool(lab.engine.sequences))
+        await anyio.to_thread.run_sync(llm.abort)
+        await until(lambda: bool(results))
+        assert results[0].outputs[0].finish_reason == "abort"
+
+
+@both_loops
+async def test_cancelling_generate_ends_the_request_and_passes_unaltered(lab: Lab) -> None:
+    lab.model = endless
+    cancelled, seen = anyio.get_cancelled_exc_class(), list[BaseException]()
+    async with AsyncLLM("m") as llm:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+
+                async def cancel() -> None:
+                    await until(lambda: lab.engine.steps > 5)
+                    scope.cancel()
+
+                group.start_soon(cancel)
+                try:
+                    await llm.generate("x", MANY)
+                except BaseException as error:
+                    seen.append(error)
+                    raise
+        assert scope.cancelled_caught and isinstance(seen[0], cancelled)
+        await until(lambda: not lab.engine.sequences)
+        assert (await llm.generate("fine", SamplingParams(max_tokens=1))).usage.completion_tokens == 1
+
+
+@both_loops
+async def test_random_cancellation_leaves_nothing_behind(lab: Lab) -> None:
+    chance = random.Random(5)
+    outcomes: list[str] = []
+
+    async def client(llm: AsyncLLM, number: int) -> None:
+        prompt = [100 + number, *range(200, 200 + chance.randrange(1, 30))]
+        with anyio.move_on_after(chance.choice([0, 0.001, 0.01, 0.03, 1])) as scope:
+            match number % 3:
+                case 0:
+                    out = await llm.generate(prompt, SamplingParams())
+                    assert out.token_ids == (*prompt, 1)
+                case 1:
+                    async with llm.stream(prompt, SamplingParams(n=2)) as stream:
+                        got = [t async for delta in stream if delta.index == 0 for t in delta.token_ids]
+                        assert got == [*prompt, 1]
+                case 2:
+                    outs = await llm.generate_batch([prompt] * 5, SamplingParams(), max_in_flight=2)
+                    assert [out.token_ids for out in outs] == [(*prompt, 1)] * 5
+        outcomes.append("cancelled" if scope.cancelled_caught else "done")
+
+    async with AsyncLLM("m", max_num_seqs=8, max_queued_requests=8) as llm:
+        async with anyio.create_task_group() as group:
+            for number in range(150):
+                group.start_soon(client, llm, number)
+        await until(lambda: not lab.engine.sequences)
+        assert llm._session._in_engine == llm._session._visible == llm._session._line == {}
+    assert len(outcomes) == 150 and set(outcomes) == {"cancelled", "done"}
+
+
+@both_loops
+async def test_deadline_ends_a_running_request_with_what_it_has(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", MANY, deadline=0.05)
+        assert out.outputs[0].finish_reason == "deadline" and len(out.token_ids) > 0
+        assert (await llm.generate("x", MANY, deadline=-1)).outputs[0].finish_reason == "deadline"
+
+
+@both_loops
+async def test_deadline_ends_a_request_that_waits_in_line(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for name in ("a", "b"):
+            await spawn(group, lambda name=name: llm.generate("x", SamplingParams(), request_id=name), results)
+        await until(lambda: len(lab.engine.submitted) == 2)
+        async with anyio.create_task_group() as inner:
+            waiting: list[RequestOutput] = []
+            for deadline in (0.03, 0.01, 0.02):
+                await spawn(inner, lambda d=deadline: llm.generate("x", SamplingParams(), deadline=d), waiting)
+        assert [out.outputs[0].finish_reason for out in waiting] == ["deadline"] * 3
+        assert len(lab.engine.submitted) == 2 and results == []
+        lab.engine.go()
+    assert [out.text for out in results] == ["x", "x"]
+
+
+# ---- the queue ----
+
+
+@both_loops
+async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for name in "abcdefg":
+            await spawn(group, lambda name=name: llm.generate(name, SamplingParams(), request_id=name), results)
+            await anyio.sleep(0.001)
+        await until(lambda: len(llm._session._line) == 4)
+        with pytest.raises(QueueFullError) as error:
+            await llm.generate("h", SamplingParams(), wait=False)
+        assert error.value.limit == 2 and error.value.retry_after > 0
+        with pytest.raises(QueueFullError):
+            async with llm.stream("h", SamplingParams(), wait=False):
+                pytest.fail("entered")
+        llm.abort("e")
+        await until(lambda: len(results) == 1)
+        lab.engine.go()
+        await until(lambda: len(results) == 7)
+        assert [r.request_id for r in lab.engine.submitted] == list("abcdfg")
+        assert lab.engine.max_open == 3
+        assert (await llm.generate("h", SamplingParams(), wait=False)).text == "h"
+    assert {out.request_id: out.text for out in results} == {name: name for name in "abcdfg"} | {"e": ""}
+
+
+@both_loops
+async def test_cancelling_a_request_in_line_gives_up_its_place(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for name in "ab":
+            await spawn(group, lambda name=name: llm.generate(name, SamplingParams(), request_id=name), results)
+        await until(lambda: len(lab.engine.submitted) == 2)
+        with anyio.move_on_after(0.01):
+            await llm.generate("c", SamplingParams())
+        lab.engine.go()
+    assert {request.request_id for request in lab.engine.submitted} == {"a", "b"}
+
+
+@both_loops
+async def test_five_hundred_requests_at_once(lab: Lab) -> None:
+    async with AsyncLLM("m", max_num_seqs=64, max_queued_requests=64) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for number in range(500):
+            await spawn(group, lambda n=number: llm.generate([100 + n, 7, 8], SamplingParams(), request_id=str(n)), results)
+        await until(lambda: len(results) == 500)
+    assert {out.request_id: out.token_ids[0] for out in results} == {str(n): 100 + n for n in range(500)}
+    assert lab.engine.max_open <= 128
+
+
+# ---- batches ----
+
+
+@both_loops
+async def test_generate_batch_keeps_the_order(lab: Lab) -> None:
+    prompts = [[100 + n] * (1 + n % 7) for n in range(40)]
+    async with AsyncLLM("m", max_num_seqs=4) as llm:
+        outs = await llm.generate_batch(prompts, SamplingParams())
+        assert await llm.generate_batch([], SamplingParams()) == []
+    assert [out.prompt_token_ids for out in outs] == [tuple(prompt) for prompt in prompts]
+    assert [out.index for out in outs] == list(range(40))
+
+
+@both_loops
+async def test_batch_raises_the_first_error_and_aborts_the_rest(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(RequestFailedError):
+            await llm.generate_batch([[5], [6], [POISON], [7]], SamplingParams())
+        with pytest.raises(InvalidRequestError, match="empty"):
+            await llm.generate_batch([[5], [], [7]], SamplingParams())
+        with pytest.raises(InvalidRequestError, match="refused"):
+            await llm.generate_batch([[5], [REFUSED], [7]], SamplingParams())
+        await until(lambda: not lab.engine.sequences)
+
+
+@both_loops
+async def test_batch_returns_errors_in_their_place(lab: Lab) -> None:
+    prompts: list[Any] = ["ok", "", [POISON, 5, 6], [REFUSED], {"wrong": 1}, "fine"]
+    async with AsyncLLM("m") as llm:
+        outs = await llm.generate_batch(prompts, SamplingParams(n=2), on_error="return")
+    assert [type(out.error).__name__ for out in outs] == [
+        "NoneType", "InvalidRequestError", "RequestFailedError", "InvalidRequestError", "InvalidRequestError", "NoneType",
+    ]  # fmt: skip
+    assert (outs[0].text, outs[5].text) == ("ok", "fine")
+    assert outs[2].token_ids == (POISON, 5)
+
+
+@both_loops
+async def test_as_completed_pulls_lazily(lab: Lab) -> None:
+    pulled = taken = most = 0
+
+    def rows() -> Iterator[list[int]]:
+        nonlocal pulled, most
+        for n in range(60):
+            pulled += 1
+            most = max(most, pulled - taken)
+            yield [100 + n]
+
+    async with AsyncLLM("m") as llm:
+        indices = []
+        async for out in llm.as_completed(rows(), SamplingParams(), max_in_flight=5):
+            assert out.prompt_token_ids == (100 + out.index,)
+            indices.append(out.index)
+            if taken % 7 == 0:
+                await anyio.sleep(0.005)  # a slow consumer
+            taken += 1
+    assert sorted(indices) == list(range(60))
+    assert most <= 6  # five in flight, and the one that the consumer has just been given
+
+
+@both_loops
+async def test_as_completed_takes_async_sources_that_need_its_outputs(lab: Lab) -> None:
+    """A source that waits for an earlier output must not keep that output from being handed out."""
+    send, receive = anyio.create_memory_object_stream[int](10)
+    closed = []
+
+    async def rows() -> AsyncIterator[list[int]]:
+        try:
+            yield [100]
+            for n in range(1, 10):
+                assert await receive.receive() == 100 + n - 1
+                yield [100 + n]
+        finally:
+            await anyio.lowlevel.checkpoint()
+            closed.append(True)
+
+    async with AsyncLLM("m") as llm:
+        async for out in llm.as_completed(rows(), SamplingParams(), max_in_flight=3):
+            await send.send(out.prompt_token_ids[0])
+            last = out.index
+    assert last == 9 and closed == [True]
+    send.close(), receive.close()
+
+
+@both_loops
+async def test_as_completed_left_early_aborts_and_closes_its_source(lab: Lab) -> None:
+    lab.model = endless
+    pulled = closed = 0
+
+    async def rows() -> AsyncIterator[list[int]]:
+        nonlocal pulled, closed
+        try:
+            while True:
+                pulled += 1
+                yield [100]
+        finally:
+            closed += 1
+
+    async with AsyncLLM("m") as llm:
+        batch = llm.as_completed(rows(), SamplingParams(max_tokens=3), max_in_flight=4)
+        async with batch:
+            async for _ in batch:
+                break
+        await until(lambda: closed == 1 and not lab.engine.sequences)
+        before = pulled
+        assert before <= 5
+        assert [out async for out in batch] == []
+
+        async for _ in llm.as_completed(rows(), MANY.replace(max_tokens=1), max_in_flight=2):
+            break
+        gc.collect()  # a dropped iterator does the same
+        await until(lambda: closed == 2 and not lab.engine.sequences)
+
+
+@both_loops
+async def test_as_completed_raises_what_its_source_raises(lab: Lab) -> None:
+    def rows() -> Iterator[list[int]]:
+        yield [100]
+        yield [101]
+        raise ZeroDivisionError
+
+    async def async_rows() -> AsyncIterator[list[int]]:
+        for row in rows():
+            yield row
+
+    async with AsyncLLM("m") as llm:
+        for source in (rows, async_rows):
+            got = []
+            with pytest.raises(ZeroDivisionError):
+                async for out in llm.as_completed(source(), SamplingParams(), on_error="return"):
+                    got.append(out.index)
+            assert sorted(got) == [0, 1]
+            with pytest.raises(ZeroDivisionError):
+                await llm.generate_batch(source(), SamplingParams())
+        await until(lambda: not lab.engine.sequences)
+
+
+@both_loops
+async def test_as_completed_refuses_wrong_arguments(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        for prompts in ("one prompt", {"prompt_token_ids": [1]}, 5, None):
+            with pytest.raises(InvalidRequestError, match="iterable of prompts"):
+                llm.as_completed(prompts)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="on_error"):
+            llm.as_completed([], on_error="ignore")  # type: ignore[arg-type]
+        for limit in (0, -1, 2.5):
+            with pytest.raises(InvalidRequestError, match="max_in_flight"):
+                llm.as_completed([], max_in_flight=limit)  # type: ignore[arg-type]
+
+
+@both_loops
+async def test_as_completed_cancelled_read_loses_no_row(lab: Lab) -> None:
+    """A long row is encoded in a thread; a read that is cancelled meanwhile has pulled the row, but not submitted it."""
+    encode = lab.tokenizer.encode
+    scope, cancelled = anyio.CancelScope(), list[bool]()
+
+    def cancelling(text: str, *, add_bos: bool = False) -> list[int]:
+        if not cancelled:
+            cancelled.append(True)
+            anyio.from_thread.run_sync(scope.cancel)
+        return encode(text, add_bos=add_bos)
+
+    lab.tokenizer.encode = cancelling  # type: ignore[method-assign]
+    async with AsyncLLM("m") as llm:
+        batch = llm.as_completed(["long " * 10_001, "short"], SamplingParams(max_tokens=1), max_in_flight=1)
+        with scope:
+            await anext(batch)
+        assert scope.cancelled_caught and lab.engine.submitted == []
+        assert [out.index async for out in batch] == [0, 1]
+
+
+# ---- chat and score ----
+
+THINKING = "Let me see.</think>It is 4.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"add\">\n"
+THINKING += '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+
+
+@both_loops
+async def test_chat_separates_reasoning_answer_and_tool_calls(lab: Lab) -> None:
+    lab.model = text_model(THINKING, THINKING)
+    messages = [{"role": "user", "content": "2+2?"}]
+    async with AsyncLLM("m") as llm:
+        out = await llm.chat(messages, SamplingParams(n=2), tools=[ADD], reasoning="high")
+    prompt = lab.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.startswith("<｜begin▁of▁sentence｜>") and prompt.endswith("<｜Assistant｜><think>") and '"add"' in prompt
+    for completion in out.outputs:
+        assert (completion.reasoning, completion.text) == ("Let me see.", "It is 4.")
+        (call,) = completion.tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2})
+    assert len({c.tool_calls[0].id for c in out.outputs}) == 2
+    assert out.to_openai(chat=True)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@both_loops
+async def test_chat_without_reasoning_has_none(lab: Lab) -> None:
+    lab.model = text_model("Hi!")
+    async with AsyncLLM("m") as llm:
+        out = await llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(detokenize=False))
+        with pytest.raises(InvalidRequestError):
+            await llm.chat([{"role": "nobody", "content": "Hello"}])
+        with pytest.raises(InvalidRequestError):
+            llm.chat_stream([], SamplingParams())
+    assert (out.text, out.reasoning, out.tool_calls) == ("Hi!", "", ())
+
+
+@both_loops
+async def test_chat_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
+    lab.model = text_model(THINKING)
+    messages = [{"role": "user", "content": "2+2?"}]
+    async with AsyncLLM("m") as llm, llm.chat_stream(messages, SamplingParams(), reasoning="max", tools=[ADD]) as stream:
+        deltas = [delta async for delta in stream]
+        out = await stream.final()
+    assert "".join(delta.text for delta in deltas) == out.text == "It is 4."
+    assert "".join(delta.reasoning for delta in deltas) == out.reasoning == "Let me see."
+    assert tuple(call for delta in deltas for call in delta.tool_calls) == out.tool_calls != ()
+
+
+@both_loops
+async def test_score_returns_the_completions_logprobs(lab: Lab) -> None:
+    completion = lab.tokenizer.encode(" the completion to score")
+    async with AsyncLLM("m") as llm:
+        for given in (" the completion to score", completion):
+            logprobs = await llm.score("The prompt.", given, top_logprobs=2)
+            assert logprobs.sampled.tolist() == [-t for t in completion]
+            assert logprobs.token_ids.shape == (len(completion), 2)
+        request = lab.engine.submitted[0]
+        assert request.generate is False and request.score_from == len(lab.tokenizer.encode("The prompt."))
+        for wrong in (("", "a"), ("a", ""), (5, "a"), ("a", [5000])):
+            with pytest.raises(InvalidRequestError):
+                await llm.score(*wrong)  # type: ignore[arg-type]
+        whole = await llm.score([5], [6] * 199_999)  # exactly max_model_len together
+        assert len(whole) == 199_999
+        with pytest.raises(ContextLengthError):
+            await llm.score([5], [6] * 200_000)
+
+
+@both_loops
+async def test_score_that_is_aborted_fails(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        results: list[Any] = []
+        await spawn(group, lambda: llm.score("a", "b c d"), results)
+        await until(lambda: len(lab.engine.submitted) == 1)
+        llm.abort()
+        await until(lambda: len(results) == 1)
+    assert isinstance(results[0], RequestFailedError) and results[0].output is not None
+
+
+# ---- pause ----
+
+
+@both_loops
+async def test_pause_keep_freezes_and_resume_goes_on(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        lab.engine.hold()
+        results: list[RequestOutput] = []
+        await spawn(group, lambda: llm.generate("first", SamplingParams()), results)
+        await until(lambda: len(lab.engine.submitted) == 1)
+        await llm.pause()
+        assert (llm.state, lab.engine.paused) == ("paused", True)
+        await llm.pause()
+        await spawn(group, lambda: llm.generate("second", SamplingParams()), results)
+        await spawn(group, lambda: llm.generate("late", SamplingParams(), deadline=0.01), results)
+        lab.engine.go()
+        await until(lambda: len(results) == 1)
+        assert results[0].outputs[0].finish_reason == "deadline"
+        assert len(lab.engine.submitted) == 1
+        await llm.resume()
+        await llm.resume()
+        assert llm.state is Phase.READY
+    assert sorted(out.text for out in results) == ["", "first", "second"]
+
+
+@both_loops
+async def test_pause_wait_lets_open_requests_end(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        lab.engine.hold()
+        results: list[RequestOutput] = []
+        await spawn(group, lambda: llm.generate("first", SamplingParams()), results)
+        await until(lambda: len(lab.engine.submitted) == 1)
+        await llm.pause("keep")
+        paused: list[None] = []
+        await spawn(group, lambda: llm.pause("wait"), paused)
+        await spawn(group, lambda: llm.generate("second", SamplingParams()), results)
+        await anyio.sleep(0.01)
+        assert (paused, results) == ([], [])
+        lab.engine.go()
+        await until(lambda: len(paused) == 1)
+        assert [out.text for out in results] == ["first"] and llm.state is Phase.PAUSED
+        assert len(lab.engine.submitted) == 1
+        await llm.resume()
+    assert [out.text for out in results] == ["first", "second"]
+
+
+@both_loops
+async def test_pause_abort_ends_everything(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for _ in range(4):
+            await spawn(group, lambda: llm.generate("x", MANY), results)
+        await until(lambda: len(lab.engine.submitted) == 2)
+        await llm.pause("abort")
+        assert lab.engine.paused and not lab.engine.sequences
+        await until(lambda: len(results) == 4)
+        assert {out.outputs[0].finish_reason for out in results} == {"abort"}
+
+
+@both_loops
+async def test_paused_block_resumes_however_it_is_left(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(ZeroDivisionError):
+            async with llm.paused("wait"):
+                assert llm.state is Phase.PAUSED
+                async with llm.paused("abort"):
+                    pass
+                assert llm.state is Phase.PAUSED
+                raise ZeroDivisionError
+        assert llm.state is Phase.READY
+        with anyio.CancelScope() as scope:
+            async with llm.paused():
+                scope.cancel()
+                await anyio.sleep(1)
+        assert llm.state is Phase.READY
+        assert (await llm.generate("on", SamplingParams())).text == "on"
+
+
+@both_loops
+async def test_pause_that_is_cancelled_is_undone(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, llm.stream("x", MANY):
+        with anyio.move_on_after(0.01) as scope:
+            await llm.pause("wait")
+        assert scope.cancelled_caught and llm.state is Phase.READY
+        assert (await llm.generate("on", SamplingParams(max_tokens=1))).usage.completion_tokens == 1
+
+
+@both_loops
+async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        results: list[Any] = []
+        await spawn(group, lambda: llm.generate("x", MANY), results)
+        await until(lambda: bool(lab.engine.sequences))
+        for end in (llm.resume, llm.aclose):
+            pauses: list[Any] = []
+            await spawn(group, functools.partial(llm.pause, "wait"), pauses)
+            await until(lambda: len(llm._session._pausing) == 1)
+            await end()
+            await until(lambda pauses=pauses: len(pauses) == 1)  # type: ignore[misc]
+            assert isinstance(pauses[0], EngineStateError)
+        with pytest.raises(EngineStateError):
+            await llm.pause()
+    assert results[0].outputs[0].finish_reason == "abort"
+
+
+@both_loops
+async def test_pause_refuses_an_unknown_mode(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(InvalidRequestError, match="mode"):
+            await llm.pause("stop")  # type: ignore[arg-type]
+        assert llm.state is Phase.READY
+
+
+# ---- failures ----
+
+
+@both_loops
+async def test_dead_engine_fails_open_and_later_calls_with_its_cause(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
+        results: list[Any] = []
+        for _ in range(3):  # the last one waits in line
+            await spawn(group, lambda: llm.generate("x y z", SamplingParams()), results)
+        async with llm.stream("x", SamplingParams()) as stream:
+            await until(lambda: len(lab.engine.submitted) == 2)
+            lab.engine.die(MemoryError("out of it"))
+            await until(lambda: len(results) == 3)
+            for error in results:
+                assert isinstance(error, EngineDeadError) and isinstance(error.__cause__, MemoryError) and error.phase == "step"
+            assert len({id(error) for error in results}) == 3
+            with pytest.raises(EngineDeadError):
+                await stream.final()
+            with pytest.raises(EngineDeadError):
+                [delta async for delta in stream]
+        assert llm.state is Phase.FAILED
+        for call in (llm.generate("x"), llm.generate_batch([]), llm.pause(), llm.resume(), llm.reset_prefix_cache()):
+            with pytest.raises(EngineDeadError) as error:
+                await call
+            assert isinstance(error.value.__cause__, MemoryError)
+        llm.abort()
+    assert llm.state is Phase.CLOSED
+
+
+@both_loops
+async def test_batch_on_a_dying_engine_returns_what_was_open_and_raises(lab: Lab) -> None:
+    lab.held = True
+    got: list[RequestOutput] = []
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+
+        async def consume() -> None:
+            with pytest.raises(EngineDeadError):
+                async for out in llm.as_completed([[5]] * 10, MANY, on_error="return", max_in_flight=3):
+                    got.append(out)
+
+        group.start_soon(consume)
+        await until(lambda: len(lab.engine.submitted) == 3)
+        lab.engine.die(MemoryError())
+    assert [type(out.error) for out in got] == [EngineDeadError] * 3
+
+
+@both_loops
+async def test_request_failure_carries_the_partial_output(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(RequestFailedError, match="finite") as error:
+            await llm.generate([POISON, 200, 201, 202], SamplingParams(n=2))
+        out = error.value.output
+        assert out is not None and [c.token_ids for c in out.outputs] == [(POISON, 200)] * 2
+        assert {c.finish_reason for c in out.outputs} == {"error"}
+        with pytest.raises(InvalidRequestError, match="refused"):
+            await llm.generate([REFUSED], SamplingParams(n=3))
+        assert (await llm.generate("fine", SamplingParams())).text == "fine"
+        await until(lambda: not llm._session._in_engine)
+
+
+@both_loops
+async def test_flaw_in_text_processing_costs_one_request(lab: Lab, ) -> None:
+    class Flawed:
+        """Delegates, but cannot decode token 777."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Lab().tokenizer, name)
+
+        def decode_bytes(self, ids: Any, *, skip_special_tokens: bool) -> bytes:
+            if 777 in ids:
+                raise KeyError(777)
+            return b"."
+
+    lab.tokenizer = Flawed()  # type: ignore[assignment]
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(RequestFailedError, match="777") as error:
+            await llm.generate([5, 777, 5], SamplingParams())
+        assert isinstance(error.value.__cause__, KeyError)
+        assert (await llm.generate([5, 5, 5], SamplingParams())).text == "...."
+        await until(lambda: not llm._session._in_engine)
+
+
+# ---- life ----
+
+
+@both_loops
+async def test_create_and_aclose_work_without_a_block(lab: Lab) -> None:
+    llm = await AsyncLLM.create("m", max_num_seqs=3)
+    assert (llm.state, llm.config.max_num_seqs, llm.weight_version) == (Phase.READY, 3, 0)
+    assert llm.tokenizer is lab.tokenizer and llm.stats() == {"open": 0} and llm.memory() == "plan"
+    await llm.reset_prefix_cache()
+    assert lab.engine.resets == 1
+    await llm.aclose()
+    await llm.aclose()
+    assert (llm.state, lab.engine.alive) == (Phase.CLOSED, False)
+    assert repr(llm) == "AsyncLLM('m', state='closed')"
+
+
+@both_loops
+async def test_constructor_touches_nothing(lab: Lab) -> None:
+    llm = AsyncLLM("does/not/exist")
+    assert lab.engines == [] and llm.state is Phase.NEW
+    await llm.aclose()
+    assert llm.state is Phase.CLOSED
+
+
+@both_loops
+async def test_close_ends_open_requests_with_what_they_have(lab: Lab) -> None:
+    lab.model = endless
+    results: list[RequestOutput] = []
+    async with anyio.create_task_group() as group, AsyncLLM("m", max_num_seqs=2, max_queued_requests=1) as llm:
+        for _ in range(6):
+            await spawn(group, lambda: llm.generate("x", MANY), results)
+        await until(lambda: lab.engine.steps > 5)
+    assert [out.outputs[0].finish_reason for out in results] == ["abort"] * 6
+    assert sum(bool(out.token_ids) for out in results) == 2
+    with pytest.raises(EngineStateError) as error:
+        await llm.generate("x")
+    assert (error.value.state, error.value.allowed) == ("closed", ("ready", "paused"))
+
+
+@both_loops
+async def test_concurrent_closes_both_wait_for_the_end(lab: Lab) -> None:
+    lab.model = endless
+    llm = await AsyncLLM.create("m")
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(llm.aclose)
+    assert not lab.engine.alive
+
+
+@both_loops
+async def test_close_completes_in_a_cancelled_scope(lab: Lab) -> None:
+    with anyio.CancelScope() as scope:
+        async with AsyncLLM("m") as llm:
+            scope.cancel()
+            await anyio.sleep(1)
+    assert scope.cancelled_caught and llm.state is Phase.CLOSED and not lab.engine.alive
+
+
+@both_loops
+async def test_two_engines_live_in_one_process(lab: Lab) -> None:
+    async with AsyncLLM("one") as one, AsyncLLM("two") as two:
+        first, second = lab.engines
+        a, b = await one.generate("a", SamplingParams(), request_id="x"), await two.generate("b", SamplingParams(), request_id="x")
+        assert (a.text, b.text, len(first.submitted), len(second.submitted)) == ("a", "b", 1, 1)
+        first.die(MemoryError())
+        await until(lambda: one.state is Phase.FAILED)
+        assert (await two.generate("still", SamplingParams())).text == "still"
+
+
+@both_loops
+async def test_failed_start_raises_and_leaves_nothing(lab: Lab) -> None:
+    def fail(engine: FakeEngine) -> None:
+        engine.fail_start = CheckpointError("incomplete", problems=["a is missing"])
+
+    lab.prepare = fail
+    llm = AsyncLLM("m")
+    with pytest.raises(CheckpointError, match="a is missing"):
+        await llm._start()
+    assert llm.state is Phase.FAILED and lab.engine.closes == 1
+    with pytest.raises(EngineDeadError) as error:
+        await llm.generate("x")
+    assert isinstance(error.value.__cause__, CheckpointError)
+    await llm.aclose()
+
+
+@both_loops
+async def test_cancelled_start_leaves_nothing(lab: Lab) -> None:
+    begun, proceed = threading.Event(), threading.Event()
+
+    def slow(engine: FakeEngine) -> None:
+        def start() -> None:
+            begun.set()
+            assert proceed.wait(10)
+
+        engine.starting = start
+
+    lab.prepare = slow
+    llm = AsyncLLM("m")
+    async with anyio.create_task_group() as group:
+        group.start_soon(llm._start)
+        await until(begun.is_set)
+        assert llm.state is Phase.STARTING
+        with pytest.raises(EngineStateError, match="starting"):
+            await llm.generate("x")
+        group.cancel_scope.cancel()
+        proceed.set()
+    await llm.aclose()
+    assert llm.state is Phase.CLOSED and not lab.engine.alive
+
+
+def test_start_cancelled_by_asyncio_itself_leaves_nothing(lab: Lab) -> None:
+    """A plain task cancellation does not respect shields: the loading thread is left alone and must clean up."""
+    begun, proceed = threading.Event(), threading.Event()
+
+    def slow(engine: FakeEngine) -> None:
+        engine.starting = lambda: (begun.set(), proceed.wait(10))[0]
+
+    async def main() -> None:
+        lab.prepare = slow
+        llm = AsyncLLM("m")
+        task = asyncio.create_task(llm._start())
+        await until(begun.is_set)
+        task.cancel()
+        await anyio.sleep(0.01)
+        proceed.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert llm.state is Phase.CLOSED and not lab.engine.alive
+
+    asyncio.run(main())
+
+
+@both_loops
+async def test_another_event_loop_is_refused(lab: Lab) -> None:
+    async with AsyncLLM("m") as llm:
+
+        async def elsewhere() -> None:
+            for call in (llm.generate("x"), llm.pause(), llm.score("a", "b"), llm.chat([])):
+                with pytest.raises(EngineStateError, match="another event loop"):
+                    await call
+            for use in (lambda: llm.stream("x"), lambda: llm.as_completed(["x"])):
+                with pytest.raises(EngineStateError, match="another event loop"):
+                    use()
+
+        for backend in ("asyncio", "trio"):
+            await anyio.to_thread.run_sync(functools.partial(anyio.run, elsewhere, backend=backend))
+
+
+@LOOPS
+def test_engine_survives_a_loop_that_ends_without_closing_it(backend: str, lab: Lab) -> None:
+    """The engine's thread must neither die nor generate for ever when its host's loop is gone; any loop may then close it."""
+    lab.model = endless
+    holder: list[AsyncLLM] = []
+
+    async def forget() -> None:
+        llm = await AsyncLLM.create("m")
+        holder.append(llm)
+        stream = llm.stream("x", MANY)
+        await stream.__aenter__()
+        await anext(stream)
+
+    anyio.run(forget, backend=backend)
+
+    async def wait_and_close() -> None:
+        await until(lambda: not lab.engine.sequences)
+        assert lab.engine.alive
+        with pytest.raises(EngineStateError, match="another event loop"):
+            await holder[0].generate("x")
+        await holder[0].aclose()
+
+    anyio.run(wait_and_close)
+    assert not lab.engine.alive
+
+
+@both_loops
+async def test_long_prompts_are_encoded_off_the_loop(lab: Lab) -> None:
+    threads: list[int] = []
+    encode = lab.tokenizer.encode
+
+    def spy(text: str, *, add_bos: bool = False) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(text, add_bos=add_bos)
+
+    lab.tokenizer.encode = spy  # type: ignore[method-assign]
+    async with AsyncLLM("m") as llm:
+        one = SamplingParams(max_tokens=1)
+        await llm.generate("short", one)
+        await llm.generate("long " * 10_001, one)
+        await llm.chat([{"role": "user", "content": "long " * 10_001}], one)
+        await llm.score("long " * 10_001, "short")
+    here = threading.get_ident()
+    assert threads[0] == here
+    assert here not in threads[1:4]
+
+
+@both_loops
+async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream(list(range(100, 150)), SamplingParams()) as stream:
+        posts = 0
+        post = llm._bridge.post
+
+        def count(callback: Callable[[], None]) -> bool:
+            nonlocal posts
+            posts += 1
+            return post(callback)
+
+        llm._bridge.post = count  # type: ignore[method-assign]
+        lab.engine.step(30)
+        while lab.engine.steps < 30:  # without giving the loop a chance
+            pass
+        lab.engine.sync()
+        assert posts == 1
+        assert [(await anext(stream)).token_ids[0] for _ in range(30)] == list(range(100, 130))
+        lab.engine.go()
+
+
+# ---- states: every pair of state and method ----
+
+SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
+    "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=0),
+    "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
+    "as_completed": lambda llm: llm.as_completed([]),
+    "stream": lambda llm: llm.stream("x"),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], deadline=0),
+    "chat_stream": lambda llm: llm.chat_stream([{"role": "user", "content": "x"}]),
+    "score": lambda llm: llm.score("x", "y"),
+    "pause": lambda llm: llm.pause(),
+    "resume": lambda llm: llm.resume(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "stats": lambda llm: llm.stats(),
+    "memory": lambda llm: llm.memory(),
+    "tokenizer": lambda llm: llm.tokenizer,
+}
+ALWAYS: dict[str, Callable[[AsyncLLM], Any]] = {
+    "abort": lambda llm: llm.abort(),
+    "state": lambda llm: llm.state,
+    "config": lambda llm: llm.config,
+    "weight_version": lambda llm: llm.weight_version,
+    "repr": repr,
+}
+
+
+async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyio.abc.TaskGroup) -> AsyncLLM:
+    lab.held = True
+    if phase is Phase.STARTING:
+        lab.prepare = lambda engine: setattr(engine, "starting", lambda: proceed.wait(10))
+    llm = AsyncLLM("m")
+    if phase is Phase.STARTING:
+        group.start_soon(llm._start)
+        await until(lambda: llm.state is Phase.STARTING)
+    elif phase is not Phase.NEW:
+        await llm._start()
+    if phase is Phase.PAUSED:
+        await llm.pause()
+    elif phase is Phase.FAILED:
+        lab.engine.die(MemoryError())
+        await until(lambda: llm.state is Phase.FAILED)
+    elif phase is Phase.CLOSED:
+        await llm.aclose()
+    assert llm.state is phase
+    return llm
+
+
+@pytest.mark.parametrize("method", [*SERVING_ONLY, *ALWAYS, "start"])
+@pytest.mark.parametrize("phase", ["new", "starting", "ready", "paused", "failed", "closed"])
+@LOOPS
+def test_state_allows_or_refuses_the_call(backend: str, lab: Lab, phase: str, method: str) -> None:
+    allowed = method in ALWAYS or (phase == "new" if method == "start" else phase in ("ready", "paused"))
+    call = {**SERVING_ONLY, **ALWAYS, "start": lambda llm: llm._start()}[method]
+    proceed = threading.Event()
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                llm = await in_phase(lab, Phase(phase), proceed, group)
+                if allowed and method == "score":
+                    group.start_soon(abort_soon, llm)
+                try:
+                    result = call(llm)
+                    if isinstance(result, Awaitable):
+                        await result
+                    outcome: Exception | None = None
+                except DSV4LiteError as error:
+                    outcome = error
+                proceed.set()
+                if allowed:
+                    assert outcome is None or method == "score"
+                elif phase == "failed":
+                    assert isinstance(outcome, EngineDeadError) and isinstance(outcome.__cause__, MemoryError)
+                else:
+                    assert isinstance(outcome, EngineStateError)
+                    assert outcome.state == phase and phase not in outcome.allowed
+                if phase == "starting":
+                    await until(lambda: llm.state is Phase.READY)
+            await llm.aclose()
+
+    async def abort_soon(llm: AsyncLLM) -> None:
+        await until(lambda: bool(llm._session._visible))
+        llm.abort()
+
+    anyio.run(main, backend=backend)
+
+
+# ---- settings ----
+
+
+def test_settings_mirror_the_engine_config() -> None:
+    names = {"LoadProgress": LoadProgress}  # an alias in both refers to it by name
+    wanted = get_type_hints(EngineConfig, localns=names)
+    del wanted["model"]
+    assert get_type_hints(EngineSettings, localns=names) == wanted
+
+
+def test_settings_unknown_name_has_a_near_match() -> None:
+    with pytest.raises(ConfigError, match="mean 'max_model_len'"):
+        AsyncLLM("m", max_modellen=5)  # type: ignore[call-arg]
+
+
+def test_settings_change_a_given_config() -> None:
+    config = EngineConfig(model="m", seed=3)
+    llm = AsyncLLM(config, max_num_seqs=2)
+    assert (llm.config.model, llm.config.seed, llm.config.max_num_seqs) == ("m", 3, 2)
+    assert AsyncLLM(config).config == config

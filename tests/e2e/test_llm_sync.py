@@ -1,0 +1,290 @@
+"""LLM, the synchronous face, on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dsv4lite import session
+from dsv4lite.errors import (
+    CheckpointError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.request import Phase, RequestOutput, SamplingParams
+from tests.fakes import POISON, FakeEngine, Lab, endless
+
+MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    lab = Lab()
+    monkeypatch.setattr(session, "open_engine", lab.open_engine)
+    yield lab
+    leaked = [engine for engine in lab.engines if engine.alive]
+    for engine in leaked:
+        engine.close()
+    assert not leaked, "an engine outlived its test"
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.001)
+
+
+def test_generate_returns_the_output(lab: Lab) -> None:
+    with LLM("m") as llm:
+        out = llm.generate("Grüße, 世界", SamplingParams(n=2))
+        assert llm.generate("something longer than seven tokens").usage.completion_tokens == 7
+        assert (llm.state, llm.weight_version, llm.stats(), llm.memory()) == (Phase.READY, 0, {"open": 0}, "plan")
+        assert llm.tokenizer is lab.tokenizer
+    assert [c.text for c in out.outputs] == ["Grüße, 世界"] * 2
+    assert (llm.state, repr(llm)) == (Phase.CLOSED, "LLM('m', state='closed')")
+
+
+def test_generate_from_many_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    with LLM("m", max_num_seqs=4, max_queued_requests=2) as llm:
+        futures = [pool.submit(llm.generate, [100 + n, 5, 6], SamplingParams()) for n in range(200)]
+        assert [future.result(30).token_ids[0] for future in futures] == [100 + n for n in range(200)]
+        assert lab.engine.max_open <= 6
+
+
+def test_everything_works_in_a_thread_that_runs_an_event_loop(lab: Lab) -> None:
+    async def main() -> None:
+        with LLM("m") as llm:
+            assert llm.generate("a", SamplingParams()).text == "a"
+            with llm.stream("b", SamplingParams()) as stream:
+                assert "".join(delta.text for delta in stream) == "b"
+            assert [out.text for out in llm.generate_batch(["c", "d"], SamplingParams())] == ["c", "d"]
+            async with AsyncLLM("n") as other:
+                assert (await other.generate("e", SamplingParams())).text == "e"
+
+    asyncio.run(main())
+
+
+def test_threads_end_with_close(lab: Lab) -> None:
+    before = threading.active_count()
+    with LLM("m") as llm:
+        llm.generate("a", SamplingParams())
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_batch_keeps_order_and_returns_errors(lab: Lab) -> None:
+    prompts: list[Any] = [[100 + n] * (1 + n % 5) for n in range(30)]
+    prompts[7], prompts[9] = [], [POISON, 5, 6]
+    with LLM("m", max_num_seqs=4) as llm:
+        outs = llm.generate_batch(prompts, SamplingParams(), on_error="return")
+        assert [out.index for out in outs] == list(range(30))
+        assert isinstance(outs[7].error, InvalidRequestError) and isinstance(outs[9].error, RequestFailedError)
+        assert all(out.prompt_token_ids == tuple(prompts[out.index]) for out in outs if out.error is None)
+        with pytest.raises(InvalidRequestError):
+            llm.generate_batch(prompts, SamplingParams())
+        until(lambda: not lab.engine.sequences)
+
+
+def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
+    pulled = 0
+
+    def rows() -> Iterator[list[int]]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield [100 + pulled % 7]
+
+    lab.model = endless
+    with LLM("m") as llm:
+        for taken, out in enumerate(llm.as_completed(rows(), SamplingParams(max_tokens=2), max_in_flight=5), 1):
+            assert pulled - taken <= 5 and len(out.token_ids) == 2
+            if taken == 20:
+                break
+        gc.collect()
+        until(lambda: not lab.engine.sequences)
+        with llm.as_completed(rows(), MANY.replace(max_tokens=1)) as batch:
+            next(batch)
+        assert list(batch) == []
+        for wrong in ("one", {"prompt_token_ids": [1]}, 5):
+            with pytest.raises(InvalidRequestError):
+                llm.as_completed(wrong)  # type: ignore[arg-type]
+
+
+def test_stream_yields_deltas_and_ends_with_its_block(lab: Lab) -> None:
+    with LLM("m") as llm:
+        with llm.stream("Grüße, 世界", SamplingParams(n=2)) as stream:
+            text = "".join(delta.text for delta in stream if delta.index == 1)
+            assert text == stream.final().outputs[1].text == "Grüße, 世界"
+        lab.engine.model = endless
+        with llm.stream("x", MANY) as stream:
+            first = next(stream)
+        assert stream.final().token_ids[:1] == first.token_ids
+        assert stream.final().outputs[0].finish_reason == "abort"
+        until(lambda: not lab.engine.sequences)
+        with llm.stream("x", MANY) as stream:
+            next(stream)
+            stream.abort()
+            assert list(stream)[-1].finish_reason == "abort"
+        with pytest.raises(RuntimeError, match="with"):
+            next(llm.stream("x"))
+
+
+def test_chat_and_score(lab: Lab) -> None:
+    def answer(request: Any, index: int) -> Iterator[int]:
+        yield from lab.tokenizer.encode("thought</think>answer")
+        yield 1
+
+    lab.model = answer
+    messages = [{"role": "user", "content": "2+2?"}]
+    with LLM("m") as llm:
+        out = llm.chat(messages, SamplingParams(), reasoning="high")
+        assert (out.reasoning, out.text) == ("thought", "answer")
+        with llm.chat_stream(messages, SamplingParams(), reasoning="high") as stream:
+            assert "".join(delta.reasoning for delta in stream) == "thought"
+        assert llm.score([5], [6, 7], top_logprobs=1).sampled.tolist() == [-6, -7]
+
+
+def test_abort_from_another_thread_returns_the_partial_output(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    lab.model = endless
+    with LLM("m") as llm:
+        future = pool.submit(llm.generate, "x", MANY)
+        until(lambda: bool(lab.engine.sequences))
+        llm.abort()
+        assert future.result(30).outputs[0].finish_reason == "abort"
+
+
+def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
+    lab.model = endless
+
+    def interrupt() -> None:
+        until(lambda: lab.engine.steps > 3)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with LLM("m") as llm:
+        for call in (lambda: llm.generate("x", MANY), lambda: llm.generate_batch(["x", "y"], MANY)):
+            lab.engine.steps = 0
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            thread.join()
+            until(lambda: not lab.engine.sequences)
+
+
+def test_deadlines_end_running_and_queued_requests(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    lab.held = True
+    with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
+        futures = [pool.submit(llm.generate, "x", MANY) for _ in range(2)]
+        until(lambda: len(lab.engine.submitted) == 2)
+        for deadline in (0.02, 0.01, 0):
+            assert llm.generate("x", MANY, deadline=deadline).outputs[0].finish_reason == "deadline"
+        with pytest.raises(QueueFullError):
+            llm.generate("x", MANY, wait=False)
+        llm.abort()
+        assert {future.result(30).outputs[0].finish_reason for future in futures} == {"abort"}
+        lab.engine.go()
+        assert llm.generate("x", MANY, deadline=5).text == ""
+
+
+def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    with LLM("m") as llm:
+        for mode in ("keep", "wait", "abort"):
+            with llm.paused(mode):  # type: ignore[arg-type]
+                before = len(lab.engine.submitted)
+                future = pool.submit(llm.generate, "x", SamplingParams())
+                until(lambda: bool(llm._session._line))
+                assert len(lab.engine.submitted) == before and llm.state is Phase.PAUSED
+            assert future.result(30).text == "x"
+        llm.pause()
+        llm.resume()
+        llm.reset_prefix_cache()
+        assert (lab.engine.resets, llm.state) == (1, Phase.READY)
+
+
+def test_close_from_another_thread_ends_open_requests(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    lab.model = endless
+    llm = LLM.create("m", max_num_seqs=2, max_queued_requests=1)
+    futures: list[Any] = [pool.submit(llm.generate, "x", MANY) for _ in range(5)]
+    until(lambda: lab.engine.steps > 3)
+    llm.close()
+    llm.close()
+    outs: list[RequestOutput] = [future.result(30) for future in futures]
+    assert {out.outputs[0].finish_reason for out in outs} == {"abort"}
+    with pytest.raises(EngineStateError, match="closed"):
+        llm.generate("x")
+
+
+def test_dead_engine_fails_open_and_later_calls(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    lab.model = endless
+    with LLM("m") as llm:
+        future = pool.submit(llm.generate, "x", MANY)
+        until(lambda: lab.engine.steps > 3)
+        lab.engine.die(MemoryError())
+        with pytest.raises(EngineDeadError):
+            future.result(30)
+        for call in (lambda: llm.generate("x"), llm.pause, llm.resume, llm.reset_prefix_cache, lambda: llm.as_completed([])):
+            with pytest.raises(EngineDeadError) as error:
+                call()
+            assert isinstance(error.value.__cause__, MemoryError)
+
+
+def test_failed_start_leaves_no_thread(lab: Lab) -> None:
+    def fail(engine: FakeEngine) -> None:
+        engine.fail_start = CheckpointError("incomplete")
+
+    lab.prepare = fail
+    before = threading.active_count()
+    with pytest.raises(CheckpointError), LLM("m"):
+        pytest.fail("entered")
+    assert threading.active_count() == before and lab.engine.closes == 1
+
+
+def test_not_started_engine_refuses_calls(lab: Lab) -> None:
+    llm = LLM("m")
+    for call in (
+        lambda: llm.generate("x"),
+        lambda: llm.stream("x"),
+        lambda: llm.as_completed([]),
+        lambda: llm.generate_batch([]),
+        lambda: llm.chat([]),
+        lambda: llm.chat_stream([]),
+        lambda: llm.score("x", "y"),
+        llm.pause,
+        llm.resume,
+        llm.reset_prefix_cache,
+        llm.stats,
+        llm.memory,
+    ):
+        with pytest.raises(EngineStateError) as error:
+            call()
+        assert (error.value.state, error.value.allowed) == ("new", ("ready", "paused"))
+    llm.abort()
+    llm.close()
+    with pytest.raises(EngineStateError), llm:
+        pytest.fail("entered")
+
+
+def test_faces_have_the_same_names() -> None:
+    def public(cls: type) -> set[str]:
+        return {name for name in dir(cls) if not name.startswith("_")}
+
+    assert public(AsyncLLM) - {"aclose"} == public(LLM) - {"close"}
