@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import DenseStore, LayerCache
 from dsv4lite.kernels.hc import hc_project, hc_split
-from dsv4lite.kernels.indexer import index_scores
+from dsv4lite.kernels.indexer import index_scores, select_entries
 from dsv4lite.kernels.moe import route, softplus
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import (
@@ -24,7 +23,6 @@ from dsv4lite.kernels.quantize import (
     round_fp8,
 )
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import PlainRow
 from dsv4lite.models.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import linear
@@ -267,24 +265,16 @@ def test_second_layer_compresses_and_selects_as_published(model: DeepseekV4, tra
 
 
 def selection(model: DeepseekV4, layer: int, x: Tensor, batch: Batch, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the selection of a csa layer from its input, with the model's own parts."""
+    """Repeat the selection of a csa layer from its input; return scores [T, E] and the chosen entries."""
     attn, c = model.layers[layer].attn, TINY
-    block = batch.blocks[0]
-    count = len(x) // 4
+    angles = batch.compress_rope_T
+    assert angles is not None
     with torch.no_grad():
         qr = rms_norm(linear(x, attn.wq_a_wkv)[:, : c.q_lora_rank], attn.q_norm, c.norm_eps)
         queries = linear(qr, attn.wq_b)[:, c.num_attention_heads * c.head_dim :].view(len(x), c.index_heads, c.index_dim)
-        assert batch.compress_rope_T is not None
-        queries = rope(queries, *batch.compress_rope_T)
-        weights = attn._index_weights(linear(x, attn.compress_in, torch.float32), torch.float32)
-        chosen, _ = attn._visible_entries(block, count, batch, _only_keys(keys), (queries, weights))
-        return index_scores(queries, weights, keys[:count]), chosen[:, : c.index_topk]
-
-
-def _only_keys(keys: Tensor) -> LayerCache:
-    store = DenseStore(PlainRow(keys.shape[1], torch.float32), len(keys), torch.float32, torch.device("cpu"))
-    store.write(torch.arange(len(keys)), keys)
-    return LayerCache(store, keys=store)
+        weights = linear(x, attn.compress_in, torch.float32)[:, -c.index_heads :] * (c.index_dim * c.index_heads) ** -0.5
+        scores = index_scores(rope(queries, *angles), weights, keys[: len(x) // 4], row_tile=model.numerics.row_tile)
+        return scores, select_entries(scores, batch.groups[4].visible_T, c.index_topk)[0]
 
 
 def test_third_layer_pools_and_routes_as_published(model: DeepseekV4, trace: Trace) -> None:
