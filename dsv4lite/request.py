@@ -268,11 +268,12 @@ class Logprobs:
         """Gather single tokens, in order; ``top`` is K, needed when there are none."""
         import torch
 
+        none = torch.empty((0, top), dtype=torch.float32, device="cpu")
         return cls(
-            sampled=torch.tensor([t.logprob for t in tokens], dtype=torch.float32),
-            ranks=torch.tensor([t.rank for t in tokens], dtype=torch.int32),
-            token_ids=torch.stack([t.token_ids for t in tokens]) if tokens else torch.empty((0, top), dtype=torch.int32),
-            values=torch.stack([t.values for t in tokens]) if tokens else torch.empty((0, top), dtype=torch.float32),
+            sampled=torch.tensor([t.logprob for t in tokens], dtype=torch.float32, device="cpu"),
+            ranks=torch.tensor([t.rank for t in tokens], dtype=torch.int32, device="cpu"),
+            token_ids=torch.stack([t.token_ids for t in tokens]) if tokens else none.int(),
+            values=torch.stack([t.values for t in tokens]) if tokens else none,
             mode=mode,
         )
 

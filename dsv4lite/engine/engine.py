@@ -413,7 +413,7 @@ def _nobody(news: object) -> None:
 def _by_position(parts: list[tuple[int, Tensor]]) -> Tensor:
     """Join parts of known first position; a position that ran twice (after a preemption) counts once."""
     length = max(start + len(part) for start, part in parts)
-    joined = torch.empty(length, *parts[0][1].shape[1:], dtype=parts[0][1].dtype)
+    joined = torch.empty(length, *parts[0][1].shape[1:], dtype=parts[0][1].dtype, device="cpu")
     for start, part in parts:
         joined[start : start + len(part)] = part
     return joined

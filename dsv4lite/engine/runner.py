@@ -89,7 +89,8 @@ class Runner:
         if not sampling:
             return None
         rows = [first_row[s.seq_id] + len(s.token_ids) - 1 for s in sampling]
-        wanted = streams_TND if len(rows) == len(streams_TND) else streams_TND[torch.tensor(rows, device=streams_TND.device)]
+        every = len(rows) == len(streams_TND)
+        wanted = streams_TND if every else streams_TND[torch.tensor(rows, dtype=torch.int64, device=streams_TND.device)]
         seq_ids = [s.seq_id for s in sampling]
         samples = self.sampler.sample(self.model.logits(wanted), seq_ids, [s.start + len(s.token_ids) for s in sampling])
         self._sampled = dict(zip(seq_ids, samples.token_ids.unbind(), strict=True))
@@ -104,7 +105,8 @@ class Runner:
         for start in range(begin, end, SCORE_ROWS):
             stop = min(start + SCORE_ROWS, end)
             rows = slice(first_row + start - sequence.start, first_row + stop - sequence.start)
-            targets = torch.tensor(request.prompt_token_ids[start + 1 : stop + 1], device=streams_TND.device)
+            target_ids = request.prompt_token_ids[start + 1 : stop + 1]
+            targets = torch.tensor(target_ids, dtype=torch.int64, device=streams_TND.device)
             parts.append(token_logprobs(self.model.logits(streams_TND[rows]), targets, request.params.prompt_logprobs or 0))
         values, ranks, top_ids, top_values = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         return Logprobs(sampled=values, ranks=ranks.int(), token_ids=top_ids.int(), values=top_values)

@@ -666,11 +666,11 @@ class Sampler:
             if mask is not None:
                 forbidden.append((row, mask))
         if forbidden:
-            rows = torch.tensor([row for row, _ in forbidden], device=self._device)
+            rows = torch.tensor([row for row, _ in forbidden], dtype=torch.int64, device=self._device)
             masks = torch.stack([mask for _, mask in forbidden]).to(self._device, non_blocking=True)
             edited = _put(edited, rows, edited.index_select(0, rows).masked_fill(masks, -math.inf))
         if forced:  # whatever else forbids the token
-            rows, token_ids = torch.tensor(forced, device=self._device).unbind(dim=1)
+            rows, token_ids = torch.tensor(forced, dtype=torch.int64, device=self._device).unbind(dim=1)
             edited = edited.index_fill(0, rows, -math.inf).index_put((rows, token_ids), edited.new_zeros(()))
         return edited, failures
 

@@ -82,7 +82,7 @@ def make_segments(starts_S: Tensor, lens_S: Tensor, ratio: int) -> Segments:
 
 def empty_carry(*shape: int, device: torch.device | None = None) -> Tensor:
     """Return accumulators float32 [*shape, 3, C] (last of ``shape`` is C) that have seen no token."""
-    carry = torch.zeros(*shape[:-1], 3, shape[-1], device=device)
+    carry = torch.zeros(*shape[:-1], 3, shape[-1], dtype=torch.float32, device=device)
     carry[..., 0, :] = float("-inf")
     return carry
 

@@ -78,7 +78,7 @@ def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
                 for i in line:
                     m[i] /= total
         done.append(m)
-    return torch.tensor(done, device=mix_TNN.device).view_as(mix_TNN)
+    return torch.tensor(done, dtype=torch.float32, device=mix_TNN.device).view_as(mix_TNN)
 
 
 def hc_project(streams_TND: Tensor, fn: Tensor, norm_eps: float, row_tile: int | None = None) -> Tensor:

@@ -30,7 +30,7 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
     exponent = scale.view(torch.uint8).int() - 127
-    return torch.ldexp(torch.ones(exponent.shape, device=scale.device), exponent)
+    return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float32, device=scale.device), exponent)
 
 
 def _groups(x: Tensor, group: int) -> Tensor:
@@ -77,7 +77,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """Return the float32 values of 4-bit codes."""
-    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=codes.device)
     return table[codes.int()]
 
 

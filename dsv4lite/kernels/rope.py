@@ -18,7 +18,7 @@ def rope_frequencies(
     rope_dim: int, theta: float, *, factor: float = 1.0, original: int = 0, beta_fast: float = 32.0, beta_slow: float = 1.0
 ) -> Tensor:
     """Return float32 [rope_dim / 2] frequencies; ``factor`` 1 means no YaRN."""
-    freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim)
     if factor == 1.0:
         return freq
 
@@ -27,7 +27,8 @@ def rope_frequencies(
 
     low = max(math.floor(correction(beta_fast)), 0)
     high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
-    ramp = ((torch.arange(rope_dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    index = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
     return freq / factor * ramp + freq * (1 - ramp)
 
 

@@ -409,7 +409,7 @@ class _Block:
         return [pool.submit(_read_into, self.file, self.begin + at, target[at : at + _BLOCK_BYTES]) for at in starts]
 
     def tensors(self, buffer: bytearray) -> Iterator[tuple[TensorInfo, Tensor]]:
-        raw = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
         for part in self.parts:
             dtype = DTYPES[part.info.dtype]
             at = part.begin - self.begin

@@ -61,7 +61,8 @@ def dummy_tensors(config: V4Config, *, expert_format: ExpertFormat, quantized: b
             if like.dtype == torch.float8_e8m0fnu:
                 yield part, _scales(like.shape, 1 / (sqrt(fan_in) * _CODE_STD[stored[name].dtype]), generator)
             elif like.dtype == torch.int64:
-                yield part, torch.rand(like.shape[0], config.num_experts, generator=generator).topk(like.shape[1]).indices
+                draws = torch.rand(like.shape[0], config.num_experts, generator=generator, dtype=torch.float32, device="cpu")
+                yield part, draws.topk(like.shape[1]).indices
             elif like.dtype in _CODE_STD:
                 yield part, _codes(like, generator)
             else:
@@ -73,13 +74,13 @@ def _plain(name: str, like: StoredTensor, fan_in: int, generator: Generator) -> 
     if std and like.dtype == torch.bfloat16:
         bits = _bytes((*like.shape[:-1], 2 * like.shape[-1]), generator).view(torch.int16)
         return bits.bitwise_and_(_BF16_FREE).bitwise_or_(_BF16_FIXED).view(torch.bfloat16).mul_(std / _BF16_STD)
-    tensor = torch.empty(like.shape, dtype=like.dtype)
+    tensor = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     return tensor.normal_(mean, std, generator=generator) if std else tensor.fill_(mean)
 
 
 def _scales(shape: tuple[int, ...], size: float, generator: Generator) -> Tensor:
     """Return e8m0 scales of about ``size`` in the root of their mean square."""
-    steps = torch.randint(_SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator)
+    steps = torch.randint(_SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator, dtype=torch.int64, device="cpu")
     return (steps + (127 + round(log2(size / _SCALE_STD)))).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -93,5 +94,5 @@ def _codes(like: StoredTensor, generator: Generator) -> Tensor:
 def _bytes(shape: tuple[int, ...], generator: Generator) -> Tensor:
     """Return random bytes, drawn eight at a time."""
     count = prod(shape)
-    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return words.view(torch.uint8)[:count].view(shape)
