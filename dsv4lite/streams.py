@@ -90,7 +90,7 @@ class Signal:
 
     def __init__(self, bridge: LoopBridge) -> None:
         self._bridge = bridge
-        self._event = anyio.Event()
+        self._event: anyio.Event | None = None
 
     def __call__(self) -> None:
         """Wake the tasks; from any thread."""
@@ -98,11 +98,14 @@ class Signal:
 
     async def wait(self) -> None:
         """Wait for the next call."""
+        if self._event is None:
+            self._event = anyio.Event()
         await self._event.wait()
 
     def _fire(self) -> None:
-        event, self._event = self._event, anyio.Event()
-        event.set()
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
 
 
 class AsyncStream(_Reader):
