@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -158,4 +159,71 @@ def write_checkpoint(
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def trainer_settings(*, ratios: Sequence[int], original_positions: int = 65536, **sizes: Any) -> dict[str, Any]:
+    """Return settings for transformers' config class: ``TINY`` with other layers and sizes.
+
+    Args:
+        ratios: Compression of each layer; at most one other than 0 and 4.
+        original_positions: Where YaRN begins; a small number makes it matter in short prompts.
+        sizes: Keys of the release form.
+    """
+    hca = next((ratio for ratio in ratios if ratio not in (0, 4)), 128)
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", hca: "heavily_compressed_attention"}
+    return {
+        **{key: value for key, value in TINY.items() if key not in (*RELEASE_ONLY, "compress_ratios")},
+        **sizes,
+        "num_hidden_layers": len(ratios),
+        "max_position_embeddings": 16 * original_positions,
+        "layer_types": [kinds[ratio] for ratio in ratios],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": hca},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": original_positions,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    }
+
+
+def trainer_model(settings: Mapping[str, Any], *, seed: int) -> Any:
+    """Build transformers' own model in float32 with random weights under which every part of it matters."""
+    import transformers
+
+    config = transformers.DeepseekV4Config(**settings, attn_implementation="eager", experts_implementation="eager")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.DeepseekV4ForCausalLM(config).float().eval()
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                _randomize(name, tensor, config.n_routed_experts)
+    return model
+
+
+def _randomize(name: str, tensor: Tensor, experts: int) -> None:
+    if name.endswith("inv_freq"):
+        return
+    if name.endswith("tid2eid"):
+        order = torch.rand(len(tensor), experts).argsort(-1)
+        tensor.copy_(order[:, : tensor.shape[1]])
+    elif name.endswith("norm.weight"):
+        tensor.normal_(1.0, 0.3)
+    elif name.endswith("scale"):
+        tensor.normal_(1.0, 0.2)
+    elif name.endswith("e_score_correction_bias"):
+        tensor.normal_(0.0, 0.3)
+    elif name.endswith("sinks"):
+        tensor.normal_(0.0, 2.0)
+    elif name.endswith(("base", "position_bias", "embed_tokens.weight")):
+        tensor.normal_()
+    else:
+        tensor.normal_(0.0, (2.0 if "gate_proj" in name and "compressor" in name else 1.0) * tensor.shape[-1] ** -0.5)
+
+
+def write_trainer_checkpoint(folder: Path, model: Any) -> Path:
+    """Save transformers' model as it saves itself; the folder is what a trainer leaves behind."""
+    model.save_pretrained(folder)
     return folder

@@ -1,7 +1,7 @@
 """The reference path against stored outputs of the official code, stage by stage from the stored inputs.
 
 The data's own page says what to expect: the suggested limits tell a defect from another order of summation. The limits here lie
-closer, at about twice what plain torch with all the official roundings reaches; from token ids only the suggested ones mean anything.
+closer, at about twice what plain torch with all the official roundings reaches; from token ids only the suggested mean anything.
 """
 
 from __future__ import annotations
