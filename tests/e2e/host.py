@@ -1,0 +1,234 @@
+"""A host program: it has settings of its own, opens engines of every kind, and notes what the process looks like meanwhile.
+
+    python host.py plain|unusual      writes a report as JSON to standard output; see test_hygiene.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import faulthandler
+import gc
+import hashlib
+import importlib
+import json
+import locale
+import logging
+import multiprocessing
+import os
+import pkgutil
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT = "def add(a, b):"
+LENGTH = 6
+
+
+def look() -> dict[str, Any]:
+    """Describe everything that belongs to the process as a whole, or to the thread of its host."""
+    root = logging.getLogger()
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "torch random state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+        "grad mode": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")],
+        "torch determinism": [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()],
+        "torch backends": [str(torch.backends.mkldnn.enabled), str(torch.backends.cuda.matmul.allow_tf32)],
+        "cuda initialised": torch.cuda.is_initialized(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "environment": dict(os.environ),
+        "signal handlers": {int(number): _handler(number) for number in sorted(signal.valid_signals())},
+        "signal wakeup": _wakeup_fd(),
+        "exit handlers": atexit._ncallbacks(),
+        "log handlers": [repr(handler) for handler in root.handlers],
+        "log level": [root.level, logging.root.manager.disable, repr(logging.lastResort), logging.getLoggerClass().__name__],
+        "log filters": [repr(log_filter) for log_filter in root.filters],
+        "own loggers": [
+            [name, logger.level, repr(logger.handlers), logger.propagate]
+            for name, logger in sorted(root.manager.loggerDict.items())
+            if name.startswith("dsv4lite") and isinstance(logger, logging.Logger) and (logger.level or logger.handlers)
+        ],
+        "warning filters": [repr(warning_filter) for warning_filter in warnings.filters],
+        "warning hook": repr(warnings.showwarning),
+        "exception hooks": [repr(hook) for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)],
+        "trace hooks": [repr(sys.gettrace()), repr(sys.getprofile()), repr(threading.gettrace()), repr(threading.getprofile())],
+        "loop policy": repr(asyncio.events._event_loop_policy),
+        "import path": list(sys.path),
+        "import hooks": [repr(finder) for finder in (*sys.meta_path, *sys.path_hooks)],
+        "working directory": os.getcwd(),
+        "file mode mask": _umask(),
+        "interpreter": [sys.getswitchinterval(), sys.getrecursionlimit(), sys.flags.dev_mode, faulthandler.is_enabled()],
+        "garbage collector": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
+        "locale": locale.setlocale(locale.LC_ALL),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "standard streams": [repr(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": _children(),
+        "files": _files(),
+        "mapped files": _mapped(),
+    }
+
+
+def _handler(number: int) -> str:
+    handler = signal.getsignal(number)
+    return "asyncio's" if isinstance(handler, partial) else repr(handler)  # whose own repr changes as its task runs
+
+
+def _wakeup_fd() -> int:
+    number = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(number)
+    return number
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _children() -> list[str]:
+    return [child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()]
+
+
+def _files() -> list[str]:
+    """What is open, without the folder that is being read for this."""
+    found = []
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            found.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    return sorted(target for target in found if not target.endswith("/fd"))
+
+
+def _mapped() -> list[str]:
+    """Files of a checkpoint that are mapped into memory."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return sorted({line.split()[-1] for line in lines if line.endswith((".safetensors", ".json"))})
+
+
+def be_unusual() -> None:
+    """Change what a host may change. None of it is the engine's business."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(20)
+    random.seed(21)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.DEBUG, stream=open(os.devnull, "w"))  # noqa: SIM115
+    sys.excepthook = lambda *error: traceback.print_exception(*error)
+    threading.excepthook = lambda arguments: None
+    sys.setswitchinterval(0.001)
+    gc.set_threshold(500, 5, 5)
+    os.umask(0o077)
+    os.chdir("/")
+    if sys.version_info < (3, 14):
+        asyncio.set_event_loop_policy(type("HostsPolicy", (asyncio.DefaultEventLoopPolicy,), {})())
+
+
+def main(mode: str) -> dict[str, Any]:
+    """Live through an engine, two engines, and an engine in an event loop."""
+    stages: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    if mode == "unusual":
+        be_unusual()
+    import concurrent.futures.thread  # noqa: F401 - registers an exit handler, whoever imports it first
+
+    asyncio.run(asyncio.sleep(0))  # settles the policy, whoever runs the first loop
+    stages["before import"] = look()
+
+    import dsv4lite
+
+    for module in pkgutil.walk_packages(dsv4lite.__path__, "dsv4lite."):
+        if not module.name.startswith(("dsv4lite.integrations.", "dsv4lite.__main__")):
+            importlib.import_module(module.name)
+    stages["after import"] = look()
+
+    from dsv4lite.config import EngineConfig
+    from dsv4lite.engine.engine import Engine
+    from dsv4lite.request import Request, SequenceUpdate
+
+    params = dsv4lite.SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=5, logprobs=1)
+    config = EngineConfig(
+        model=dsv4lite.tiny_model(), device="cpu", max_model_len=2048, max_num_seqs=4, kv_cache_memory_bytes=64 << 20
+    )
+
+    results["plan"] = repr(dsv4lite.plan_memory(config, memory_bytes=8 << 30))
+    news: list[SequenceUpdate] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def deliver(updates: list[SequenceUpdate]) -> None:
+        news.extend(updates)
+        begun.set()
+        if any(update.finish_reason is not None for update in updates):
+            ended.set()
+
+    engine = Engine(config)
+    engine.start(deliver, lambda error: ended.set())
+    stages["an engine"] = look()
+    long = dsv4lite.SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
+    ids = tuple(engine.info.tokenizer.encode(PROMPT))
+    engine.submit(Request(request_id="long", prompt_token_ids=ids, params=long))
+    begun.wait()
+    stages["an engine at work"] = look()
+
+    with dsv4lite.LLM(config) as llm:
+        stages["two engines at work"] = look()
+        output = llm.generate(PROMPT, params)
+        results["LLM"] = describe(output)
+    engine.close()
+    ended.wait()
+    assert news[-1].finish_reason == "abort"
+    engine.close()
+    stages["both closed"] = look()
+
+    async def serve() -> None:
+        stages["in an event loop, before"] = look()
+        async with dsv4lite.AsyncLLM(config) as llm:
+            results["AsyncLLM"] = describe(await llm.generate(PROMPT, params))
+            async with llm.stream(PROMPT, long) as stream:
+                await anext(aiter(stream))
+                stages["in an event loop"] = look()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        results["tasks left"] = [repr(task) for task in left]
+
+    asyncio.run(serve())
+    del engine, llm
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)  # worker threads of the event loop's library end by themselves
+    stages["at the end"] = look()
+    return {"stages": stages, "results": results}
+
+
+def describe(output: Any) -> dict[str, Any]:
+    """What a completion says, and where its tensors lie."""
+    logprobs = output.outputs[0].logprobs
+    return {
+        "token_ids": list(output.outputs[0].token_ids),
+        "text": output.text,
+        "logprobs": [float(value) for value in logprobs.sampled],
+        "tensors": [f"{value.device} {value.dtype}" for value in (logprobs.sampled, logprobs.values, logprobs.token_ids)],
+    }
+
+
+if __name__ == "__main__":
+    json.dump(main(sys.argv[1]), sys.stdout)
