@@ -35,9 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequence", "SequencePlan", "StepPlan", "needs_host"]
 
 
-def needs_host(request: Request) -> bool:
-    """Return whether the host must see each token of a request before the next one can be sampled."""
-    return request.params.structured_outputs is not None or request.params.thinking_budget is not None
+def needs_host(seq: Sequence) -> bool:
+    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
+    params = seq.request.params
+    return bool(
+        params.structured_outputs is not None
+        or params.thinking_budget is not None
+        or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +134,14 @@ class Scheduler:
     Args:
         limits: Settings.
         pools: Ids of sequence state; the scheduler is their only user.
-        needs_host: Whether a request's sequences must not be planned while a token of theirs is in flight.
+        needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
+            goes by the request's settings alone.
 
     Raises:
         CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
     """
 
-    def __init__(self, limits: SchedulerLimits, pools: Pools, *, needs_host: Callable[[Request], bool] = needs_host) -> None:
+    def __init__(self, limits: SchedulerLimits, pools: Pools, *, needs_host: Callable[[Sequence], bool] = needs_host) -> None:
         needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
         for pool, need in needs:
             if pool.total < need:
@@ -153,7 +159,7 @@ class Scheduler:
         self._waiting = SequenceQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: list[Sequence] = []  # their last step left window pages behind
-        self._deadlines: list[tuple[float, int, _Group]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
@@ -208,7 +214,6 @@ class Scheduler:
                 tokens=list(request.prompt_token_ids),
                 prompt_len=prompt_len,
                 last_run=limit - 1 if request.generate else prompt_len - 1,
-                needs_host=self._needs_host(request),
                 order=(request.priority, request.arrival, self._next_seq_id),
                 score_next=score_next if index == 0 else None,
             )
@@ -219,7 +224,7 @@ class Scheduler:
         self._groups[request.request_id] = group
         self._waiting.add(sequences[0])
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, group))
+            heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.request_id))
         for seq in sequences[1:]:
             if prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
@@ -241,6 +246,16 @@ class Scheduler:
             return self._end_group(group, reason)
         seq = group.sequences[index]
         return [] if seq.state is State.ENDED else [self._end(seq, reason)]
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
+        ends = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, first_seq_id, request_id = heapq.heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is not None and group.sequences[0].seq_id == first_seq_id:  # else it ended, and the id may be in use again
+                ends += self._end_group(group, "deadline")
+        return ends
 
     def pop_expired(self) -> list[SequenceUpdate]:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
@@ -304,7 +319,7 @@ class Scheduler:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
         assert len(self._outstanding) < 2, "update() of the plan before the last one is missing"
-        self._expire(now)
+        self._expired += self.expire(now)
         self._release_deferred()
         draft = _Draft(now, self._limits.max_num_batched_tokens)
         self._plan_running(draft)
@@ -330,11 +345,6 @@ class Scheduler:
         self._outstanding.append(plan)
         return plan
 
-    def _expire(self, now: float) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].open):
-            group = heapq.heappop(self._deadlines)[2]
-            self._expired += self._end_group(group, "deadline")
-
     def _release_deferred(self) -> None:
         """Release what only the plan made last still needed."""
         for seq in self._retiring:
@@ -351,15 +361,13 @@ class Scheduler:
     def _plan_running(self, draft: _Draft) -> None:
         """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
         running = self._running.items
-        singles = sum(
-            len(seq.tokens) + seq.in_flight - seq.num_computed == 1 and not (seq.in_flight and seq.needs_host) for seq in running
-        )
+        singles = sum(len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running)
         prefill_room = max(0, draft.room - singles)
         i = 0
         while i < len(running) and draft.room:  # those behind i may be preempted on the way
             seq = running[i]
             i += 1
-            if seq.in_flight and seq.needs_host:
+            if seq.in_flight and self._needs_host(seq):
                 continue
             start = seq.num_computed
             if len(seq.tokens) + seq.in_flight - start == 1:
@@ -527,9 +535,9 @@ class Scheduler:
         """Begin a sequence with the longest cached prefix that leaves it something to run and to score."""
         if seq.chain is None or seq.chain.epoch != self._cache.epoch:
             seq.chain = self._cache.chain(seq.tokens, seq.request.cache_salt)
-        most = seq.num_to_run - 1
         if seq.request.params.return_routed_experts:
             return None  # they are only known for tokens that run
+        most = seq.num_to_run - 1
         checkpoint = self._cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
         if checkpoint is None:
             return None

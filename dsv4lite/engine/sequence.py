@@ -61,7 +61,6 @@ class Sequence:
     tokens: list[int]
     prompt_len: int
     last_run: int
-    needs_host: bool
     order: tuple[int, float, int]
     score_next: int | None
     state: State = State.WAITING

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
-from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan, needs_host
+from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate
 
@@ -243,7 +243,7 @@ class Harness:
             self.plans.append(plan)
             for part in plan.sequences:
                 request = self.device.truths[part.seq_id].request
-                assert not (part.token_ids == (-1,) and needs_host(request))
+                assert not (part.token_ids == (-1,) and request.params.thinking_budget is not None)
                 if request.params.max_tokens is not None:
                     assert part.end < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
                 assert part.end < self.limits.max_model_len
@@ -273,6 +273,8 @@ class Harness:
         self.device.epoch += 1
 
     def drain(self) -> None:
+        if len(self.outstanding) == 2:
+            self.settle()
         for _ in range(100_000):
             if not self.scheduler.has_work() and not self.outstanding:
                 break
