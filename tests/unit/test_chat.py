@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from dsv4lite.errors import InvalidRequestError
-from dsv4lite.text.chat import EFFORT_1, EFFORT_2, PREVIEW, REFRESHED, TOOLS, Efforts, encode_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dsv4lite.errors import InvalidRequestError
+from dsv4lite.text.chat import EFFORT_1, EFFORT_2, PREVIEW, REFRESHED, TOOLS, Efforts, encode_messages
 
 Message = dict[str, Any]
 

