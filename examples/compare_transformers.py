@@ -3,8 +3,8 @@
     python examples/compare_transformers.py                 # both comparisons, as a table
     python examples/compare_transformers.py --json out.json
 
-One request decodes alone; then 64 requests of mixed lengths run, in transformers as padded batches of 16. The model has the shape of the
-checkpoint that ships with the package, in float32. Needs ``pip install 'dsv4lite[test]'``.
+One request decodes alone; then 64 requests of mixed lengths run, in transformers as padded batches of 16. The model has the shape
+of the checkpoint that ships with the package, in float32. Needs ``pip install 'dsv4lite[test]'``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def tiny_shape() -> DeepseekV4Config:
         raw = json.load(file)
     kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
     layers = raw["num_hidden_layers"]
-    same = """vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_groups o_lora_rank n_routed_experts
-        num_experts_per_tok n_shared_experts moe_intermediate_size routed_scaling_factor swiglu_limit sliding_window index_n_heads
+    same = """vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_groups o_lora_rank
+        n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size routed_scaling_factor swiglu_limit sliding_window index_n_heads
         index_head_dim index_topk hc_mult hc_sinkhorn_iters hc_eps rms_norm_eps rope_theta compress_rope_theta
         max_position_embeddings qk_rope_head_dim""".split()
     return DeepseekV4Config(
@@ -53,7 +53,8 @@ def random_model(folder: str) -> DeepseekV4ForCausalLM:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
-                buffer.copy_(torch.stack([torch.randperm(model.config.n_routed_experts)[: buffer.shape[1]] for _ in range(len(buffer))]))
+                rows = [torch.randperm(model.config.n_routed_experts)[: buffer.shape[1]] for _ in range(len(buffer))]
+                buffer.copy_(torch.stack(rows))
     model.save_pretrained(folder)
     return model
 

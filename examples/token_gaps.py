@@ -2,8 +2,8 @@
 
     python examples/token_gaps.py [--tokens 256] [--threads 1]
 
-The engine thread shares the interpreter lock with its host. This prints the median and the 99th percentile of the gaps with an idle host, and
-with threads that do nothing but run Python.
+The engine thread shares the interpreter lock with its host. This prints the median and the 99th percentile of the gaps with an
+idle host, and with threads that do nothing but run Python.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import threading
 import time
+from itertools import pairwise
 
 from dsv4lite import AsyncLLM, SamplingParams, tiny_model
 
@@ -45,11 +46,12 @@ async def gaps(llm: AsyncLLM, tokens: int) -> list[float]:
     async with llm.stream("def main():", SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)) as stream:
         async for delta in stream:
             times += [time.perf_counter()] * len(delta.token_ids)
-    return sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    return sorted(b - a for a, b in pairwise(times))
 
 
 def row(name: str, values: list[float]) -> str:
-    return f"{name:<28}{values[len(values) // 2] * 1000:>10.1f}{values[int(len(values) * 0.99)] * 1000:>10.1f}{values[-1] * 1000:>10.1f}"
+    shown = (values[len(values) // 2], values[int(len(values) * 0.99)], values[-1])
+    return f"{name:<28}" + "".join(f"{value * 1000:>10.1f}" for value in shown)
 
 
 async def run(model: str, tokens: int, threads: int) -> None:

@@ -27,5 +27,6 @@ def rms_norm_heads(q_THC: Tensor, eps: float) -> Tensor:
     if q_THC.dtype == torch.float32:
         return rms_norm(q_THC, None, eps)
     mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
-    # Through float32: torch's bfloat16 rsqrt rounds twice in what its vectors leave over, so bits would depend on the number of tokens.
+    # Through float32: torch's bfloat16 rsqrt rounds twice in what its vectors leave over, and so bits would depend on the number
+    # of tokens.
     return q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)

@@ -88,8 +88,14 @@ MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet, modules of ops without tests of their own, and
 # files over the budget, each with a limit of its own.
-UNDOCUMENTED = frozenset(dsv4lite.__all__)
-UNTESTED = frozenset({"attention", "compress", "gemm", "hc", "indexer", "moe", "norm", "quantize", "rope", "rows"})
+UNDOCUMENTED = {
+    "AsyncCompletions", "AsyncLLM", "AsyncStream", "CapacityError", "CheckpointError", "CompletionOutput", "Completions",
+    "ConfigError", "ContextLengthError", "DSV4LiteError", "Delta", "EngineConfig", "EngineDeadError", "EngineStateError",
+    "EngineStats", "InvalidRequestError", "LLM", "LoadProgress", "Logprobs", "MemoryPlan", "Phase", "QueueFullError",
+    "RequestFailedError", "RequestOutput", "SamplingParams", "Stream", "StructuredOutputs", "Timing", "Tokenizer", "ToolCall",
+    "UnsupportedError", "Usage", "WeightUpdateError", "WeightsNotLoadedError", "plan_memory", "tiny_model",
+}  # fmt: skip
+UNTESTED = {"attention", "compress", "gemm", "hc", "indexer", "moe", "norm", "quantize", "rope", "rows"}
 OVERLONG = {"engine.sampler": 705, "engine.scheduler": 850}
 
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakKeyDictionary",
