@@ -31,9 +31,9 @@ def tiny_shape() -> DeepseekV4Config:
     kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
     layers = raw["num_hidden_layers"]
     same = """vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_groups o_lora_rank
-        n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size routed_scaling_factor swiglu_limit sliding_window index_n_heads
-        index_head_dim index_topk hc_mult hc_sinkhorn_iters hc_eps rms_norm_eps rope_theta compress_rope_theta
-        max_position_embeddings qk_rope_head_dim""".split()
+        n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size routed_scaling_factor swiglu_limit
+        sliding_window index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters hc_eps rms_norm_eps rope_theta
+        compress_rope_theta max_position_embeddings qk_rope_head_dim""".split()
     return DeepseekV4Config(
         **{key: raw[key] for key in same},
         partial_rotary_factor=raw["qk_rope_head_dim"] / raw["head_dim"],
