@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, LayerCache, StateCache, StateLayout, StateSizes
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateLayout, StateSizes
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.batch import SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -126,9 +126,9 @@ class PagedModel:
             sequence.length += len(token_ids)
         return out
 
-    def mtp_cache(self) -> LayerCache:
-        """Return the MTP block's layer cache."""
-        return self.cache.layers[-1]
+    def take_window(self) -> int:
+        """Take a window page."""
+        return self._window.take()
 
 
 def run_in_cuts(model: DeepseekV4, token_ids: Sequence[int], cuts: Sequence[int], *, seed: int = 0) -> Tensor:
