@@ -26,11 +26,10 @@ def scale_exponent(amax: Tensor, qmax: float) -> Tensor:
 
 
 def e8m0_to_float(scale: Tensor) -> Tensor:
-    """Return the float32 value of e8m0 scales, given as ``float8_e8m0fnu`` or uint8 bytes; float scales pass through."""
+    """Return float32 values of e8m0 scales, ``float8_e8m0fnu`` or uint8 bytes (255 is NaN); float scales pass through."""
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
-    exponent = scale.view(torch.uint8).int() - 127
-    return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float32, device=scale.device), exponent)
+    return scale.view(torch.float8_e8m0fnu).float()
 
 
 def _groups(x: Tensor, group: int) -> Tensor:
@@ -44,7 +43,7 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantize groups of the last dimension to e4m3.
 
     Args:
-        x: Float [..., N]; NaN is not preserved (the clamp swallows it, as in the official kernel).
+        x: Float [..., N]. A NaN stays one, and its group is lost with it (the official kernel's clamp turns it into a number).
         group: Channels that share a scale; the last group may be shorter.
 
     Returns:
