@@ -415,7 +415,7 @@ class Samples:
         num_rows, num_scores = len(self.seq_ids), len(self.wanted)
         token_ids, finite, feasible = integers[: 3 * num_rows].view(3, num_rows).tolist()
         ranks = integers[3 * num_rows : 3 * num_rows + num_scores].tolist()
-        top_ids = integers[3 * num_rows + num_scores :].view(num_scores, self.top_ids.shape[1])
+        top_ids = integers[3 * num_rows + num_scores :].to(torch.int32).view(num_scores, self.top_ids.shape[1])
         logprobs = floats[:num_scores].tolist()
         top_values = floats[num_scores:].view(num_scores, self.top_values.shape[1])
         scored = {
@@ -445,25 +445,26 @@ class Samples:
 
 
 class _Download:
-    """A copy of device tensors to the host that runs while the host goes on; on the CPU nothing is copied."""
+    """Device tensors on their way to the host in one copy, which runs while the host goes on.
+
+    What ``wait`` returns for users to keep, top ids and floats, has left the pinned buffer by its conversion to 32 bits.
+    """
 
     def __init__(self, integers: Sequence[Tensor], floats: Sequence[Tensor]) -> None:
-        packed = torch.cat([*(x.to(torch.int32) for x in integers), *(x.view(torch.int32) for x in floats)])
+        packed = torch.cat([*integers, *(x.view(torch.int32) for x in floats)])
         self._num_integers = sum(map(len, integers))
         self._arrived: torch.cuda.Event | None = None
         self._packed = packed
         if packed.device.type == "cuda":
-            self._packed = torch.empty(packed.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the integers (int32) and the floats (float32), each in one row."""
-        packed = self._packed
+        """Return the integers (int64) and the floats (float32), each in one row."""
         if self._arrived is not None:
             self._arrived.synchronize()
-            packed = packed.clone()  # pinned memory is scarce, and users keep log-probabilities
-        return packed[: self._num_integers], packed[self._num_integers :].view(torch.float32)
+        return self._packed[: self._num_integers], self._packed[self._num_integers :].to(torch.int32).view(torch.float32)
 
 
 class Sampler:
@@ -581,8 +582,7 @@ class Sampler:
             The samples; their copy to the host is already under way.
         """
         stack = self._stacked(tuple(seq_ids))
-        places = torch.tensor(positions, dtype=torch.int32, device=self._device)
-        edited = self._edit(logits, stack, positions, places)
+        edited = self._edit(logits, stack, positions)
         edited, failures = self._constrain(edited, stack.hosted, positions)
         top, token_ids, feasible = sampling.argmax_finite(edited)
         finite = feasible if edited is logits else sampling.argmax_finite(logits)[2]
@@ -590,7 +590,7 @@ class Sampler:
         if stack.draws is not None:
             draws = stack.draws
             scaled = self._truncate(_take(edited, draws.rows), _take(top, draws.rows), draws)
-            drawn = sampling.draw(scaled, draws.streams, _take(places, draws.rows))
+            drawn = sampling.draw(scaled, draws.streams, _take(self._places(positions), draws.rows))
             token_ids = _put(token_ids, draws.rows, drawn)
             if stack.scores is not None and "processed" in stack.scores.modes:
                 processed = _put(edited, draws.rows, scaled)
@@ -620,7 +620,10 @@ class Sampler:
             self._stack = _Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
         return self._stack
 
-    def _edit(self, logits: Tensor, stack: _Stack, positions: Sequence[int], places: Tensor) -> Tensor:
+    def _places(self, positions: Sequence[int]) -> Tensor:
+        return torch.tensor(positions, dtype=torch.int32, device=self._device)
+
+    def _edit(self, logits: Tensor, stack: _Stack, positions: Sequence[int]) -> Tensor:
         """Apply penalties, bias and masks that need no host; returns ``logits`` itself where there is nothing to do."""
         edited = logits
         if stack.penalties is not None:
@@ -642,7 +645,7 @@ class Sampler:
             edited = _put(edited, rows, _take(edited, rows).masked_fill(mask, -math.inf))
         if stack.stops is not None and any(positions[row] < start for row, start in stack.stops_from):
             stops = stack.stops
-            held = places[stops.rows] < stops.values
+            held = self._places(positions)[stops.rows] < stops.values
             edited = edited.index_put(
                 (stops.rows, stops.token_ids), torch.where(held, -math.inf, edited[stops.rows, stops.token_ids])
             )
