@@ -1,0 +1,172 @@
+"""Streaming pooling against one softmax over all tokens of a group, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, empty_carry, make_segments
+
+WIDTH = 6
+RATIOS = (1, 4, 8, 128)
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sets_of(ratio: int) -> int:
+    return 2 if ratio == OVERLAP_RATIO else 1
+
+
+def entries_of(values: Tensor, scores: Tensor, ratio: int) -> Tensor:
+    """Pool a whole sequence in float64: entry w is a softmax per channel over its slots."""
+    values, scores, out = values.double(), scores.double(), []
+    for begin in range(0, len(values) - ratio + 1, ratio):
+        own = slice(begin, begin + ratio)
+        if sets_of(ratio) == 1:
+            v, s = values[own], scores[own]
+        else:
+            v, s = values[own, WIDTH:], scores[own, WIDTH:]
+            if begin:
+                before = slice(begin - ratio, begin)
+                v, s = torch.cat([values[before, :WIDTH], v]), torch.cat([scores[before, :WIDTH], s])
+        out.append((v * s.softmax(0)).sum(0))
+    return torch.stack(out) if out else torch.empty(0, WIDTH, dtype=torch.float64)
+
+
+@dataclass
+class Prompt:
+    """A sequence that is fed in parts."""
+
+    values: Tensor
+    scores: Tensor
+    start: int = 0
+
+
+def prompt(length: int, ratio: int, seed: int = 0) -> Prompt:
+    columns = WIDTH * sets_of(ratio)
+    return Prompt(random(length, columns, seed=seed), random(length, columns, seed=seed + 100, scale=4.0))
+
+
+def step(prompts: list[Prompt], counts: list[int], carry: Tensor, ratio: int) -> tuple[list[list[tuple[int, Tensor]]], Tensor]:
+    """Feed the next tokens of some sequences; return the (position, entry) pairs that close in each, and the new carry."""
+    starts = torch.tensor([p.start for p in prompts])
+    segments = make_segments(starts, torch.tensor(counts), ratio)
+    parts = [slice(p.start, p.start + n) for p, n in zip(prompts, counts, strict=True)]
+    values = torch.cat([p.values[part] for p, part in zip(prompts, parts, strict=True)])
+    scores = torch.cat([p.scores[part] for p, part in zip(prompts, parts, strict=True)])
+    entries, carry = compress(values, scores, carry, segments)
+    closed: list[list[tuple[int, Tensor]]] = [[] for _ in prompts]
+    owners = segments.sequence_G[segments.closed_E].tolist()
+    for owner, position, entry in zip(owners, segments.positions_E.tolist(), entries, strict=True):
+        closed[owner].append((position, entry))
+    for p, count in zip(prompts, counts, strict=True):
+        p.start += count
+    return closed, carry
+
+
+def run(p: Prompt, cuts: list[int], ratio: int) -> tuple[Tensor, Tensor]:
+    """Feed one sequence in parts; return its entries and the last carry."""
+    carry, found = empty_carry(1, sets_of(ratio), WIDTH), []
+    for a, b in zip([0, *cuts], [*cuts, len(p.values)], strict=True):
+        closed, carry = step([p], [b - a], carry, ratio)
+        found += closed[0]
+    assert [position for position, _ in found] == list(range(0, len(p.values) - ratio + 1, ratio))
+    return (torch.stack([entry for _, entry in found]) if found else torch.empty(0, WIDTH)), carry
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 63, 127, 128, 129, 257])
+def test_entries_equal_the_softmax_over_the_group(ratio: int, length: int) -> None:
+    p = prompt(length, ratio)
+    got, _ = run(p, [], ratio)
+    torch.testing.assert_close(got.double(), entries_of(p.values, p.scores, ratio), rtol=0, atol=2e-6)
+
+
+@given(length=st.integers(1, 300), ratio=st.sampled_from(RATIOS), data=st.data())
+@settings(max_examples=60)
+def test_no_cut_changes_a_bit(length: int, ratio: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=8))) if length > 1 else []
+    whole, carry = run(prompt(length, ratio), [], ratio)
+    parts, carry_of_parts = run(prompt(length, ratio), cuts, ratio)
+    assert torch.equal(parts, whole)
+    assert torch.equal(carry_of_parts, carry)
+
+
+@given(data=st.data(), ratio=st.sampled_from(RATIOS))
+@settings(max_examples=40)
+def test_sequences_of_one_step_do_not_meet(data: st.DataObject, ratio: int) -> None:
+    """Several sequences in one step, one of them full of NaN, give each what it gets alone."""
+    lengths = data.draw(st.lists(st.integers(2, 40), min_size=2, max_size=4))
+    sick = data.draw(st.integers(0, len(lengths) - 1))
+    prompts = [prompt(length, ratio, seed) for seed, length in enumerate(lengths)]
+    prompts[sick].values.fill_(float("nan"))
+    carry = empty_carry(len(lengths), sets_of(ratio), WIDTH)
+    first = [data.draw(st.integers(1, length - 1)) for length in lengths]
+    found, carry = step(prompts, first, carry, ratio)
+    later, _ = step(prompts, [length - count for length, count in zip(lengths, first, strict=True)], carry, ratio)
+    for seed, length in enumerate(lengths):
+        if seed != sick:
+            expected, _ = run(prompt(length, ratio, seed), [], ratio)
+            got = [entry for _, entry in found[seed] + later[seed]]
+            assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_carry_of_a_stranger_is_not_read(ratio: int) -> None:
+    """A sequence that starts on a border reads its own carry only; the second segment of a step starts afresh."""
+    p = prompt(3 * ratio, ratio)
+    expected, _ = run(p, [], ratio)
+    p.start = 0
+    carry = torch.cat([torch.full((1, sets_of(ratio), 3, WIDTH), float("nan")), empty_carry(1, sets_of(ratio), WIDTH)])
+    sick = prompt(3 * ratio, ratio, 5)
+    closed, _ = step([sick, p], [3 * ratio, 3 * ratio], carry, ratio)
+    assert torch.equal(torch.stack([entry for _, entry in closed[1]]), expected)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_closed_group_leaves_nothing_but_the_next_ones_lower_half(ratio: int) -> None:
+    _, carry = run(prompt(2 * ratio, ratio), [], ratio)
+    fresh = empty_carry(1, 1, WIDTH)
+    assert torch.equal(carry[:, -1:], fresh)
+    assert sets_of(ratio) == 1 or not torch.equal(carry[:, :1], fresh)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_extreme_scores_neither_overflow_nor_vanish(ratio: int) -> None:
+    p = prompt(2 * ratio, ratio)
+    p.scores *= 1e4
+    got, _ = run(p, [], ratio)
+    torch.testing.assert_close(got.double(), entries_of(p.values, p.scores, ratio), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("ratio", [4, 8])
+def test_gradients_equal_those_of_the_softmax(ratio: int) -> None:
+    p = prompt(19, ratio)
+    values, scores = p.values.double().requires_grad_(), p.scores.double().requires_grad_()
+    weight = random(19 // ratio, WIDTH, seed=3).double()
+    expected = torch.autograd.grad((entries_of(values, scores, ratio) * weight).sum(), (values, scores))
+    segments = make_segments(torch.tensor([0]), torch.tensor([19]), ratio)
+    entries, _ = compress(values, scores, empty_carry(1, sets_of(ratio), WIDTH), segments)
+    got = torch.autograd.grad((entries * weight).sum(), (values, scores))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.isfinite(ours).all()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_segments_name_places_groups_and_borders() -> None:
+    s = make_segments(torch.tensor([2, 7, 4]), torch.tensor([7, 1, 4]), 4)
+    # positions 2 3 | 4 5 6 7 | 8      7      4 5 6 7
+    assert s.sequence_G.tolist() == [0, 0, 0, 1, 2]
+    assert s.first_G.tolist() == [True, False, False, True, True]
+    assert s.last_S.tolist() == [2, 3, 4] and s.open_S.tolist() == [True, False, False]
+    assert s.closed_E.tolist() == [0, 1, 3, 4] and s.positions_E.tolist() == [0, 4, 4, 4]
+    assert s.missing_GL is not None
+    rows = [row[~gone].tolist() for row, gone in zip(s.tokens_GL, s.missing_GL, strict=True)]
+    assert rows == [[0, 1], [2, 3, 4, 5], [6], [7], [8, 9, 10, 11]]
