@@ -33,10 +33,10 @@ fi
 # A default torch brings gigabytes of CUDA libraries. Where they would be of no use, ask for torch by itself first: pip then
 # prefers a CPU build of that version if it is configured to see one.
 if ! command -v nvidia-smi >/dev/null 2>&1 && ! "$venv" -c 'import torch' 2>/dev/null; then
-    echo "setup: no NVIDIA GPU here, installing torch for the CPU"
-    "$venv" -m pip install "torch==2.13.0"
+    echo "setup: no NVIDIA GPU here, installing torch for the CPU (a few minutes)"
+    "$venv" -m pip install --quiet "torch==2.13.0"
 fi
 
-echo "setup: installing dsv4lite${extras:+ with extras: $extras}"
-"$venv" -m pip install --editable ".${extras:+[$extras]}"
+echo "setup: installing dsv4lite${extras:+ with extras: $extras} (a few minutes)"
+"$venv" -m pip install --quiet --editable ".${extras:+[$extras]}" numpy # torch warns at import when there is no numpy
 cp pyproject.toml "$installed"
