@@ -14,18 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dsv4lite.engine.holdings import Holdings, Moves
 from dsv4lite.engine.pages import (
     PAGE_TOKENS,
     WINDOW_PAGE_TOKENS,
-    Checkpoint,
     Pools,
     PoolStats,
     PrefixCache,
-    first_window_page,
     pages_for,
 )
-from dsv4lite.engine.sequence import NO_SLOT, Sequence, SequenceQueue, State
-from dsv4lite.engine.step import IN_FLIGHT, NO_PAGE, Sampled, SequencePlan, StepPlan
+from dsv4lite.engine.sequence import Sequence, SequenceQueue, State
+from dsv4lite.engine.step import IN_FLIGHT, Sampled, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, ContextLengthError, DSV4LiteError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 
@@ -114,12 +113,7 @@ class _Draft:
     room: int
     singles: list[SequencePlan] = field(default_factory=list)
     chunks: list[SequencePlan] = field(default_factory=list)
-    resets: list[int] = field(default_factory=list)
-    restores: list[tuple[int, int]] = field(default_factory=list)
-    grow_copies: list[tuple[int, int]] = field(default_factory=list)
-    window_copies: list[tuple[int, int]] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
+    moves: Moves = field(default_factory=Moves)
     leaders: list[Sequence] = field(default_factory=list)
     borders: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     crowded: bool = False
@@ -153,6 +147,7 @@ class Scheduler:
         self._pools = pools
         self._needs_host = needs_host
         self._cache = PrefixCache(pools)
+        self._holdings = Holdings(pools, self._cache, window=limits.window)
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, Sequence] = {}
         self._running = SequenceQueue()
@@ -330,16 +325,17 @@ class Scheduler:
             self._admit(draft)
         if not draft.singles and not draft.chunks:
             return None
-        self._capture_checkpoints(draft)
+        moves = draft.moves
+        self._holdings.capture(draft.borders, moves)
         plan = StepPlan(
             step=self._next_step,
             sequences=(*draft.singles, *draft.chunks),
-            resets=tuple(draft.resets),
-            restores=tuple(draft.restores),
-            grow_copies=tuple(draft.grow_copies),
-            window_copies=tuple(draft.window_copies),
-            slot_copies=tuple(draft.slot_copies),
-            saves=tuple(draft.saves),
+            resets=tuple(moves.resets),
+            restores=tuple(moves.restores),
+            grow_copies=tuple(moves.grow_copies),
+            window_copies=tuple(moves.window_copies),
+            slot_copies=tuple(moves.slot_copies),
+            saves=tuple(moves.saves),
         )
         self._next_step += 1
         self._outstanding.append(plan)
@@ -350,12 +346,12 @@ class Scheduler:
         for seq in self._retiring:
             if seq.state is State.RUNNING:
                 self._running.remove(seq)
-                self._release(seq)
+                self._holdings.release(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
         for seq in self._sliding:
             if seq.state is State.RUNNING:
-                self._slide(seq)
+                self._holdings.slide(seq)
         self._sliding.clear()
 
     def _plan_running(self, draft: _Draft) -> None:
@@ -380,7 +376,7 @@ class Scheduler:
                 prefill_room -= end - start
             else:
                 continue
-            while not (fits := self._extend(seq, end)) and running[-1] is not seq:
+            while not (fits := self._holdings.extend(seq, end)) and running[-1] is not seq:
                 draft.crowded = True
                 self._preempt(running[-1])
             if fits:
@@ -428,7 +424,7 @@ class Scheduler:
 
     def _plan(self, seq: Sequence, end: int, draft: _Draft) -> None:
         """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it, into the draft."""
-        start, tokens, window = seq.num_computed, seq.tokens, self._limits.window
+        start, tokens = seq.num_computed, seq.tokens
         sample = end == len(tokens) + seq.in_flight and seq.request.generate
         score = None
         if seq.score_next is not None and seq.score_next < end:
@@ -459,7 +455,7 @@ class Scheduler:
             draft.leaders.append(seq)
         if end == seq.last_run:
             self._retiring.append(seq)
-        slides_at = (seq.window_first + 1) * WINDOW_PAGE_TOKENS + window - 1
+        slides_at = self._holdings.slides_at(seq)
         if end >= slides_at:
             self._sliding.append(seq)
         if end % PAGE_TOKENS == 0 and self._limits.enable_prefix_caching:
@@ -475,51 +471,29 @@ class Scheduler:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
         children, leader.unforked = leader.unforked, []
         self._num_unforked -= len(children)
-        shared = leader.prompt_len - 1
-        full_pages, partly_page = divmod(shared, PAGE_TOKENS)
-        first = first_window_page(shared, self._limits.window)
-        full_window, partly_window = divmod(shared, WINDOW_PAGE_TOKENS)
-        assert leader.window_first == first and leader.chain is not None
         for child in children:
-            child.pages = leader.pages[:full_pages]
-            child.window = leader.window[: full_window - first]
-            child.window_first = first
-            child.num_computed = shared
-            self._pools.grow.share(child.pages)
-            self._pools.window.share(child.window)
-            if len(self._running) >= self._limits.max_num_seqs or not self._extend(child, shared + 1) or not self._take_slot(child):
-                self._release(child)
+            if len(self._running) >= self._limits.max_num_seqs or not self._holdings.fork(leader, child, draft.moves):
                 self._enqueue(child)
                 continue
-            if partly_page:
-                draft.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
-            if partly_window:
-                draft.window_copies.append((leader.window[full_window - first], child.window[full_window - first]))
-            draft.slot_copies.append((leader.slot, child.slot))
-            child.chain = leader.chain.fork(child.tokens)
-            child.kept_border = leader.prompt_border
             child.started = draft.now
             self._run(child)
             if draft.room:
-                self._plan(child, shared + 1, draft)
+                self._plan(child, child.num_computed + 1, draft)
 
     def _admit(self, draft: _Draft) -> None:
         """Start waiting sequences, strictly in order, while there is room for them."""
         waiting = self._waiting.items
         while waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
             seq = waiting[0]
-            if seq.in_flight or not self._take_slot(seq):
+            if seq.in_flight or not self._holdings.take_slot(seq):
                 return
-            checkpoint = self._attach_prefix(seq)
+            checkpoint = self._holdings.attach_prefix(seq)
             end = seq.num_computed + 1 if len(seq.tokens) - seq.num_computed == 1 else self._chunk_end(seq, draft.room)
             # All grow pages of the known tokens are taken at once: sequences in prefill do not end up fighting for them.
-            if not self._leaves_headroom(seq) or not self._extend(seq, end, reserve=seq.num_to_run):
-                self._release(seq)
+            if not self._leaves_headroom(seq) or not self._holdings.extend(seq, end, reserve=seq.num_to_run):
+                self._holdings.release(seq)
                 return
-            if checkpoint is None:
-                draft.resets.append(seq.slot)
-            else:
-                draft.restores.append((checkpoint.snapshot, seq.slot))
+            draft.moves.begin(seq.slot, checkpoint)
             if seq.started is None:
                 seq.started = draft.now
                 seq.cached_tokens = seq.num_computed
@@ -531,63 +505,10 @@ class Scheduler:
             if draft.leaders and draft.leaders[-1] is seq:
                 self._fork(seq, draft)
 
-    def _attach_prefix(self, seq: Sequence) -> Checkpoint | None:
-        """Begin a sequence with the longest cached prefix that leaves it something to run and to score."""
-        if seq.chain is None or seq.chain.epoch != self._cache.epoch:
-            seq.chain = self._cache.chain(seq.tokens, seq.request.cache_salt)
-        if seq.request.params.return_routed_experts:
-            return None  # they are only known for tokens that run
-        most = seq.num_to_run - 1
-        checkpoint = self._cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
-        if checkpoint is None:
-            return None
-        # The border is one of window pages too: what follows goes to new pages, and shared ones are never written again.
-        assert checkpoint.num_tokens % WINDOW_PAGE_TOKENS == 0
-        seq.num_computed = seq.kept_border = checkpoint.num_tokens
-        seq.pages = list(checkpoint.grow)
-        seq.window = list(checkpoint.window)
-        seq.window_first = first_window_page(checkpoint.num_tokens, self._limits.window)
-        self._pools.grow.share(seq.pages)
-        self._pools.window.share(seq.window)
-        return checkpoint
-
     def _leaves_headroom(self, seq: Sequence) -> bool:
         """Return whether starting a sequence leaves 1 % of the pages to those that run, lest they preempt it right away."""
         headroom = self._pools.grow.total // 100 if len(self._running) else 0
-        return self._pools.grow.num_available - (pages_for(seq.num_to_run) - len(seq.pages)) >= headroom
-
-    def _capture_checkpoints(self, draft: _Draft) -> None:
-        """Turn the borders of a draft into checkpoints, which the next plan may use: by then they are written."""
-        captured = []
-        for seq, border, lasting in draft.borders:
-            assert seq.chain is not None
-            if seq.chain.epoch != self._cache.epoch:
-                continue
-            if seq.rolling is not None:
-                self._cache.discard(seq.chain, seq.rolling)
-                seq.rolling = None
-            if border <= len(seq.tokens) and self._cache.contains(seq.chain, border):
-                continue
-            first = first_window_page(border, self._limits.window)
-            window = seq.window[first - seq.window_first :]
-            assert NO_PAGE not in window
-            checkpoint = self._cache.capture(num_tokens=border, grow=seq.pages[: border // PAGE_TOKENS], window=window)
-            if checkpoint is not None:
-                draft.saves.append((seq.slot, checkpoint.snapshot))
-                seq.pending = (checkpoint, lasting)
-                captured.append(seq)
-        # Inserting only now keeps a snapshot of this draft from being evicted, and saved to twice, within it.
-        for seq in captured:
-            self._insert_pending(seq)
-
-    def _insert_pending(self, seq: Sequence) -> None:
-        """Cache a captured checkpoint if all its tokens are known."""
-        if seq.pending is not None and seq.pending[0].num_tokens <= len(seq.tokens):
-            assert seq.chain is not None
-            checkpoint, lasting = seq.pending
-            seq.pending = None
-            if self._cache.insert(seq.chain, checkpoint) and not lasting:
-                seq.rolling = checkpoint
+        return self._holdings.can_reserve(seq, seq.num_to_run, spare=headroom)
 
     # ------------------------------------------------------------------------------------------------------- taking results
 
@@ -621,8 +542,7 @@ class Scheduler:
             sampled = results[part.seq_id] if part.sample else results.get(part.seq_id)
             score = scores[part.seq_id] if scores is not None and part.score is not None else None
             if sampled is not None and sampled.error is not None:
-                if seq.chain is not None:
-                    self._cache.forget(seq.chain)
+                self._holdings.forget_prefixes(seq)
                 self._close(seq)
                 updates.append(self._report(seq, finish_reason="error", error=sampled.error, weight_version=weight_version))
             elif sampled is not None:
@@ -639,7 +559,7 @@ class Scheduler:
         token, params = sampled.token_id, seq.request.params
         seq.tokens.append(token)
         if seq.pending is not None:
-            self._insert_pending(seq)
+            self._holdings.insert_pending(seq)
         finish: FinishReason | None = None
         stop: int | None = None
         if len(seq.tokens) - seq.prompt_len > params.min_tokens:
@@ -697,7 +617,7 @@ class Scheduler:
         group = self._groups[seq.request.request_id]
         if seq.state is State.RUNNING:
             self._running.remove(seq)
-            self._release(seq)
+            self._holdings.release(seq)
         elif seq.state is State.WAITING:
             self._waiting.remove(seq)
         elif seq.state is State.UNFORKED:
@@ -707,67 +627,12 @@ class Scheduler:
             self._enqueue(child)
         self._num_unforked -= len(seq.unforked)
         seq.unforked = []
-        if seq.pending is not None:
-            self._cache.drop(seq.pending[0])
-            seq.pending = None
+        self._holdings.drop_pending(seq)
         seq.state = State.ENDED
         del self._live[seq.seq_id]
         group.open -= 1
         if not group.open:
             del self._groups[seq.request.request_id]
-
-    # ---------------------------------------------------------------------------------------------------- pages and places
-
-    def _extend(self, seq: Sequence, end: int, *, reserve: int = 0) -> bool:
-        """Get the pages for the run ``[num_computed, end)``, and grow pages for ``reserve`` tokens; keep what could be had."""
-        missing = pages_for(max(end, reserve)) - len(seq.pages)
-        if missing > 0:
-            pages = self._cache.allocate(self._pools.grow, missing)
-            if pages is None:
-                return False
-            seq.pages += pages
-            seq.page_tuple = None
-        known_end = seq.window_first + len(seq.window)
-        first = max(known_end, max(seq.num_computed, end - self._limits.window) // WINDOW_PAGE_TOKENS)
-        missing = (end - 1) // WINDOW_PAGE_TOKENS + 1 - first
-        if missing > 0:
-            pages = self._cache.allocate(self._pools.window, missing)
-            if pages is None:
-                return False
-            if not seq.window:
-                seq.window_first = first
-            else:
-                seq.window += [NO_PAGE] * (first - known_end)
-            seq.window += pages
-            seq.window_tuple = None
-        return True
-
-    def _slide(self, seq: Sequence) -> None:
-        """Release the window pages that the next token does not attend to."""
-        first = first_window_page(seq.num_computed, self._limits.window)
-        gone = seq.window[: first - seq.window_first]
-        del seq.window[: first - seq.window_first]
-        seq.window_first = first
-        seq.window_tuple = None
-        self._pools.window.release(page for page in gone if page != NO_PAGE)
-
-    def _take_slot(self, seq: Sequence) -> bool:
-        slots = self._pools.slots.allocate(1)
-        if slots is not None:
-            seq.slot = slots[0]
-        return slots is not None
-
-    def _release(self, seq: Sequence) -> None:
-        """Give back all state of a sequence; it would have to start from its first token."""
-        self._pools.grow.release(seq.pages)
-        self._pools.window.release(page for page in seq.window if page != NO_PAGE)
-        if seq.slot != NO_SLOT:
-            self._pools.slots.release((seq.slot,))
-        seq.slot = NO_SLOT
-        seq.pages, seq.page_tuple = [], None
-        seq.window, seq.window_tuple, seq.window_first = [], None, 0
-        seq.num_computed = seq.kept_border = seq.quiet_until = 0
-        seq.rolling = None
 
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
@@ -781,7 +646,7 @@ class Scheduler:
         """Take a running sequence's state away. A token of its own that is in flight still arrives, before it can start again."""
         assert seq.pending is None
         self._running.remove(seq)
-        self._release(seq)
+        self._holdings.release(seq)
         self._enqueue(seq)
         self._preemptions += 1
 
@@ -789,15 +654,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every id is free, or held or cached by exactly those who think so, and every sequence in its one place."""
-        running, pools = self._running.items, self._pools
-        pins = [seq.pending[0] for seq in running if seq.pending is not None]
-        pins += self._cache.checkpoints()
-        pools.grow.check(Counter(i for s in running for i in s.pages), Counter(i for c in pins for i in c.grow))
-        pools.window.check(
-            Counter(i for s in running for i in s.window if i != NO_PAGE), Counter(i for c in pins for i in c.window)
-        )
-        pools.slots.check(Counter(s.slot for s in running), Counter())
-        pools.snapshots.check(Counter(), Counter(c.snapshot for c in pins))
+        running = self._running.items
+        self._holdings.check(running)
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
         assert len(unforked) == self._num_unforked

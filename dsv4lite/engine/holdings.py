@@ -1,0 +1,235 @@
+"""What each sequence holds of the pools and the prefix cache: getting it, sharing it, giving it back. Plain Python, no tensors.
+
+Who gets anything, and who has to give, is up to the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dsv4lite.engine.pages import (
+    PAGE_TOKENS,
+    WINDOW_PAGE_TOKENS,
+    Checkpoint,
+    Pools,
+    PrefixCache,
+    first_window_page,
+    pages_for,
+)
+from dsv4lite.engine.sequence import NO_SLOT, Sequence
+from dsv4lite.engine.step import NO_PAGE
+
+
+@dataclass(slots=True, eq=False)
+class Moves:
+    """What a step does to state besides running its sequences; see ``StepPlan``."""
+
+    resets: list[int] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    grow_copies: list[tuple[int, int]] = field(default_factory=list)
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+
+    def begin(self, slot: int, checkpoint: Checkpoint | None) -> None:
+        """Fill a slot that a sequence has just taken: from a checkpoint, or with nothing."""
+        if checkpoint is None:
+            self.resets.append(slot)
+        else:
+            self.restores.append((checkpoint.snapshot, slot))
+
+
+class Holdings:
+    """Hands out the ids of sequence state, and is the only one to enter them into sequences.
+
+    Args:
+        pools: Where ids come from.
+        cache: Prefixes that sequences begin with and leave behind; whatever it holds gives way to sequences.
+        window: Tokens that sliding-window attention sees, the token itself included.
+    """
+
+    def __init__(self, pools: Pools, cache: PrefixCache, *, window: int) -> None:
+        self._pools = pools
+        self._cache = cache
+        self._window = window
+
+    # ------------------------------------------------------------------------------------------------- beginning and ending
+
+    def take_slot(self, seq: Sequence) -> bool:
+        """Get a slot, if there is one."""
+        slots = self._pools.slots.allocate(1)
+        if slots is not None:
+            seq.slot = slots[0]
+        return slots is not None
+
+    def attach_prefix(self, seq: Sequence) -> Checkpoint | None:
+        """Begin a sequence with the longest cached prefix that leaves it something to run and to score."""
+        if seq.chain is None or seq.chain.epoch != self._cache.epoch:
+            seq.chain = self._cache.chain(seq.tokens, seq.request.cache_salt)
+        if seq.request.params.return_routed_experts:
+            return None  # they are only known for tokens that run
+        most = seq.num_to_run - 1
+        checkpoint = self._cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
+        if checkpoint is None:
+            return None
+        # The border is one of window pages too: what follows goes to new pages, and shared ones are never written again.
+        assert checkpoint.num_tokens % WINDOW_PAGE_TOKENS == 0
+        seq.num_computed = seq.kept_border = checkpoint.num_tokens
+        seq.pages = list(checkpoint.grow)
+        seq.window = list(checkpoint.window)
+        seq.window_first = first_window_page(checkpoint.num_tokens, self._window)
+        self._pools.grow.share(seq.pages)
+        self._pools.window.share(seq.window)
+        return checkpoint
+
+    def fork(self, leader: Sequence, child: Sequence, moves: Moves) -> bool:
+        """Begin a completion with the state before its leader's last prompt token, which the step being planned runs.
+
+        Returns:
+            Whether there was room; if not, the child holds nothing.
+        """
+        shared = leader.prompt_len - 1
+        full_pages, partly_page = divmod(shared, PAGE_TOKENS)
+        first = first_window_page(shared, self._window)
+        full_window, partly_window = divmod(shared, WINDOW_PAGE_TOKENS)
+        full_window -= first
+        assert leader.window_first == first and leader.chain is not None
+        child.pages = leader.pages[:full_pages]
+        child.window = leader.window[:full_window]
+        child.window_first = first
+        child.num_computed = shared
+        self._pools.grow.share(child.pages)
+        self._pools.window.share(child.window)
+        if not self.extend(child, shared + 1) or not self.take_slot(child):
+            self.release(child)
+            return False
+        if partly_page:
+            moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
+        if partly_window:
+            moves.window_copies.append((leader.window[full_window], child.window[full_window]))
+        moves.slot_copies.append((leader.slot, child.slot))
+        child.chain = leader.chain.fork(child.tokens)
+        child.kept_border = leader.prompt_border
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """Give back all state of a sequence; it would have to start from its first token."""
+        self._pools.grow.release(seq.pages)
+        self._pools.window.release(page for page in seq.window if page != NO_PAGE)
+        if seq.slot != NO_SLOT:
+            self._pools.slots.release((seq.slot,))
+        seq.slot = NO_SLOT
+        seq.pages, seq.page_tuple = [], None
+        seq.window, seq.window_tuple, seq.window_first = [], None, 0
+        seq.num_computed = seq.kept_border = seq.quiet_until = 0
+        seq.rolling = None
+
+    # ---------------------------------------------------------------------------------------------------------------- pages
+
+    def can_reserve(self, seq: Sequence, num_tokens: int, *, spare: int) -> bool:
+        """Return whether the grow pages of ``num_tokens`` tokens could be had with ``spare`` pages left over."""
+        return self._pools.grow.num_available - (pages_for(num_tokens) - len(seq.pages)) >= spare
+
+    def extend(self, seq: Sequence, end: int, *, reserve: int = 0) -> bool:
+        """Get the pages for the run ``[num_computed, end)``, and grow pages for ``reserve`` tokens; keep what could be had."""
+        missing = pages_for(max(end, reserve)) - len(seq.pages)
+        if missing > 0:
+            pages = self._cache.allocate(self._pools.grow, missing)
+            if pages is None:
+                return False
+            seq.pages += pages
+            seq.page_tuple = None
+        known_end = seq.window_first + len(seq.window)
+        first = max(known_end, max(seq.num_computed, end - self._window) // WINDOW_PAGE_TOKENS)
+        missing = (end - 1) // WINDOW_PAGE_TOKENS + 1 - first
+        if missing > 0:
+            pages = self._cache.allocate(self._pools.window, missing)
+            if pages is None:
+                return False
+            if not seq.window:
+                seq.window_first = first
+            else:
+                seq.window += [NO_PAGE] * (first - known_end)
+            seq.window += pages
+            seq.window_tuple = None
+        return True
+
+    def slides_at(self, seq: Sequence) -> int:
+        """Return how many tokens must have run for the window to have passed the first window page."""
+        return (seq.window_first + 1) * WINDOW_PAGE_TOKENS + self._window - 1
+
+    def slide(self, seq: Sequence) -> None:
+        """Release the window pages that the next token does not attend to."""
+        first = first_window_page(seq.num_computed, self._window)
+        gone = seq.window[: first - seq.window_first]
+        del seq.window[: first - seq.window_first]
+        seq.window_first = first
+        seq.window_tuple = None
+        self._pools.window.release(page for page in gone if page != NO_PAGE)
+
+    # --------------------------------------------------------------------------------------------------------- checkpoints
+
+    def capture(self, borders: Iterable[tuple[Sequence, int, bool]], moves: Moves) -> None:
+        """Turn borders on which runs of a step end into checkpoints, which the next step may use: by then they are written.
+
+        Args:
+            borders: Each with its sequence and whether its checkpoint is a lasting one; others are replaced by the next.
+            moves: Of that step.
+        """
+        captured = []
+        for seq, border, lasting in borders:
+            assert seq.chain is not None
+            if seq.chain.epoch != self._cache.epoch:
+                continue
+            if seq.rolling is not None:
+                self._cache.discard(seq.chain, seq.rolling)
+                seq.rolling = None
+            if border <= len(seq.tokens) and self._cache.contains(seq.chain, border):
+                continue
+            first = first_window_page(border, self._window)
+            window = seq.window[first - seq.window_first :]
+            assert NO_PAGE not in window
+            checkpoint = self._cache.capture(num_tokens=border, grow=seq.pages[: border // PAGE_TOKENS], window=window)
+            if checkpoint is not None:
+                moves.saves.append((seq.slot, checkpoint.snapshot))
+                seq.pending = (checkpoint, lasting)
+                captured.append(seq)
+        # Inserting only now keeps a snapshot of this step from being evicted, and saved to twice, within it.
+        for seq in captured:
+            self.insert_pending(seq)
+
+    def insert_pending(self, seq: Sequence) -> None:
+        """Cache a captured checkpoint if all its tokens are known."""
+        if seq.pending is not None and seq.pending[0].num_tokens <= len(seq.tokens):
+            assert seq.chain is not None
+            checkpoint, lasting = seq.pending
+            seq.pending = None
+            if self._cache.insert(seq.chain, checkpoint) and not lasting:
+                seq.rolling = checkpoint
+
+    def drop_pending(self, seq: Sequence) -> None:
+        """Give up a captured checkpoint whose last token will not be known."""
+        if seq.pending is not None:
+            self._cache.drop(seq.pending[0])
+            seq.pending = None
+
+    def forget_prefixes(self, seq: Sequence) -> None:
+        """Remove every cached prefix of a sequence: its state turned out to be damaged."""
+        if seq.chain is not None:
+            self._cache.forget(seq.chain)
+
+    # ------------------------------------------------------------------------------------------------------------- integrity
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Assert that every id is free, or held or cached by exactly those who think so."""
+        holders, pools = list(holders), self._pools
+        pins = [seq.pending[0] for seq in holders if seq.pending is not None]
+        pins += self._cache.checkpoints()
+        pools.grow.check(Counter(i for s in holders for i in s.pages), Counter(i for c in pins for i in c.grow))
+        pools.window.check(
+            Counter(i for s in holders for i in s.window if i != NO_PAGE), Counter(i for c in pins for i in c.window)
+        )
+        pools.slots.check(Counter(s.slot for s in holders), Counter())
+        pools.snapshots.check(Counter(), Counter(c.snapshot for c in pins))
