@@ -479,9 +479,11 @@ class TokenLogprob:
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SequenceUpdate:
     """What one engine step did to one sequence of a request; a list of these crosses to the event loop once per step.
+
+    Nobody changes one. It is not frozen because there is one per token, and freezing makes that several times as slow.
 
     Attributes:
         index: Which of the ``n`` sequences.

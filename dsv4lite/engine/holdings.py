@@ -160,6 +160,11 @@ class Holdings:
         """Return how many tokens must have run for the window to have passed the first window page."""
         return (seq.window_first + 1) * WINDOW_PAGE_TOKENS + self._window - 1
 
+    def steady_until(self, seq: Sequence) -> int:
+        """Return the position before which single tokens end on no border, need no page and leave none behind."""
+        next_page = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
+        return min(next_page, self.slides_at(seq))
+
     def slide(self, seq: Sequence) -> None:
         """Release the window pages that the next token does not attend to."""
         first = first_window_page(seq.num_computed, self._window)

@@ -15,23 +15,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, Moves
-from dsv4lite.engine.pages import (
-    PAGE_TOKENS,
-    WINDOW_PAGE_TOKENS,
-    Pools,
-    PoolStats,
-    PrefixCache,
-    pages_for,
-)
-from dsv4lite.engine.sequence import Sequence, SequenceQueue, State
+from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, PoolStats, PrefixCache, pages_for
+from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
 from dsv4lite.engine.step import IN_FLIGHT, Sampled, SequencePlan, StepPlan
-from dsv4lite.errors import CapacityError, ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.errors import CapacityError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 
 if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequence", "SequencePlan", "StepPlan", "needs_host"]
+
+_IN_FLIGHT = (IN_FLIGHT,)
 
 
 def needs_host(seq: Sequence) -> bool:
@@ -173,59 +168,26 @@ class Scheduler:
             InvalidRequestError: Its id is in use, or it asks for a score of several completions or of a prompt of one token.
             ContextLengthError: Its prompt leaves no room in ``max_model_len``.
         """
-        params, prompt_len = request.params, len(request.prompt_token_ids)
         if request.request_id in self._groups:
             raise InvalidRequestError(
                 f"request_id={request.request_id!r} is in use; it must be unique among live requests",
                 parameter="request_id",
                 value=request.request_id,
             )
-        most = self._limits.max_model_len - request.generate
-        if prompt_len > most:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens; max_model_len={self._limits.max_model_len} allows at most {most}",
-                length=prompt_len,
-                limit=most,
-            )
-        least = 1 if request.generate else 2
-        if prompt_len < least:
-            raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens; it needs at least {least}", parameter="prompt", value=request.prompt_token_ids
-            )
-        if not request.generate and params.n != 1:
-            raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
-        limit = self._limits.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, prompt_len + params.max_tokens)
-        score_next = None
-        if request.score_from is not None and request.score_from < prompt_len:
-            score_next = request.score_from - 1
-        sequences = []
-        for index in range(params.n):
-            seq = Sequence(
-                seq_id=self._next_seq_id,
-                index=index,
-                request=request,
-                tokens=list(request.prompt_token_ids),
-                prompt_len=prompt_len,
-                last_run=limit - 1 if request.generate else prompt_len - 1,
-                order=(request.priority, request.arrival, self._next_seq_id),
-                score_next=score_next if index == 0 else None,
-            )
-            self._next_seq_id += 1
-            self._live[seq.seq_id] = seq
-            sequences.append(seq)
-        group = _Group(request, sequences, len(sequences))
-        self._groups[request.request_id] = group
-        self._waiting.add(sequences[0])
+        sequences = make_sequences(request, first_id=self._next_seq_id, max_model_len=self._limits.max_model_len)
+        self._next_seq_id += len(sequences)
+        self._live.update((seq.seq_id, seq) for seq in sequences)
+        self._groups[request.request_id] = _Group(request, sequences, len(sequences))
+        leader, *others = sequences
+        self._waiting.add(leader)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.request_id))
-        for seq in sequences[1:]:
-            if prompt_len == 1:  # nothing to share
+            heapq.heappush(self._deadlines, (request.deadline, leader.seq_id, request.request_id))
+        for seq in others:
+            if leader.prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
             else:
                 seq.state = State.UNFORKED
-                sequences[0].unforked.append(seq)
+                leader.unforked.append(seq)
                 self._num_unforked += 1
 
     def abort(
@@ -366,16 +328,15 @@ class Scheduler:
             if seq.in_flight and self._needs_host(seq):
                 continue
             start = seq.num_computed
-            if len(seq.tokens) + seq.in_flight - start == 1:
-                end = start + 1
-                if end < seq.quiet_until:
-                    self._plan_quiet(seq, draft)
+            end = start + 1
+            if end < seq.quiet_until:
+                self._plan_quiet(seq, draft)
+                continue
+            if end != len(seq.tokens) + seq.in_flight:
+                if not prefill_room:
                     continue
-            elif prefill_room:
                 end = self._chunk_end(seq, min(prefill_room, draft.room))
                 prefill_room -= end - start
-            else:
-                continue
             while not (fits := self._holdings.extend(seq, end)) and running[-1] is not seq:
                 draft.crowded = True
                 self._preempt(running[-1])
@@ -406,18 +367,10 @@ class Scheduler:
         """Do what ``_plan`` does for a single token that concerns nothing but the token."""
         assert seq.page_tuple is not None and seq.window_tuple is not None
         start = seq.num_computed
-        draft.singles.append(
-            SequencePlan(
-                seq_id=seq.seq_id,
-                slot=seq.slot,
-                start=start,
-                token_ids=(IN_FLIGHT if seq.in_flight else seq.tokens[start],),
-                pages=seq.page_tuple,
-                window_first=seq.window_first,
-                window_pages=seq.window_tuple,
-                sample=True,
-            )
-        )
+        token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
+        # This runs for nearly every token of every completion, and keywords would double its time.
+        plan = SequencePlan(seq.seq_id, seq.slot, start, token_ids, seq.page_tuple, seq.window_first, seq.window_tuple, True)
+        draft.singles.append(plan)
         draft.room -= 1
         seq.num_computed = start + 1
         seq.in_flight += 1
@@ -431,19 +384,14 @@ class Scheduler:
             assert start <= seq.score_next
             score = (seq.score_next, min(end, seq.prompt_len - 1))
             seq.score_next = score[1] if score[1] < seq.prompt_len - 1 else None
-        if seq.page_tuple is None:
-            seq.page_tuple = tuple(seq.pages)
-        if seq.window_tuple is None:
-            seq.window_tuple = tuple(seq.window)
-        num_pages = pages_for(end)
         plan = SequencePlan(
             seq_id=seq.seq_id,
             slot=seq.slot,
             start=start,
-            token_ids=tuple(tokens[start:end]) if end <= len(tokens) else (IN_FLIGHT,),
-            pages=seq.page_tuple if num_pages == len(seq.page_tuple) else seq.page_tuple[:num_pages],
+            token_ids=tuple(tokens[start:end]) if end <= len(tokens) else _IN_FLIGHT,
+            pages=seq.page_table(pages_for(end)),
             window_first=seq.window_first,
-            window_pages=seq.window_tuple,
+            window_pages=seq.window_table(),
             sample=sample,
             score=score,
         )
@@ -455,8 +403,7 @@ class Scheduler:
             draft.leaders.append(seq)
         if end == seq.last_run:
             self._retiring.append(seq)
-        slides_at = self._holdings.slides_at(seq)
-        if end >= slides_at:
+        if end >= self._holdings.slides_at(seq):
             self._sliding.append(seq)
         if end % PAGE_TOKENS == 0 and self._limits.enable_prefix_caching:
             due = seq.kept_border + self._limits.prefix_checkpoint_tokens
@@ -464,8 +411,7 @@ class Scheduler:
             draft.borders.append((seq, end, lasting))
             if lasting:
                 seq.kept_border = end
-        next_page = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
-        seq.quiet_until = min(next_page, slides_at, seq.last_run) if sample else 0
+        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample else 0
 
     def _fork(self, leader: Sequence, draft: _Draft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
@@ -544,37 +490,28 @@ class Scheduler:
             if sampled is not None and sampled.error is not None:
                 self._holdings.forget_prefixes(seq)
                 self._close(seq)
-                updates.append(self._report(seq, finish_reason="error", error=sampled.error, weight_version=weight_version))
+                updates.append(seq.report(finish_reason="error", error=sampled.error, weight_version=weight_version))
             elif sampled is not None:
                 updates.append(self._append(seq, sampled, score, weight_version))
             elif part.end == seq.last_run:
                 self._close(seq)
-                updates.append(self._report(seq, finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.report(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
             elif score is not None:
-                updates.append(self._report(seq, prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.report(prompt_logprobs=score, weight_version=weight_version))
         return updates
 
     def _append(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
         """Add a token to a sequence, and end it if that is the last one."""
-        token, params = sampled.token_id, seq.request.params
-        seq.tokens.append(token)
+        seq.tokens.append(sampled.token_id)
         if seq.pending is not None:
             self._holdings.insert_pending(seq)
-        finish: FinishReason | None = None
-        stop: int | None = None
-        if len(seq.tokens) - seq.prompt_len > params.min_tokens:
-            if token == seq.request.eos_token_id and not params.ignore_eos:
-                finish = "stop"
-            elif token in params.stop_token_ids:
-                finish, stop = "stop", token
-        if finish is None and len(seq.tokens) > seq.last_run:
-            finish = "length"
+        finish, stop = seq.outcome()
         if finish is not None:
             self._close(seq)
         return SequenceUpdate(
             request_id=seq.request.request_id,
             index=seq.index,
-            token_ids=(token,),
+            token_ids=(sampled.token_id,),
             logprobs=() if sampled.logprob is None else (sampled.logprob,),
             prompt_logprobs=score,
             finish_reason=finish,
@@ -584,30 +521,9 @@ class Scheduler:
             weight_version=weight_version,
         )
 
-    def _report(
-        self,
-        seq: Sequence,
-        *,
-        prompt_logprobs: Logprobs | None = None,
-        finish_reason: FinishReason | None = None,
-        error: DSV4LiteError | None = None,
-        weight_version: int = 0,
-    ) -> SequenceUpdate:
-        """Return news of a sequence other than a token."""
-        return SequenceUpdate(
-            request_id=seq.request.request_id,
-            index=seq.index,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            cached_tokens=seq.report_cached_tokens(),
-            started=seq.started or 0.0,
-            weight_version=weight_version,
-            error=error,
-        )
-
     def _end(self, seq: Sequence, reason: FinishReason) -> SequenceUpdate:
         self._close(seq)
-        return self._report(seq, finish_reason=reason)
+        return seq.report(finish_reason=reason)
 
     def _end_group(self, group: _Group, reason: FinishReason) -> list[SequenceUpdate]:
         return [self._end(seq, reason) for seq in group.sequences if seq.state is not State.ENDED]

@@ -7,9 +7,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from dsv4lite.engine.pages import PAGE_TOKENS, Checkpoint, PrefixChain
-from dsv4lite.request import Request
+from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.request import FinishReason, Request, SequenceUpdate
+
+if TYPE_CHECKING:
+    from dsv4lite.request import Logprobs
 
 NO_SLOT = -1
 
@@ -39,6 +44,7 @@ class Sequence:
     Attributes:
         tokens: Prompt and completion as far as known.
         last_run: Length of prompt and completion after whose state nothing is left to do.
+        end_ids: Tokens that end it, once there are enough others.
         num_computed: Tokens whose state exists once the steps planned so far have run.
         in_flight: Sampled tokens whose ids did not arrive yet: 0, 1, or between ``schedule`` and the ``update`` before it 2.
         quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
@@ -61,6 +67,7 @@ class Sequence:
     tokens: list[int]
     prompt_len: int
     last_run: int
+    end_ids: frozenset[int]
     order: tuple[int, float, int]
     score_next: int | None
     state: State = State.WAITING
@@ -87,6 +94,45 @@ class Sequence:
         """Known tokens that must run: all, unless nothing is sampled after them."""
         return min(len(self.tokens), self.last_run)
 
+    def page_table(self, num_pages: int) -> tuple[int, ...]:
+        """Return the first grow pages; the same tuple as before unless some were added."""
+        if self.page_tuple is None:
+            self.page_tuple = tuple(self.pages)
+        return self.page_tuple if num_pages == len(self.page_tuple) else self.page_tuple[:num_pages]
+
+    def window_table(self) -> tuple[int, ...]:
+        """Return the window pages; the same tuple as before unless they changed."""
+        if self.window_tuple is None:
+            self.window_tuple = tuple(self.window)
+        return self.window_tuple
+
+    def outcome(self) -> tuple[FinishReason | None, int | None]:
+        """Return the finish and stop reasons that the last token brings, if any."""
+        token, request = self.tokens[-1], self.request
+        if token in self.end_ids and len(self.tokens) - self.prompt_len > request.params.min_tokens:
+            return "stop", None if token == request.eos_token_id and not request.params.ignore_eos else token
+        return ("length" if len(self.tokens) > self.last_run else None), None
+
+    def report(
+        self,
+        *,
+        prompt_logprobs: Logprobs | None = None,
+        finish_reason: FinishReason | None = None,
+        error: DSV4LiteError | None = None,
+        weight_version: int = 0,
+    ) -> SequenceUpdate:
+        """Return news other than a token."""
+        return SequenceUpdate(
+            request_id=self.request.request_id,
+            index=self.index,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=self.report_cached_tokens(),
+            started=self.started or 0.0,
+            weight_version=weight_version,
+            error=error,
+        )
+
     def report_cached_tokens(self) -> int:
         """Return the prompt tokens that came from the prefix cache on the first call, then 0."""
         cached, self.cached_tokens = self.cached_tokens, 0
@@ -96,6 +142,50 @@ class Sequence:
     def prompt_border(self) -> int:
         """The last border inside the prompt that leaves a token to run after it."""
         return (self.prompt_len - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> list[Sequence]:
+    """Return the ``n`` completions of a request, whose ids count on from ``first_id``.
+
+    Raises:
+        InvalidRequestError: It asks for a score of several completions or of a prompt of one token.
+        ContextLengthError: Its prompt leaves no room in ``max_model_len``.
+    """
+    params, prompt_len = request.params, len(request.prompt_token_ids)
+    least, most = 1 if request.generate else 2, max_model_len - request.generate
+    if prompt_len > most:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} allows at most {most}",
+            length=prompt_len,
+            limit=most,
+        )
+    if prompt_len < least:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens; it needs at least {least}", parameter="prompt", value=request.prompt_token_ids
+        )
+    if not request.generate and params.n != 1:
+        raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
+    longest = max_model_len if params.max_tokens is None else min(max_model_len, prompt_len + params.max_tokens)
+    end_ids = set(params.stop_token_ids)
+    if request.eos_token_id is not None and not params.ignore_eos:
+        end_ids.add(request.eos_token_id)
+    score_next = None
+    if request.score_from is not None and request.score_from < prompt_len:
+        score_next = request.score_from - 1
+    return [
+        Sequence(
+            seq_id=first_id + index,
+            index=index,
+            request=request,
+            tokens=list(request.prompt_token_ids),
+            prompt_len=prompt_len,
+            last_run=longest - 1 if request.generate else prompt_len - 1,
+            end_ids=frozenset(end_ids),
+            order=(request.priority, request.arrival, first_id + index),
+            score_next=score_next if index == 0 else None,
+        )
+        for index in range(params.n)
+    ]
 
 
 class SequenceQueue:

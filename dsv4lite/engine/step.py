@@ -1,8 +1,12 @@
-"""What the scheduler tells the device to do in one step, and what it hears back. Frozen, picklable, plain data."""
+"""What the scheduler tells the device to do in one step, and what it hears back. Frozen, picklable, plain data.
+
+What exists once per sequence and step is a named tuple, which takes a quarter of the time that a frozen dataclass takes to make.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4lite.errors import DSV4LiteError
 from dsv4lite.request import TokenLogprob
@@ -15,8 +19,7 @@ NO_PAGE = -1
 Copies = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """A run of tokens of one sequence: positions ``[start, end)``.
 
     It reads the grow pages, the window rows ``[max(0, start - window + 1), start)`` and the carry in its slot. It writes what its
@@ -83,8 +86,7 @@ class StepPlan:
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
+class Sampled(NamedTuple):
     """What a step sampled for one sequence.
 
     Attributes:
