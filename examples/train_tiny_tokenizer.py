@@ -38,7 +38,7 @@ SPECIAL_TOKENS = (
 DIGITS = r"\p{N}{1,3}"
 PIECES = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"| ?[\p{P}\p{S}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 # Tables written by programs (character maps, help topics): nothing to learn from, trivial or noise when held out.
