@@ -24,6 +24,8 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def look() -> dict[str, Any]:
     return {
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
-        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "torch threads": [torch.get_num_threads(), _in_a_thread(torch.get_num_threads), torch.get_num_interop_threads()],
         "torch random state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
         "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
         "grad mode": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")],
@@ -79,6 +81,12 @@ def look() -> dict[str, Any]:
         "files": _files(),
         "mapped files": _mapped(),
     }
+
+
+def _in_a_thread(function: Callable[[], int]) -> int:
+    """Some settings are copied by each new thread: another thread's change of them does not show in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def _handler(number: int) -> str:
@@ -149,8 +157,6 @@ def main(mode: str) -> dict[str, Any]:
     warnings.simplefilter("error")
     if mode == "unusual":
         be_unusual()
-    import concurrent.futures.thread  # noqa: F401 - registers an exit handler, whoever imports it first
-
     asyncio.run(asyncio.sleep(0))  # settles the policy, whoever runs the first loop
     stages["before import"] = look()
 
