@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO, empty_carry
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore, page_bytes
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.config import PAGE_TOKENS, V4Config
 
-GROW_PAGE = 256
+GROW_PAGE = PAGE_TOKENS
 WINDOW_PAGE = 64
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.errors import UnsupportedError
 from dsv4lite.models.batch import make_batch, one_pass
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -207,6 +208,13 @@ def test_mtp_block_through_pages_changes_no_bit(exact: DeepseekV4, name: str) ->
         got.append(exact.mtp_forward(streams, shifted, paged.cache.layers[-1]))
         sequence.length = b
     assert torch.equal(exact.mtp_logits(torch.cat(got)), exact.mtp_logits(expected))
+
+
+@pytest.mark.parametrize("ratio", [6, 100, 512])
+def test_groups_that_do_not_fill_a_page_are_refused(ratio: int) -> None:
+    """The 85th group of 6 tokens ends on the second page, but its entry would be the first row of the third."""
+    with pytest.raises(UnsupportedError, match=f"compress_ratios has {ratio}: it must divide 256"):
+        replace(TINY, ratios=(0, 4, ratio, 4, ratio, 0))
 
 
 # The quantized model -------------------------------------------------------------------------------
