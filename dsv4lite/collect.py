@@ -74,8 +74,8 @@ class Collector:
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended."""
-        return all(c.finish_reason is not None for c in self._completions)
+        """Whether every completion has ended, and has all that belongs to it."""
+        return all(c.complete for c in self._completions)
 
     def push(self, update: SequenceUpdate, now: float) -> Delta:
         """Add what one step brought at the monotonic second ``now``.
@@ -92,6 +92,7 @@ class Collector:
         self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
         completion = self._completions[update.index]
         if completion.finish_reason is not None:
+            completion.settle(update)
             return Delta(index=update.index)
         if update.error is not None and self._error is None:
             self._error = update.error
@@ -140,6 +141,7 @@ class _Completion:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._settled = not params.return_routed_experts
         self._stop_reason: str | int | None = None
         self._params = params
         # Markup of a chat is made of tokens that a vocabulary may call special: the parser must see them, and removes them.
@@ -170,9 +172,20 @@ class _Completion:
         self._add_version(update.weight_version, kept)
         self.token_ids += ids
         self._logprobs += logprobs
+        self.settle(update)
+        return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has ended; the experts come with the engine's own end, after that of a stop string."""
+        return self.finish_reason is not None and self._settled
+
+    def settle(self, update: SequenceUpdate) -> None:
+        """Take what comes with the engine's end of the sequence, whoever ended it first."""
         if update.routed_experts is not None:
             self._experts.append(update.routed_experts)
-        return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)
+        if update.finish_reason is not None:
+            self._settled = True
 
     def output(self, prompt_tokens: int) -> CompletionOutput:
         assert self.finish_reason is not None, "a completion that goes on has no output yet"

@@ -56,7 +56,7 @@ class EngineConfig:
         tokenizer: Folder with ``tokenizer.json``; default is the model's own.
         dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones).
         kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for plain ones.
-        load_format: ``dummy`` fills the model with plausible random weights and needs only a config.
+        load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.
         max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.
         max_num_seqs: Most sequences running at once.

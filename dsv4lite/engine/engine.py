@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -21,7 +21,8 @@ from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
+from dsv4lite.engine.step import Sampled
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_device, choose_numerics, make_plan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
@@ -99,11 +100,13 @@ class Engine:
         self._deliver_failure: DeliverFailure = _nobody
         self._dead: EngineDeadError | None = None
         self._closing = False
+        self._ended = False
         self._paused = False
         self._stats = EngineStats()
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: Flight | None = None
-        self._routed: dict[int, list[tuple[int, Tensor]]] = {}
+        self._routed: dict[int, _Routed] = {}
+        self._no_grammars: UnsupportedError | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
         self._runner: Runner
@@ -198,6 +201,8 @@ class Engine:
             state = "closed" if self._closing else "new"
             raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
         self._inbox.put(command)
+        if self._ended:  # it ended in this very moment, and will not look again
+            self._answer_rest()
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
@@ -232,7 +237,11 @@ class Engine:
         model = source.build(numerics, with_mtp=False, seed=config.seed, progress=config.progress)
         cache = StateCache.allocate(model.layout, plan.sizes, device)
         vocab_size = source.model.vocab_size
-        grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
+        grammars = None
+        try:
+            grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
+        except UnsupportedError as error:  # concerns only requests that want one
+            self._no_grammars = error
         self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars))
         sizes = plan.sizes
         self._scheduler = Scheduler(
@@ -263,6 +272,7 @@ class Engine:
             block, timeout = True, _PAUSED_POLL_S
         if block and self._in_flight is None:
             self._flush()
+            self._look()
             if timeout is None:
                 self._scheduler.check()
             try:
@@ -292,14 +302,14 @@ class Engine:
         elif flight is None and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 
-    def _land(self, flight: Flight, results: Mapping[int, Any]) -> None:
+    def _land(self, flight: Flight, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
-        for seq_id, routed in flight.routed.items():
-            self._routed.setdefault(seq_id, []).append(routed)
-        for part in flight.plan.sequences:
-            sampled = results.get(part.seq_id)
-            if sampled is not None and sampled.error is None:
-                self._runner.sampler.accept(part.seq_id, sampled.token_id)
+        for seq_id, part in flight.routed.items():
+            if seq_id in self._routed:
+                self._routed[seq_id].parts.append(part)
+        for seq_id, sampled in results.items():
+            if sampled.error is None:
+                self._runner.sampler.accept(seq_id, sampled.token_id)
         self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
@@ -312,8 +322,8 @@ class Engine:
     def _farewell(self, update: SequenceUpdate) -> SequenceUpdate:
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._runner.remove(seq_id)
-        parts = self._routed.pop(seq_id, None)
-        return update if parts is None else replace(update, routed_experts=_by_position(parts))
+        routed = self._routed.pop(seq_id, None)
+        return update if routed is None else replace(update, routed_experts=routed.by_position())
 
     def _flush(self) -> None:
         if self._outbox:
@@ -321,31 +331,51 @@ class Engine:
             self._deliver(news)
 
     def _count(self, sampled: int, *, step_s: float, host_s: float) -> None:
-        counts, before = self._scheduler.stats(), self._stats
-        self._stats = EngineStats(
-            steps=before.steps + 1,
+        before = self._stats
+        generated = before.generated_tokens + sampled
+        self._stats = replace(before, steps=before.steps + 1, generated_tokens=generated, step_s=step_s, host_s=host_s)
+        self._look()
+
+    def _look(self) -> None:
+        """Bring the counters up to date that change without a step, too."""
+        counts = self._scheduler.stats()
+        self._stats = replace(
+            self._stats,
             num_running=counts.num_running,
             num_waiting=counts.num_waiting,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
-            generated_tokens=before.generated_tokens + sampled,
             preemptions=counts.preemptions,
             kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
-            step_s=step_s,
-            host_s=host_s,
         )
 
     # ------------------------------------------------------------------------------------------------- commands
 
     def _add(self, request: Request) -> None:
         try:
+            if request.params.structured_outputs is not None and self._no_grammars is not None:
+                raise self._no_grammars
             self._scheduler.add(request)
         except DSV4LiteError as error:
-            self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=error))
+            self._refuse(request, error)
             return
-        for sequence in self._scheduler.sequences_of(request.request_id):
-            self._seq_ids[request.request_id, sequence.index] = sequence.seq_id
-            self._runner.add(sequence.seq_id, request, sequence.index)
+        sequences = self._scheduler.sequences_of(request.request_id)
+        self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
+        try:
+            for sequence in sequences:
+                self._runner.add(sequence.seq_id, request, sequence.index)
+        except DSV4LiteError as error:  # a grammar that does not compile
+            for update in self._scheduler.abort(request.request_id):
+                self._farewell(update)
+            self._refuse(request, error)
+            return
+        if request.params.return_routed_experts:
+            leader = _Routed()
+            self._routed[sequences[0].seq_id] = leader
+            self._routed.update({s.seq_id: _Routed(shared=(leader, len(request.prompt_token_ids) - 1)) for s in sequences[1:]})
+
+    def _refuse(self, request: Request, error: DSV4LiteError) -> None:
+        self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=error))
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
         self._tell(self._scheduler.abort(request_id, reason, index=index))
@@ -367,7 +397,10 @@ class Engine:
         """Wait for the step in flight."""
         if self._in_flight is not None:
             flight, self._in_flight = self._in_flight, None
-            self._land(flight, flight.results())
+            try:
+                self._land(flight, flight.results())
+            except Exception as error:
+                raise self._die(error) from error
 
     def _expire(self) -> None:
         """End requests whose deadline passed while the engine is paused."""
@@ -381,20 +414,26 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- the end
 
-    def _die(self, error: BaseException) -> None:
-        """Tell everybody that the engine failed, and why."""
-        log.error("the engine failed", exc_info=error)
-        dead = EngineDeadError(f"the engine failed in a step: {type(error).__name__}: {error}", phase="step")
-        dead.__cause__ = error
-        self._dead = dead
-        self._closing = True
-        self._deliver_failure(dead)
+    def _die(self, error: BaseException) -> EngineDeadError:
+        """Tell everybody that the engine failed, and why, once."""
+        if self._dead is None:
+            log.error("the engine failed", exc_info=error)
+            self._dead = EngineDeadError(f"the engine failed in a step: {type(error).__name__}: {error}", phase="step")
+            self._dead.__cause__ = error
+            self._closing = True
+            self._deliver_failure(self._dead)
+        return self._dead
 
     def _free(self) -> None:
         """Drop tensors, and answer those who still wait."""
         self._in_flight = None
         self._routed.clear()
         del self._runner, self._scheduler
+        self._ended = True
+        self._answer_rest()
+
+    def _answer_rest(self) -> None:
+        """Tell those whose calls will not be run any more; requests are told by their face."""
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -406,14 +445,32 @@ class Engine:
                     future.set_exception(self._dead or EngineStateError("the engine was closed", state="closed"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Routed:
+    """The experts that one sequence chose, as they become known.
+
+    Attributes:
+        parts: First position, and int16 [tokens, layers, K] from there on.
+        shared: Another sequence that may have run the prompt for this one, and how many tokens of it.
+    """
+
+    parts: list[tuple[int, Tensor]] = field(default_factory=list)
+    shared: tuple[_Routed, int] | None = None
+
+    def by_position(self) -> Tensor | None:
+        """Join the parts; a position that ran twice (after a preemption) counts once."""
+        if not self.parts:
+            return None
+        every = self.parts
+        if self.shared is not None:
+            leader, tokens = self.shared
+            every = [(start, part[: tokens - start]) for start, part in leader.parts if start < tokens] + every
+        length = max(start + len(part) for start, part in self.parts)
+        joined = torch.empty(length, *every[0][1].shape[1:], dtype=torch.int16, device="cpu")
+        for start, part in every:
+            joined[start : start + len(part)] = part[: max(0, length - start)]
+        return joined
+
+
 def _nobody(news: object) -> None:
     """Deliver to nobody: before the engine is started."""
-
-
-def _by_position(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Join parts of known first position; a position that ran twice (after a preemption) counts once."""
-    length = max(start + len(part) for start, part in parts)
-    joined = torch.empty(length, *parts[0][1].shape[1:], dtype=parts[0][1].dtype, device="cpu")
-    for start, part in parts:
-        joined[start : start + len(part)] = part
-    return joined

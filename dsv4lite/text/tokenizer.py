@@ -80,7 +80,8 @@ class Tokenizer:
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(f"no tokenizer in {str(folder)!r}", problems=[f"{file.name} is missing"])
+            problem = f"{file.name} is missing; tokenizer=FOLDER takes it from elsewhere"
+            raise CheckpointError(f"no tokenizer in {str(folder)!r}", problems=[problem])
         try:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception for everything that is wrong with a file

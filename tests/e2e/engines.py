@@ -1,0 +1,165 @@
+"""Small checkpoints for whole engines, and looks into an engine that only tests need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from dsv4lite import session
+from dsv4lite.config import EngineConfig
+from dsv4lite.engine.engine import Engine
+from dsv4lite.engine.pages import IdPool
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.models.config import parse_config
+from dsv4lite.weights.dummy import dummy_tensors
+from tests.tiny import TINY, write_checkpoint
+
+SPECIAL = (
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *("<think>", "</think>"),
+)
+EOS, THINK, END_THINK = 1, 5, 6
+FIRST_LETTER = len(SPECIAL)
+# One token each, the most useful ones first: small vocabularies take the head of the list.
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789{}\":,[]-+._/\n!?'()<>=ABCDEFGHIJKLMNOPQRSTUVWXYZ#$%&*;@\\^`|~"
+
+# Every kind of layer, whatever is small enough to be passed within a short prompt: groups, windows, pages, selection.
+SMALL: Mapping[str, Any] = {
+    **TINY,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "qk_rope_head_dim": 4,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "num_hash_layers": 1,
+    "index_n_heads": 4,
+    "index_head_dim": 8,
+    "index_topk": 5,
+    "sliding_window": 16,
+    "compress_ratios": [4, 8, 0, 0],
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+    "torch_dtype": "float32",
+}
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> Path:
+    """Write a byte-level tokenizer without merges: special tokens, then single characters."""
+    names = [*SPECIAL, *(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(c)[0][0] for c in LETTERS)]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names[:vocab_size])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def float32(tensors: Any) -> Iterator[tuple[str, Tensor]]:
+    """Widen what is floating."""
+    for name, tensor in tensors:
+        yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any] = SMALL,
+    *,
+    seed: int = 0,
+    change: Callable[[str, Tensor], Tensor | None] = lambda name, tensor: tensor,
+    shard_bytes: int | None = None,
+) -> Path:
+    """Write a plain float32 checkpoint with random weights, and a tokenizer of its size.
+
+    Args:
+        folder: Where.
+        config: In the release form.
+        seed: Of the weights.
+        change: What to store instead of a tensor; ``None`` leaves it out.
+        shard_bytes: Size of a shard; default is a single file.
+    """
+    tensors = float32(dummy_tensors(parse_config(config), expert_format="plain", quantized=False, seed=seed))
+    changed = ((name, change(name, tensor)) for name, tensor in tensors)
+    write_checkpoint(folder, config, ((n, t) for n, t in changed if t is not None), shard_bytes=shard_bytes)
+    return write_tokenizer(folder, config["vocab_size"])
+
+
+def engine_of(llm: LLM | AsyncLLM) -> Engine:
+    """Return the engine behind a face."""
+    engine = llm._session.engine("test")
+    assert isinstance(engine, Engine)
+    return engine
+
+
+@contextmanager
+def overlapping(on: bool | None) -> Iterator[None]:
+    """Let engines that are opened meanwhile plan a step before the results of the previous one are known (or not)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "open_engine", lambda config: Engine(config, overlap=on))
+        yield
+
+
+@contextmanager
+def opened(model: Path | str, *, overlap: bool | None = None, **settings: Any) -> Iterator[LLM]:
+    """Open an engine on the CPU; when the block ends it must be idle, and everything accounted for."""
+    settings = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, **settings}
+    with overlapping(overlap), LLM(str(model), **settings) as llm:
+        yield llm
+        engine_of(llm).call(assert_idle).result(timeout=60)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Assert that nothing is left of any request."""
+    engine._settle()
+    scheduler, runner = engine._scheduler, engine._runner
+    # What a finished step still held is released when the next one is planned.
+    assert not scheduler.has_work() and scheduler.schedule(0.0) is None
+    scheduler.check()
+    counts = scheduler.stats()
+    assert (counts.num_running, counts.num_waiting) == (0, 0)
+    for pool in (counts.grow, counts.window, counts.slots, counts.snapshots):
+        assert pool.free + pool.cached == pool.total
+    assert not runner._requests and not runner.sampler.num_sequences and not runner.sampler._occurrences.num_used
+    assert not engine._routed and not engine._seq_ids and not engine._outbox and engine._in_flight is None
+
+
+def pools_of(engine: Engine) -> tuple[IdPool, ...]:
+    """Return an engine's pools of ids."""
+    pools = engine._scheduler._pools
+    return (pools.grow, pools.window, pools.slots, pools.snapshots)
+
+
+def state_bytes(config: EngineConfig, *, sequences: int, tokens: int, snapshots: int | None = None) -> int:
+    """Return the bytes of state that give an engine room for so many tokens in all."""
+    from dsv4lite.memory import choose_device, choose_numerics, make_plan
+    from dsv4lite.weights.source import ModelSource
+
+    source = ModelSource.open(config)
+    numerics = choose_numerics(config, source.model, source.dtype, choose_device(config))
+    plan = make_plan(config, source.model, numerics, with_mtp=False)
+    budget = plan.per_device[0]
+    pages = -(-tokens // 256)
+    return budget.window_pages + budget.slots + budget.snapshots + pages * int(plan.bytes_per_token * 256)
+
+
+def prompts_of(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> list[list[int]]:
+    """Return random prompts without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(FIRST_LETTER, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return content

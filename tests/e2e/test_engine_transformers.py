@@ -1,0 +1,111 @@
+"""The whole engine against transformers: random models saved by their trainer, all prompts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.request import RequestOutput, SamplingParams
+from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.tiny import trainer_model, trainer_settings, write_trainer_checkpoint
+
+# Both sides of every border: groups of 4 and 8, window pages, windows and groups of 128, grow pages.
+LENGTHS = (3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+GENERATED = 64
+TOLERANCE = 1e-4
+
+MODELS: dict[str, dict[str, Any]] = {
+    "short_groups": {"ratios": (0, 4, 8, 4, 8), "swiglu_limit": 0.6},
+    "release_ratios": {
+        "ratios": (4, 128, 0, 128, 4),
+        "sliding_window": 128,
+        "index_topk": 9,
+        "num_hash_layers": 1,
+        "swiglu_limit": 0.6,
+    },
+    "odd_sizes": {
+        "ratios": (4, 16, 4),
+        "sliding_window": 70,
+        "hidden_size": 40,
+        "num_attention_heads": 6,
+        "o_groups": 3,
+        "head_dim": 24,
+        "qk_rope_head_dim": 6,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_hash_layers": 0,
+        "index_topk": 5,
+        "hc_mult": 3,
+        "original_positions": 64,
+        "vocab_size": 96,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Their model, and what the engine made of all prompts."""
+
+    theirs: Any
+    outputs: dict[int, RequestOutput]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    pytest.importorskip("transformers")
+    theirs = trainer_model(trainer_settings(**MODELS[request.param]), seed=list(MODELS).index(request.param))
+    folder = write_trainer_checkpoint(tmp_path_factory.mktemp("theirs"), theirs)
+    vocab_size = theirs.config.vocab_size
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size)
+    params = SamplingParams(
+        temperature=0, max_tokens=GENERATED, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size
+    )
+    prompts = prompts_of(LENGTHS, vocab_size, seed=1)
+    settings = {"max_model_len": 512, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 200}
+    with opened(folder, tokenizer=str(tokenizer), **settings) as llm:
+        outputs = llm.generate_batch(prompts, params, max_in_flight=len(prompts))
+        assert llm.stats().num_running == 0
+    return Run(theirs, {len(output.prompt_token_ids): output for output in outputs})
+
+
+def full(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Put log-probabilities that come best first in the order of the vocabulary."""
+    return torch.empty_like(values).scatter_(1, ids.long(), values)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_distributions_of_prompt_and_completion_agree(run: Run, length: int) -> None:
+    output = run.outputs[length]
+    ids = [*output.prompt_token_ids, *output.token_ids]
+    assert len(output.token_ids) == GENERATED and output.outputs[0].finish_reason == "length"
+    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+    with torch.no_grad():
+        logits = run.theirs(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    assert logits.abs().max() > 1  # a model that says nothing would agree as well
+    theirs = torch.log_softmax(logits, -1)
+    parts = (output.prompt_logprobs, output.outputs[0].logprobs)
+    ours = torch.cat([full(part.token_ids, part.values) for part in parts])
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < TOLERANCE
+    sampled = torch.cat([part.sampled for part in parts])
+    assert (sampled - theirs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]).abs().max() < TOLERANCE
+    # Every token is the best one of their distribution, so this is their greedy continuation.
+    assert torch.equal(theirs[length - 1 :].argmax(-1), torch.tensor(output.token_ids))
+
+
+@pytest.mark.parametrize("length", (5, 257))
+def test_continuation_is_the_one_of_their_generate(run: Run, length: int) -> None:
+    output = run.outputs[length]
+    prompt = torch.tensor([output.prompt_token_ids])
+    theirs = run.theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=GENERATED,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
+    assert theirs[0, length:].tolist() == list(output.token_ids)
