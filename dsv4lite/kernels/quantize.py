@@ -19,10 +19,17 @@ FP4_AMAX_FLOOR = 6.0 * 2.0**-126
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def scale_exponent(amax: Tensor, qmax: float) -> Tensor:
-    """Return ``ceil(log2(amax / qmax))`` exactly, int32, for positive float32 ``amax``."""
-    bits = (amax * (1.0 / qmax)).view(torch.int32)
-    return (bits >> 23) - 127 + (bits & 0x7FFFFF).ne(0).int()
+def scale_bits(amax: Tensor, qmax: float) -> Tensor:
+    """Return the float32 bits of ``2^ceil(log2(amax / qmax))``, int32, exactly, for positive float32 ``amax``.
+
+    A mantissa that is not zero carries into the exponent. The e8m0 byte of the scale is ``bits >> 23``.
+    """
+    return ((amax * (1.0 / qmax)).view(torch.int32) + 0x7FFFFF) & 0x7F800000
+
+
+def _scale_and_inverse(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a power of two and its inverse, float32 [..., 1], from bits [...]."""
+    return bits.view(torch.float32)[..., None], (0x7F000000 - bits).view(torch.float32)[..., None]
 
 
 def e8m0_to_float(scale: Tensor) -> Tensor:
@@ -49,10 +56,15 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     Returns:
         Codes float8_e4m3fn [..., N] and scale bytes uint8 [..., ceil(N / group)].
     """
+    codes, bits = _fp8_groups(x, group)
+    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
+
+
+def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return codes [..., groups, group] and the bits of their scales [..., groups]."""
     y = _groups(x, group)
-    exponent = scale_exponent(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
-    scaled = torch.ldexp(y, -exponent[..., None]).clamp(-FP8_MAX, FP8_MAX)
-    return scaled.to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]], (exponent + 127).to(torch.uint8)
+    bits = scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
+    return (y * _scale_and_inverse(bits)[1]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), bits
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -62,8 +74,8 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, group: int) -> Tensor:
 
 def round_fp8(x: Tensor, group: int) -> Tensor:
     """Round to e4m3 and back, in the dtype of ``x``: what a reader of the quantized tensor sees."""
-    codes, scales = quantize_fp8(x, group)
-    return dequantize_fp8(codes, scales, group).to(x.dtype)
+    codes, bits = _fp8_groups(x, group)
+    return (codes.float() * bits.view(torch.float32)[..., None]).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
@@ -98,9 +110,9 @@ def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
         Codes uint8 [..., N], one per byte, and scale bytes uint8 [..., N / group].
     """
     y = _groups(x, group)
-    exponent = scale_exponent(y.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), FP4_MAX)
-    scaled = torch.ldexp(y, -exponent[..., None]).clamp(-FP4_MAX, FP4_MAX)
-    return e2m1_codes(scaled).flatten(-2)[..., : x.shape[-1]], (exponent + 127).to(torch.uint8)
+    bits = scale_bits(y.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), FP4_MAX)
+    scaled = (y * _scale_and_inverse(bits)[1]).clamp(-FP4_MAX, FP4_MAX)
+    return e2m1_codes(scaled).flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
 
 
 def dequantize_fp4(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:

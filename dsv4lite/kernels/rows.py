@@ -29,7 +29,7 @@ from dsv4lite.kernels.quantize import (
     quantize_fp8,
     round_fp4,
     round_fp8,
-    scale_exponent,
+    scale_bits,
     unpack_fp4,
 )
 
@@ -146,9 +146,8 @@ class Fp8Key:
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         codes, _ = quantize_fp8(rows, self.width)
-        amax = rows.float().abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
-        scale = torch.ldexp(torch.ones_like(amax), scale_exponent(amax, FP8_MAX))
-        return codes.view(torch.uint8), scale.view(torch.uint8)
+        amax = rows.float().abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)
+        return codes.view(torch.uint8), scale_bits(amax, FP8_MAX).view(torch.uint8).view(*amax.shape, 4)
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return (data.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)).to(dtype)
