@@ -87,16 +87,10 @@ OPEN_KEYWORDS = {
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
-# Debts. These may only shrink: public names that docs/api.md does not describe yet, modules of ops without tests of their own, and
+# Debts. These may only shrink: public names that docs/api.md does not describe yet, ops without tests of their own, and
 # files over the budget, each with a limit of its own.
-UNDOCUMENTED = {
-    "AsyncCompletions", "AsyncLLM", "AsyncStream", "CapacityError", "CheckpointError", "CompletionOutput", "Completions",
-    "ConfigError", "ContextLengthError", "DSV4LiteError", "Delta", "EngineConfig", "EngineDeadError", "EngineStateError",
-    "EngineStats", "InvalidRequestError", "LLM", "LoadProgress", "Logprobs", "MemoryPlan", "Phase", "QueueFullError",
-    "RequestFailedError", "RequestOutput", "SamplingParams", "Stream", "StructuredOutputs", "Timing", "Tokenizer", "ToolCall",
-    "UnsupportedError", "Usage", "WeightUpdateError", "WeightsNotLoadedError", "plan_memory", "tiny_model",
-}  # fmt: skip
-UNTESTED = {"attention", "compress", "gemm", "hc", "indexer", "moe", "norm", "quantize", "rope", "rows"}
+UNDOCUMENTED = {"AsyncCompletions", "AsyncStream", "Completions", "Stream", "Tokenizer", "tiny_model"}
+UNTESTED = {"kernels.compress.accumulate"}
 OVERLONG = {"engine.sampler": 705}
 
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakKeyDictionary",
@@ -552,10 +546,10 @@ def test_functions_stay_within_their_budget() -> None:
 
 
 def test_public_names_are_documented() -> None:
-    """Each is a heading or stands in backticks in docs/api.md."""
+    """Each stands in backticks, in a heading or in a tree of docs/api.md."""
     page = ROOT / "docs" / "api.md"
     text = page.read_text() if page.exists() else ""
-    missing = {name for name in dsv4lite.__all__ if not re.search(rf"(`|#+ .*)\b{name}\b", text)}
+    missing = {name for name in dsv4lite.__all__ if not re.search(rf"(`|^#.*|^[│├└─ ]*)\b{name}\b", text, re.MULTILINE)}
     assert missing - UNDOCUMENTED == set()
 
 
@@ -564,10 +558,10 @@ def test_every_op_has_its_tests() -> None:
     untested = set()
     for module in MODULES.values():
         file = module.name.removeprefix("kernels.").split(".")[0]
-        if not module.name.startswith("kernels.") or file in UNTESTED:
+        if not module.name.startswith("kernels."):
             continue
         tests = ROOT / "tests" / "kernels" / f"test_{file}.py"
         text = tests.read_text() if tests.exists() else ""
         public = [node.name for node in module.tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
         untested |= {f"{module.name}.{name}" for name in public if name not in text}
-    assert untested == set()
+    assert untested - UNTESTED == set()
