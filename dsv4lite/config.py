@@ -46,6 +46,16 @@ def default_cache_dir() -> str:
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4lite")
 
 
+_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    *((name, (bool,), "True or False") for name in ("enable_prefix_caching", "deterministic")),
+    *((name, (str, os.PathLike, type(None)), "a string or None") for name in ("revision", "tokenizer", "compile_cache_dir")),
+    *((name, (int,), "an integer") for name in ("seed", "prefix_checkpoint_tokens")),
+    ("device", (str,), "a string such as 'auto', 'cpu' or 'cuda:0'"),
+    ("gpu_memory_utilization", (int, float), "a number"),
+    ("hf_overrides", (Mapping,), "a mapping"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
@@ -113,6 +123,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 1, or None")
+        for name, kinds, rule in _KINDS:
+            if not isinstance(getattr(self, name), kinds):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
+        if not (self.progress is True or self.progress is False or callable(self.progress)):
+            raise ConfigError(f"progress={self.progress!r} must be True, False or a callable")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
         if self.prefix_checkpoint_tokens < 256 or self.prefix_checkpoint_tokens % 256:

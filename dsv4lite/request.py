@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +32,21 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
+    good = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    _require(good, parameter, value, "must be a sequence")
+    return tuple(value)  # type: ignore[arg-type]  # checked one line before
+
+
+def _as_structured(value: object) -> StructuredOutputs:
+    from dsv4lite.text.structured import StructuredOutputs
+
+    if isinstance(value, Mapping):
+        return StructuredOutputs.from_dict(value)
+    _require(isinstance(value, StructuredOutputs), "structured_outputs", value, "must be a StructuredOutputs or a mapping")
+    return value  # type: ignore[return-value]  # checked one line before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,26 +116,26 @@ class SamplingParams:
         put = object.__setattr__
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            put(self, name, tuple(getattr(self, name)))
-        put(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+        for name in ("stop", "stop_token_ids", "bad_words_ids"):
+            put(self, name, _as_tuple(name, getattr(self, name)))
+        put(self, "bad_words_ids", tuple(_as_tuple("bad_words_ids", word) for word in self.bad_words_ids))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if isinstance(self.structured_outputs, Mapping):
-            from dsv4lite.text.structured import StructuredOutputs
-
-            put(self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
+            put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", _as_structured(self.structured_outputs))
+        for name in ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "detokenize", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
         self._check_lengths()
         self._check_distribution()
         self._check_tokens()
 
     def _check_lengths(self) -> None:
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "must be an integer of at least 1")
+        _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         if self.max_tokens is not None:
             good = _is_int(self.max_tokens) and self.max_tokens >= 1
             _require(good, "max_tokens", self.max_tokens, "must be at least 1, or None")
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
-        _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 0), name, value, "must be an integer of at least 0, or None")
@@ -156,6 +171,7 @@ class SamplingParams:
             "must be non-empty sequences of token ids",
         )
         if self.logit_bias is not None:
+            _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "must map token ids to numbers")
             for token, bias in self.logit_bias.items():
                 _require(_is_int(token) and token >= 0, "logit_bias", token, "keys must be token ids")
                 _require(_is_number(bias), "logit_bias", bias, f"the bias of token {token} must be a finite number")
