@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dsv4lite.errors import UnsupportedError as UnsupportedError
     from dsv4lite.errors import WeightsNotLoadedError as WeightsNotLoadedError
     from dsv4lite.errors import WeightUpdateError as WeightUpdateError
+    from dsv4lite.face.streams import AsyncCompletions as AsyncCompletions
+    from dsv4lite.face.streams import AsyncStream as AsyncStream
+    from dsv4lite.face.streams import Completions as Completions
+    from dsv4lite.face.streams import Stream as Stream
     from dsv4lite.llm import LLM as LLM
     from dsv4lite.llm import AsyncLLM as AsyncLLM
     from dsv4lite.memory import MemoryPlan as MemoryPlan
@@ -36,10 +40,6 @@ if TYPE_CHECKING:
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
-    from dsv4lite.streams import AsyncCompletions as AsyncCompletions
-    from dsv4lite.streams import AsyncStream as AsyncStream
-    from dsv4lite.streams import Completions as Completions
-    from dsv4lite.streams import Stream as Stream
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
@@ -48,7 +48,7 @@ _HOME = {
     name: f"dsv4lite.{module}"
     for module, names in {
         "llm": "AsyncLLM LLM",
-        "streams": "AsyncStream Stream AsyncCompletions Completions",
+        "face.streams": "AsyncStream Stream AsyncCompletions Completions",
         "config": "EngineConfig LoadProgress tiny_model",
         "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase",
         "text.structured": "StructuredOutputs",

@@ -15,14 +15,14 @@ from typing import Self, Unpack
 import anyio
 import anyio.to_thread
 
-from dsv4lite.batch import Batch, OnError
-from dsv4lite.bridge import LoopBridge, ThreadBridge, current_loop
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
-from dsv4lite.face import EngineSettings, Face, Model
-from dsv4lite.prepare import Job, Message, Options, Reasoning, Tool
+from dsv4lite.face.batch import Batch, OnError
+from dsv4lite.face.bridge import LoopBridge, ThreadBridge, current_loop
+from dsv4lite.face.common import EngineSettings, Face, Model
+from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool
+from dsv4lite.face.session import SERVING, PauseMode, Ticket
+from dsv4lite.face.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
 from dsv4lite.request import Logprobs, Phase, Prompt, Request, RequestOutput, SamplingParams
-from dsv4lite.session import SERVING, PauseMode, Ticket
-from dsv4lite.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
 
 
 def _scores(request: Request, output: RequestOutput) -> Logprobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from dsv4lite import session
-from dsv4lite.config import EngineConfig
 from dsv4lite.engine.engine import Engine
 from dsv4lite.engine.pages import IdPool
+from dsv4lite.face import session
 from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.memory import plan_memory
 from dsv4lite.models.config import parse_config
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.tiny import TINY, write_checkpoint
@@ -53,6 +52,10 @@ SMALL: Mapping[str, Any] = {
     "hc_sinkhorn_iters": 3,
     "torch_dtype": "float32",
 }
+
+
+MODEST: Mapping[str, Any] = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20}
+"""Settings of an engine that starts at once."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> Path:
@@ -114,8 +117,7 @@ def overlapping(on: bool | None) -> Iterator[None]:
 @contextmanager
 def opened(model: Path | str, *, overlap: bool | None = None, **settings: Any) -> Iterator[LLM]:
     """Open an engine on the CPU; when the block ends it must be idle, and everything accounted for."""
-    settings = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, **settings}
-    with overlapping(overlap), LLM(str(model), **settings) as llm:
+    with overlapping(overlap), LLM(str(model), **{**MODEST, **settings}) as llm:
         yield llm
         engine_of(llm).call(assert_idle).result(timeout=60)
 
@@ -141,25 +143,14 @@ def pools_of(engine: Engine) -> tuple[IdPool, ...]:
     return (pools.grow, pools.window, pools.slots, pools.snapshots)
 
 
-def state_bytes(config: EngineConfig, *, sequences: int, tokens: int, snapshots: int | None = None) -> int:
-    """Return the bytes of state that give an engine room for so many tokens in all."""
-    from dsv4lite.memory import choose_device, choose_numerics, make_plan
-    from dsv4lite.weights.source import ModelSource
-
-    source = ModelSource.open(config)
-    numerics = choose_numerics(config, source.model, source.dtype, choose_device(config))
-    plan = make_plan(config, source.model, numerics, with_mtp=False)
+def room_for(model: Path, pages: int, **settings: Any) -> int:
+    """Return the bytes of state that hold so many grow pages, besides what sequences take anyway."""
+    plan = plan_memory(str(model), device="cpu", **settings)
     budget = plan.per_device[0]
-    pages = -(-tokens // 256)
-    return budget.window_pages + budget.slots + budget.snapshots + pages * int(plan.bytes_per_token * 256)
+    return budget.window_pages + budget.slots + budget.snapshots + pages * int(256 * plan.bytes_per_token)
 
 
 def prompts_of(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> list[list[int]]:
     """Return random prompts without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(FIRST_LETTER, vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return content

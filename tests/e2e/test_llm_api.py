@@ -19,7 +19,6 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from dsv4lite import session
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.errors import (
     CheckpointError,
@@ -32,7 +31,8 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from dsv4lite.face import EngineSettings
+from dsv4lite.face import session
+from dsv4lite.face.common import EngineSettings
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
 from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dsv4lite import session
 from dsv4lite.errors import (
     CheckpointError,
     EngineDeadError,
@@ -22,6 +21,7 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
 )
+from dsv4lite.face import session
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.fakes import POISON, FakeEngine, Lab, endless

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from dsv4lite.bridge import AsyncioBridge, LoopBridge, ThreadBridge, TrioBridge, current_loop
+from dsv4lite.face.bridge import AsyncioBridge, LoopBridge, ThreadBridge, TrioBridge, current_loop
 
 LOOPS = pytest.mark.parametrize(("backend", "kind"), [("asyncio", AsyncioBridge), ("trio", TrioBridge)])
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4lite.collect import Collector
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from dsv4lite.face.collect import Collector
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.tokenizer import Tokenizer
 

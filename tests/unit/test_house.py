@@ -37,7 +37,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
     {"memory": ("memory",)},
     {"engine": ("engine",)},
-    {"face": ("bridge", "collect", "prepare", "session", "batch", "streams", "face", "llm")},
+    {"face": ("face", "llm")},
     {"integrations": ("integrations",)},
     {"door": ("", "__main__")},
 )
@@ -58,7 +58,7 @@ UNKNOWN_TO = {
 WITHOUT_TORCH = (
     "errors", "request", "config", "models.config", "parallel.shard", "text.chat", "text.parse", "text.tokenizer",
     *SCHEDULING,
-    "bridge", "collect", "prepare", "session", "batch", "streams", "face", "llm",
+    "face.bridge", "face.collect", "face.prepare", "face.session", "face.batch", "face.streams", "face.common", "llm",
 )  # fmt: skip
 READS_ENVIRONMENT = "config"
 PROGRAM = "__main__"  # where we are the host ourselves, and may print and set up logging

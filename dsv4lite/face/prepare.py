@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from dsv4lite.collect import ParserFactory
 from dsv4lite.errors import InvalidRequestError, near_match
+from dsv4lite.face.collect import ParserFactory
 from dsv4lite.request import Prompt, Request, SamplingParams, check_request
 from dsv4lite.text.chat import END_THINK, PREVIEW, REFRESHED, THINK, encode_messages
 from dsv4lite.text.parse import ChatParser

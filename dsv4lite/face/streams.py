@@ -10,11 +10,11 @@ from typing import Protocol, Self
 
 import anyio
 
-from dsv4lite.batch import Batch
-from dsv4lite.bridge import Bridge, LoopBridge
-from dsv4lite.prepare import Job
+from dsv4lite.face.batch import Batch
+from dsv4lite.face.bridge import Bridge, LoopBridge
+from dsv4lite.face.prepare import Job
+from dsv4lite.face.session import Session, Ticket
 from dsv4lite.request import Delta, Prompt, RequestOutput
-from dsv4lite.session import Session, Ticket
 
 
 class Wake(Protocol):

@@ -24,8 +24,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from dsv4lite.bridge import Bridge
-from dsv4lite.collect import Collector
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import (
     CapacityError,
@@ -37,7 +35,9 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from dsv4lite.prepare import Draft, EngineFacts
+from dsv4lite.face.bridge import Bridge
+from dsv4lite.face.collect import Collector
+from dsv4lite.face.prepare import Draft, EngineFacts
 from dsv4lite.request import Delta, FinishReason, Phase, Request, RequestOutput, SequenceUpdate
 
 if TYPE_CHECKING:

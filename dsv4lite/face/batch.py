@@ -11,8 +11,8 @@ from functools import partial
 from typing import Literal
 
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, InvalidRequestError
+from dsv4lite.face.session import Session, Ticket
 from dsv4lite.request import Prompt, RequestOutput
-from dsv4lite.session import Session, Ticket
 
 OnError = Literal["raise", "return"]
 

@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress
-from dsv4lite.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
+from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
+from dsv4lite.face.session import Session
+from dsv4lite.face.streams import MakeJob
 from dsv4lite.request import Phase, Prompt, SamplingParams
-from dsv4lite.session import Session
-from dsv4lite.streams import MakeJob
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
