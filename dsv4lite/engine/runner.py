@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.plan import apply_copies, apply_saves, pack
-from dsv4lite.engine.sampler import Sampler, Samples
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.samples import Samples
 from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch

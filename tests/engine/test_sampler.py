@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4lite.engine.sampler import Sampler, random_stream
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.sampling_state import random_stream
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import InvalidRequestError, RequestFailedError
 from dsv4lite.kernels.sampling import token_logprobs

@@ -33,7 +33,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
         "scheduling": SCHEDULING,
     },
     {"state": ("engine.cache",), "weights": ("weights",)},
-    {"models": ("models",), "sampling": ("engine.sampler",)},
+    {"models": ("models",), "sampling": ("engine.sampl",)},
     {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
     {"memory": ("memory",)},
     {"engine": ("engine",)},
@@ -89,9 +89,9 @@ MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet, ops without tests of their own, and
 # files over the budget, each with a limit of its own.
-UNDOCUMENTED = {"AsyncCompletions", "AsyncStream", "Completions", "Stream", "Tokenizer", "tiny_model"}
+UNDOCUMENTED: set[str] = set()
 UNTESTED = {"kernels.compress.accumulate"}
-OVERLONG = {"engine.sampler": 705}
+OVERLONG: dict[str, int] = {}
 
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakKeyDictionary",
            "WeakValueDictionary", "WeakSet", "count", "cycle", "Lock", "RLock", "Condition", "Event", "local", "ContextVar",

@@ -1,0 +1,102 @@
+"""One step's tokens on their way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.step import Sampled
+from dsv4lite.errors import RequestFailedError
+from dsv4lite.request import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """One step's tokens, still on the device, on their way to the host.
+
+    Attributes:
+        seq_ids: Of the R rows.
+        positions: Of the sampled tokens.
+        token_ids: int64 [R]; an arbitrary token of the vocabulary where the row failed.
+        finite: bool [R], false where the model's logits are unusable: NaN, +inf, or all -inf.
+        feasible: bool [R], false where besides the settings of the request leave no token.
+        failures: Rows that failed before, with the reason.
+        wanted: Row and number of best tokens of each of the L rows that have log-probabilities.
+        logprobs: float32 [L], of the sampled tokens.
+        ranks: int32 [L].
+        top_ids: int32 [L, K], the best tokens, K the most that any row wants.
+        top_values: float32 [L, K].
+    """
+
+    seq_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    token_ids: Tensor
+    finite: Tensor
+    feasible: Tensor
+    failures: Mapping[int, RequestFailedError]
+    wanted: tuple[tuple[int, int], ...]
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    download: Download
+
+    def to_host(self) -> dict[int, Sampled]:
+        """Wait for the tokens; a row that failed has an ``error`` in its place."""
+        integers, floats = self.download.wait()
+        num_rows, num_scores = len(self.seq_ids), len(self.wanted)
+        token_ids, finite, feasible = integers[: 3 * num_rows].view(3, num_rows).tolist()
+        ranks = integers[3 * num_rows : 3 * num_rows + num_scores].tolist()
+        top_ids = integers[3 * num_rows + num_scores :].to(torch.int32).view(num_scores, self.top_ids.shape[1])
+        logprobs = floats[:num_scores].tolist()
+        top_values = floats[num_scores:].view(num_scores, self.top_values.shape[1])
+        scored = {
+            row: TokenLogprob(logprob=logprobs[i], rank=ranks[i], token_ids=top_ids[i, :k], values=top_values[i, :k])
+            for i, (row, k) in enumerate(self.wanted)
+        }
+        results = {}
+        for row, seq_id in enumerate(self.seq_ids):
+            error = self._failure(row, finite=bool(finite[row]), feasible=bool(feasible[row]))
+            logprob = scored.get(row) if error is None else None
+            results[seq_id] = Sampled(token_id=token_ids[row], logprob=logprob, error=error)
+        return results
+
+    def _failure(self, row: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:
+        place = f"at position {self.positions[row]}"
+        if not finite:
+            return RequestFailedError(
+                f"the model's logits {place} are NaN, infinite or all -inf, so no token can be sampled; other requests are"
+                " unaffected. If it repeats, check the weights"
+            )
+        if not feasible:
+            return RequestFailedError(
+                f"no token may follow {place}: allowed_token_ids, bad_words_ids, min_tokens, logit_bias and structured_outputs"
+                " together leave none; relax one of them"
+            )
+        return self.failures.get(row)
+
+
+class Download:
+    """Device tensors on their way to the host in one copy, which runs while the host goes on.
+
+    What ``wait`` returns for users to keep, top ids and floats, has left the pinned buffer by its conversion to 32 bits.
+    """
+
+    def __init__(self, integers: Sequence[Tensor], floats: Sequence[Tensor]) -> None:
+        packed = torch.cat([*integers, *(x.view(torch.int32) for x in floats)])
+        self._num_integers = sum(map(len, integers))
+        self._arrived: torch.cuda.Event | None = None
+        self._packed = packed
+        if packed.device.type == "cuda":
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(packed.device).record_event()
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the integers (int64) and the floats (float32), each in one row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._packed[: self._num_integers], self._packed[self._num_integers :].to(torch.int32).view(torch.float32)

@@ -1,0 +1,191 @@
+"""What the sampler keeps of each sequence between its steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsv4lite.errors import RequestFailedError
+from dsv4lite.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from dsv4lite.text.structured import GrammarMatcher
+
+
+def random_stream(seed: int | None, index: int, *, default_seed: int, request_id: str) -> tuple[int, int]:
+    """Name the random stream of one sequence.
+
+    Args:
+        seed: The request's own; without one the stream follows from ``default_seed`` and ``request_id``.
+        index: Which of the request's ``n`` sequences.
+
+    Returns:
+        Two int32.
+    """
+    name = f"seed {seed} {index}" if seed is not None else f"request {default_seed} {index} {request_id}"
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Thinking:
+    """Where a sequence stands between ``<think>`` and ``</think>``; one of the mutable classes."""
+
+    opening: int
+    closing: int
+    budget: int | None
+    inside: bool
+    spent: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> Thinking | None:
+        """Follow the thinking of a request, if its vocabulary has it and a setting depends on it."""
+        params = request.params
+        if request.think_ids is None or (params.thinking_budget is None and params.structured_outputs is None):
+            return None
+        opening, closing = request.think_ids
+        last_tag = next((t for t in reversed(request.prompt_token_ids) if t in (opening, closing)), closing)
+        return cls(opening=opening, closing=closing, budget=params.thinking_budget, inside=last_tag == opening)
+
+    def accept(self, token_id: int) -> bool:
+        """Follow one token; return whether it belongs to the thinking, tags included."""
+        was_inside = self.inside
+        if not was_inside:
+            self.inside = token_id == self.opening
+        elif token_id == self.closing:
+            self.inside = False
+        else:
+            self.spent += 1
+        return was_inside or self.inside
+
+    @property
+    def exhausted(self) -> bool:
+        return self.budget is not None and self.spent >= self.budget
+
+    @property
+    def may_exhaust_next(self) -> bool:
+        """Whether the next token can be the last of the budget."""
+        return self.inside and self.budget is not None and self.spent + 1 >= self.budget
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """What the sampler keeps of one sequence; one of the mutable classes.
+
+    Attributes:
+        stream: Name of its random stream.
+        forbidden: bool [V], tokens it may never sample, or ``None``.
+        stop_ids: Tokens it may not sample before position ``stops_from``.
+        count_row: Its row of ``Occurrences``, ``None`` without penalties.
+        bad_words: Those of at least two tokens.
+        tail: The last tokens of prompt and output, as many as the longest bad word looks back.
+        failure: Why the grammar gave up.
+    """
+
+    params: SamplingParams
+    stream: tuple[int, int]
+    forbidden: Tensor | None
+    stop_ids: tuple[int, ...]
+    stops_from: int
+    count_row: int | None
+    bad_words: tuple[tuple[int, ...], ...]
+    tail: tuple[int, ...]
+    matcher: GrammarMatcher | None
+    thinking: Thinking | None
+    failure: RequestFailedError | None = None
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host decides at every step what may come next."""
+        return self.matcher is not None or self.thinking is not None or bool(self.bad_words)
+
+    def accept(self, token_id: int) -> None:
+        if self.bad_words:
+            length = max(map(len, self.bad_words)) - 1
+            self.tail = (*self.tail, token_id)[-length:]
+        if self.thinking is not None and self.thinking.accept(token_id):
+            return  # the grammar is for what is said, not for what is thought
+        if self.matcher is not None and self.failure is None and not self.matcher.is_terminated():
+            try:
+                self.matcher.accept(token_id)
+            except RequestFailedError as error:
+                self.failure = error
+
+    def forced_token(self) -> int | None:
+        """The only token that may come next, if the thinking budget decides it."""
+        if self.thinking is not None and self.thinking.inside and self.thinking.exhausted:
+            return self.thinking.closing
+        return None
+
+    def forbidden_next(self, position: int, vocab_size: int) -> Tensor | None:
+        """Tokens that ``min_tokens``, grammar, bad words or used up thinking rule out now, bool [V] on the CPU, or ``None``.
+
+        Raises:
+            RequestFailedError: The grammar gave up.
+        """
+        if self.failure is not None:
+            raise self.failure
+        # While a grammar waits for the thinking to end, the text is still to come.
+        waiting = self.matcher is not None and self.thinking is not None and self.thinking.inside
+        early = self.stop_ids if waiting or position < self.stops_from else ()
+        banned = [word[-1] for word in self.bad_words if self.tail[max(0, len(self.tail) - len(word) + 1) :] == word[:-1]]
+        if self.thinking is not None and self.thinking.exhausted:
+            banned.append(self.thinking.opening)
+        if self.matcher is not None and not waiting:
+            forbidden = ~self.matcher.mask()
+            # Where the grammar has nothing left but the end, the text may stay shorter than min_tokens.
+            if early and not bool(with_tokens(forbidden, early).all()):
+                banned.extend(early)
+        elif early or banned:
+            forbidden = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
+            banned.extend(early)
+        else:
+            return None
+        return with_tokens(forbidden, banned)
+
+
+def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """Return a mask with some more tokens set."""
+    return mask.index_fill(0, torch.tensor(token_ids, dtype=torch.int64, device="cpu"), 1)
+
+
+class Occurrences:
+    """Which tokens each penalised sequence has in its prompt and how often in its output, one row each; a mutable class."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._free: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self._free = []
+        self.in_prompt = torch.zeros((0, self._vocab_size), dtype=torch.bool, device=self._device)
+        self.output_counts = torch.zeros((0, self._vocab_size), dtype=torch.int32, device=self._device)
+
+    @property
+    def num_used(self) -> int:
+        return self.output_counts.shape[0] - len(self._free)
+
+    def take(self, prompt_token_ids: Sequence[int]) -> int:
+        if not self._free:
+            rows = self.output_counts.shape[0]
+            more = max(4, rows)
+            self.in_prompt = torch.cat([self.in_prompt, self.in_prompt.new_zeros((more, self._vocab_size))])
+            self.output_counts = torch.cat([self.output_counts, self.output_counts.new_zeros((more, self._vocab_size))])
+            self._free = list(range(rows + more - 1, rows - 1, -1))
+        row = self._free.pop()
+        self.in_prompt[row] = False
+        self.in_prompt[row, torch.tensor(prompt_token_ids, dtype=torch.int64, device=self._device)] = True
+        self.output_counts[row] = 0
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+        if self.num_used == 0:
+            self.clear()
