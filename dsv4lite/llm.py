@@ -18,7 +18,7 @@ import anyio.to_thread
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
 from dsv4lite.face.batch import Batch, OnError
 from dsv4lite.face.bridge import LoopBridge, ThreadBridge, current_loop
-from dsv4lite.face.common import EngineSettings, Face, Model
+from dsv4lite.face.common import BatchParams, EngineSettings, Face, Model
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool
 from dsv4lite.face.session import SERVING, PauseMode, Ticket
 from dsv4lite.face.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
@@ -135,7 +135,7 @@ class AsyncLLM(Face):
     async def generate_batch(
         self,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | None = None,
+        params: BatchParams = None,
         *,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
@@ -159,7 +159,7 @@ class AsyncLLM(Face):
     def as_completed(
         self,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | None = None,
+        params: BatchParams = None,
         *,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
@@ -172,7 +172,7 @@ class AsyncLLM(Face):
         Args:
             prompts: Any iterable, asynchronous or not, of any length; it is pulled only as far as ``max_in_flight`` allows. An
                 asynchronous one is pulled in a task of its own, so that it may wait for what the consumer does with the outputs.
-            params: For all prompts.
+            params: One for all prompts, or a sequence with one for each.
             on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
                 ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
             max_in_flight: Most prompts that were pulled and whose outputs were not yet handed out; default ``2 * max_num_seqs``.
@@ -186,7 +186,7 @@ class AsyncLLM(Face):
         """
         self._check("as_completed")
         _check_prompts(prompts, (Iterable, AsyncIterable))
-        jobs = self._batch_jobs(params, priority, deadline, cache_salt)
+        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
         signal = Signal(self._bridge)
         batch = Batch(self._session, on_error, max_in_flight, signal)
         return AsyncCompletions(batch, signal, self._bridge, self._submit, prompts, jobs)
@@ -388,6 +388,7 @@ class LLM(Face):
     """
 
     _bridge: ThreadBridge
+    _started = False
 
     @classmethod
     def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
@@ -405,9 +406,8 @@ class LLM(Face):
 
     def close(self) -> None:
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
-        started = self.state is not Phase.NEW
         self._session.close()
-        if started:
+        if self._started:
             self._bridge.close()
 
     def generate(
@@ -428,7 +428,7 @@ class LLM(Face):
     def generate_batch(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | None = None,
+        params: BatchParams = None,
         *,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
@@ -452,7 +452,7 @@ class LLM(Face):
     def as_completed(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | None = None,
+        params: BatchParams = None,
         *,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
@@ -466,7 +466,7 @@ class LLM(Face):
         """
         self._session.require("as_completed", *SERVING)
         _check_prompts(prompts, (Iterable,))
-        jobs = self._batch_jobs(params, priority, deadline, cache_salt)
+        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
         changed = threading.Event()
         batch = Batch(self._session, on_error, max_in_flight, changed.set)
         return Completions(batch, changed, self._bridge, self._session, prompts, jobs)
@@ -559,7 +559,7 @@ class LLM(Face):
 
     def _start(self) -> None:
         self._session.require("start", Phase.NEW)
-        self._bridge = ThreadBridge("dsv4lite-delivery")
+        self._bridge, self._started = ThreadBridge("dsv4lite-delivery"), True
         try:
             self._session.start(self._bridge)
         except BaseException:

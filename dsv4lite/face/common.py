@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress
+from dsv4lite.errors import InvalidRequestError
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
 from dsv4lite.face.session import Session
 from dsv4lite.face.streams import MakeJob
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4lite.memory import MemoryPlan
 
 Model = str | os.PathLike[str] | EngineConfig
+BatchParams = SamplingParams | Sequence[SamplingParams] | None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -113,10 +115,22 @@ class Face:
     def _completion_job(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
         return completion_job(self._session.facts("generate"), prompt, params, options)
 
-    def _batch_jobs(self, params: SamplingParams | None, priority: int, deadline: float | None, cache_salt: str | None) -> MakeJob:
+    def _batch_jobs(
+        self, prompts: object, params: BatchParams, priority: int, deadline: float | None, cache_salt: str | None
+    ) -> MakeJob:
+        each = None if params is None or isinstance(params, SamplingParams) else params
+        common = params if params is None or isinstance(params, SamplingParams) else None
+        if each is not None and isinstance(prompts, Sized) and len(prompts) != len(each):
+            message = f"params has {len(each)} entries for {len(prompts)} prompts; give one for each, or one for all"
+            raise InvalidRequestError(message, parameter="params", value=len(each))
+
         def job(index: int, prompt: Prompt) -> Job:
+            if each is not None and index >= len(each):
+                message = f"params has {len(each)} entries and there are more prompts; give one for each, or one for all"
+                raise InvalidRequestError(message, parameter="params", value=len(each))
+            own = common if each is None else each[index]
             options = Options(priority=priority, deadline=deadline, cache_salt=cache_salt, index=index)
-            return self._completion_job(prompt, params, options)
+            return self._completion_job(prompt, own, options)
 
         return job
 
