@@ -25,12 +25,14 @@ from tests.e2e.engines import (
     END_THINK,
     EOS,
     FIRST_LETTER,
+    MODEST,
     SMALL,
     THINK,
     assert_idle,
     engine_of,
     opened,
     prompts_of,
+    room_for,
     write_model,
     write_tokenizer,
 )
@@ -315,7 +317,8 @@ def test_routed_experts_are_complete_however_a_sequence_ran(model: Path, overlap
             assert torch.equal(experts, experts_of(again, index))
     # Each sequence needs a second grow page in the end, and there are three.
     prompt = OTHER[:240]
-    with opened(model, **settings, kv_cache_memory_bytes=room_for(model, 3), max_num_seqs=4, max_model_len=600) as crowded:
+    settings |= {"max_num_seqs": 4, "max_model_len": 600, "kv_cache_memory_bytes": room_for(model, 3, max_num_seqs=4)}
+    with opened(model, **settings) as crowded:
         outs = crowded.generate_batch([prompt, prompt], params, max_in_flight=2)
         assert crowded.stats().preemptions > 0
         for out in outs:
@@ -323,13 +326,6 @@ def test_routed_experts_are_complete_however_a_sequence_ran(model: Path, overlap
                 tokens = [*prompt, *completion.token_ids]
                 whole = crowded.generate(tokens[:-1], seeded(return_routed_experts=True, max_tokens=1))
                 assert torch.equal(experts_of(out, index), experts_of(whole))
-
-
-def room_for(model: Path, pages: int) -> int:
-    """Return the bytes of state with so many grow pages, for four sequences."""
-    plan = plan_memory(str(model), device="cpu", max_num_seqs=4)
-    budget = plan.per_device[0]
-    return budget.window_pages + budget.slots + budget.snapshots + pages * int(256 * plan.bytes_per_token)
 
 
 def test_routed_experts_survive_a_stop_string(llm: LLM) -> None:
@@ -356,8 +352,7 @@ def in_both_loops(backend: str, scenario: Callable[[], Awaitable[None]]) -> None
 
 
 def serving(model: Path, **settings: Any) -> AsyncLLM:
-    settings = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, **settings}
-    return AsyncLLM(str(model), **settings)
+    return AsyncLLM(str(model), **{**MODEST, **settings})
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,620 @@
+"""What can go wrong with whole engines: requests, settings, checkpoints, memory, numbers, and the engine itself."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsv4lite import memory
+from dsv4lite.config import tiny_model
+from dsv4lite.engine.engine import Engine
+from dsv4lite.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    UnsupportedError,
+)
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.memory import MemoryPlan
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.text import structured
+from dsv4lite.weights.source import ModelSource
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, overlapping, prompts_of, room_for, write_model
+
+VOCAB = SMALL["vocab_size"]
+POISON = VOCAB - 1
+SHORT, LONG, OTHER = prompts_of((20, 300, 200), VOCAB - 1, seed=9)
+LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+
+
+def some(**settings: Any) -> SamplingParams:
+    """Sample a few tokens, repeatably, and never the poisonous one."""
+    return SamplingParams(
+        **{"max_tokens": 12, "seed": 4, "ignore_eos": True, "logprobs": 0, "bad_words_ids": ((POISON,),), **settings}
+    )
+
+
+def poisoned(name: str, tensor: Tensor) -> Tensor:
+    """Make one token's embedding a NaN."""
+    if name == "embed.weight":
+        tensor = tensor.clone()
+        tensor[POISON] = float("nan")
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("small"), change=poisoned)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with opened(model, max_model_len=400) as llm:
+        yield llm
+
+
+# ------------------------------------------------------------------------------------------------------------ bad requests
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ("", {}, "the prompt is empty"),
+        ([3, VOCAB], {}, rf"{VOCAB} is outside the vocabulary \[0, {VOCAB}\)"),
+        ([-1], {}, "-1 is outside the vocabulary"),
+        ([1.5], {}, "must be a str, token ids"),
+        (b"abc", {}, "decode it to a str"),
+        ({"prompt_tokens": [1]}, {}, "prompt_token_ids"),
+        (SHORT, {"stop_token_ids": (VOCAB,)}, "stop_token_ids=.*outside the vocabulary"),
+        (SHORT, {"allowed_token_ids": (3, VOCAB)}, "allowed_token_ids=.*outside the vocabulary"),
+        (SHORT, {"logit_bias": {VOCAB: 1.0}}, "logit_bias=.*outside the vocabulary"),
+        (SHORT, {"bad_words_ids": ((3, VOCAB),)}, "bad_words_ids=.*outside the vocabulary"),
+        (SHORT, {"logprobs": VOCAB + 1}, f"logprobs={VOCAB + 1}: must be at most {VOCAB}"),
+        (SHORT, {"prompt_logprobs": VOCAB + 1}, "prompt_logprobs"),
+    ],
+)
+def test_bad_requests_are_refused(llm: LLM, prompt: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompt, some(**settings))
+
+
+@pytest.mark.parametrize(
+    ("length", "settings"),
+    [(400, {"max_tokens": None}), (401, {"max_tokens": None}), (1000, {}), (389, {}), (20, {"max_tokens": 381})],
+)
+def test_requests_over_the_limit_are_refused(llm: LLM, length: int, settings: dict[str, Any]) -> None:
+    with pytest.raises(ContextLengthError, match="max_model_len=400") as error:
+        llm.generate([9] * length, some(**settings))
+    assert error.value.limit == 400 and error.value.length >= 400
+
+
+def test_requests_at_the_limit_run(llm: LLM) -> None:
+    assert len(llm.generate([9] * 388, some()).token_ids) == 12
+    assert len(llm.generate([9] * 399, some(max_tokens=None)).token_ids) == 1
+    assert len(llm.score([9] * 200, [10] * 200)) == 200
+    with pytest.raises(ContextLengthError):
+        llm.score([9] * 201, [10] * 200)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"n": value} for value in (0, "2", True, None)),
+        *({"max_tokens": value} for value in (0, -1, "5", 2.0)),
+        *({"min_tokens": value} for value in (-1, "3", None)),
+        {"min_tokens": 9, "max_tokens": 5},
+        *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot", None)),
+        *({"top_p": value} for value in (0, 1.1, "all")),
+        *({"top_k": value} for value in (-1, 1.5)),
+        *({"min_p": value} for value in (-0.1, 2)),
+        *({"presence_penalty": value} for value in (3, -3)),
+        *({"frequency_penalty": value} for value in (3, float("nan"))),
+        *({"repetition_penalty": value} for value in (0, -1)),
+        *({"seed": value} for value in ("x", 1.5, True)),
+        *({"stop": value} for value in (5, ("",), (5,), None)),
+        *({"stop_token_ids": value} for value in (5, (-1,), "ab", None)),
+        *({"bad_words_ids": value} for value in (5, (5,), ((),), ((-1,),), None)),
+        *({"logit_bias": value} for value in (5, {"a": 1}, {1: float("inf")}, {-1: 0.0}, [(1, 2.0)])),
+        *({"allowed_token_ids": value} for value in (5, (), (1, "a"))),
+        *({"logprobs": value} for value in (-1, True, "all")),
+        {"prompt_logprobs": -1},
+        {"logprobs_mode": "cooked"},
+        *({"structured_outputs": value} for value in ("a", {}, {"regx": "a"}, {"regex": "a", "choice": ["b"]}, {"choice": []})),
+        {"thinking_budget": -1},
+        {"detokenize": False, "stop": ("a",)},
+        {"detokenize": False, "structured_outputs": {"regex": "a"}},
+        *({name: "yes"} for name in ("return_routed_experts", "ignore_eos", "detokenize", "skip_special_tokens")),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_or_contradictory_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        SamplingParams(**settings)
+    assert error.value.parameter in settings and error.value.parameter in str(error.value)
+
+
+def test_unknown_sampling_parameter_has_a_near_match() -> None:
+    with pytest.raises(InvalidRequestError, match=r"'max_token'.*'max_tokens'"):
+        SamplingParams.from_dict({"max_token": 3})
+
+
+def test_request_id_in_use_and_full_queue_are_refused(model: Path) -> None:
+    with opened(model, max_num_seqs=1, max_queued_requests=1) as llm:
+        endless = some(max_tokens=None)
+        with llm.stream(SHORT, endless, request_id="a"):
+            with pytest.raises(InvalidRequestError, match="'a'"):
+                llm.generate(SHORT, some(), request_id="a")
+            with llm.stream(SHORT, endless), pytest.raises(QueueFullError) as full:
+                llm.generate(SHORT, some(), wait=False)
+            assert full.value.limit == 1 and full.value.retry_after >= 0
+        assert len(llm.generate(SHORT, some(), request_id="a").token_ids) == 12
+
+
+def test_structure_without_its_package_is_refused_and_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **settings: Any) -> None:
+        raise UnsupportedError("structured outputs need the package llguidance")
+
+    monkeypatch.setattr(structured.GrammarCompiler, "__init__", missing)
+    with opened(model) as llm:
+        with pytest.raises(UnsupportedError, match="llguidance"):
+            llm.generate(SHORT, some(structured_outputs={"regex": "a"}))
+        assert len(llm.generate(SHORT, some()).token_ids) == 12
+
+
+# ------------------------------------------------------------------------------------------------------------ bad settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({name: value} for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests") for value in (0, "4", True)),
+        *({name: value} for name in ("max_model_len", "kv_cache_memory_bytes") for value in (0, -1, 2.5)),
+        *({"gpu_memory_utilization": value} for value in (0, 2, "x", float("nan"))),
+        *({"prefix_checkpoint_tokens": value} for value in (0, 100, "256")),
+        *({name: "yes"} for name in ("deterministic", "enable_prefix_caching", "progress")),
+        *({name: 3} for name in ("device", "tokenizer", "revision", "hf_overrides")),
+        {"seed": "a"},
+    ],
+    ids=str,
+)
+def test_engine_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    for make in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            make("somewhere", **settings)
+
+
+def test_unknown_and_misspelled_engine_settings_have_a_near_match() -> None:
+    with pytest.raises(ConfigError, match=r"'max_num_seq'.*'max_num_seqs'"):
+        LLM("somewhere", max_num_seq=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"dtype='float23'.*'float32'"):
+        LLM("somewhere", dtype="float23")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"load_format='dumy'.*'dummy'"):
+        LLM("somewhere", load_format="dumy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"device": "abacus"}, ConfigError, "device='abacus'"),
+        ({"device": "meta"}, UnsupportedError, "only 'cpu' and 'cuda'"),
+        ({"device": "cuda:7"}, ConfigError, "this machine has"),
+        ({"kv_cache_dtype": "fp8"}, UnsupportedError, "kv_cache_dtype='fp8' with a plain"),
+    ],
+)
+def test_settings_that_this_machine_or_model_cannot_have_are_refused(
+    model: Path, settings: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    if settings.get("device") == "cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("there is such a device")
+    with pytest.raises(kind, match=message), opened(model, **settings):
+        pass
+
+
+def test_settings_that_contradict_a_quantized_checkpoint_are_refused() -> None:
+    for settings in ({"dtype": "float32"}, {"kv_cache_dtype": "bfloat16"}):
+        with pytest.raises(UnsupportedError, match=next(iter(settings))), opened(tiny_model(), **settings):
+            pass
+
+
+# --------------------------------------------------------------------------------------------------------- bad checkpoints
+
+
+def change_config(model: Path, folder: Path, **settings: Any) -> Path:
+    """Copy a checkpoint with another configuration; ``None`` removes a key."""
+    shutil.copytree(model, folder)
+    config = {**json.loads((folder / "config.json").read_text()), **settings}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"hidden_sise": 32, "hidden_size": None}, ConfigError, "'hidden_sise'.*'hidden_size'"),
+        ({"index_topkk": 4}, ConfigError, "'index_topkk'.*'index_topk'"),
+        ({"hidden_size": None}, ConfigError, "lacks hidden_size"),
+        ({"hidden_size": "32"}, ConfigError, "hidden_size='32' must be an integer"),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedError, "only DeepseekV4ForCausalLM"),
+        ({"model_type": "llama"}, UnsupportedError, "model_type='llama'"),
+        ({"compress_ratios": [4, 8]}, ConfigError, "compress_ratios has 2 entries"),
+        ({"scoring_func": "softmax"}, UnsupportedError, "scoring_func='softmax'"),
+        ({"hidden_size": 48}, CheckpointError, "embed.weight"),
+        ({"num_hidden_layers": 4, "compress_ratios": [4, 8, 0, 0, 0]}, CheckpointError, r"layers\.3\."),
+    ],
+)
+def test_bad_model_configs_are_refused(
+    model: Path, tmp_path: Path, settings: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    folder = change_config(model, tmp_path / "model", **settings)
+    with pytest.raises(kind, match=message), opened(folder):
+        pass
+
+
+def test_overrides_replace_entries_of_the_model_config(model: Path, tmp_path: Path) -> None:
+    folder = change_config(model, tmp_path / "model", index_topk=9)
+    with opened(folder, hf_overrides={"index_topk": SMALL["index_topk"]}) as changed, opened(model) as plain:
+        assert changed.generate(LONG, some()).token_ids == plain.generate(LONG, some()).token_ids
+    with pytest.raises(ConfigError, match=r"'index_topkk'.*'index_topk'"), opened(model, hf_overrides={"index_topkk": 3}):
+        pass
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("sharded"), shard_bytes=20_000)
+
+
+def test_missing_and_truncated_shards_are_all_listed(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 4
+    shards[1].unlink()
+    content = shards[2].read_bytes()
+    shards[2].write_bytes(content[:-100])
+    shards[3].write_bytes(content[:5])
+    with pytest.raises(CheckpointError) as error, opened(folder):
+        pass
+    for shard in shards[1:4]:
+        assert any(shard.name in problem for problem in error.value.problems), shard.name
+    assert not any(shards[0].name in problem for problem in error.value.problems)
+
+
+def test_wrong_shapes_and_missing_tensors_are_all_listed(tmp_path: Path) -> None:
+    def damaged(name: str, tensor: Tensor) -> Tensor | None:
+        if name == "layers.1.attn.wkv.weight":
+            return tensor[:-1]
+        if name == "norm.weight":
+            return tensor[:, None]
+        return None if name in ("layers.0.attn.wq_a.weight", "layers.2.ffn.gate.bias") else tensor
+
+    folder = write_model(tmp_path / "model", change=damaged)
+    with pytest.raises(CheckpointError) as error, opened(folder):
+        pass
+    names = ("layers.1.attn.wkv.weight", "norm.weight", "layers.0.attn.wq_a.weight", "layers.2.ffn.gate.bias")
+    problems = {name: [p for p in error.value.problems if p.startswith(name + ":")] for name in names}
+    assert all(len(found) == 1 for found in problems.values()) and len(error.value.problems) == 4, error.value.problems
+    assert "15" in problems["layers.1.attn.wkv.weight"][0] and "16" in problems["layers.1.attn.wkv.weight"][0]
+
+
+def test_missing_scales_are_listed(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "model.safetensors.index.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    gone = ("layers.0.attn.wq_a.scale", "layers.3.ffn.experts.5.w2.scale")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in gone}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as error, opened(folder):
+        pass
+    assert len(error.value.problems) == 2
+    for name in gone:
+        assert any(name in problem or name.replace(".scale", ".weight") in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize("what", ["folder", "config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_files_are_named(model: Path, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "model"
+    if what != "folder":
+        shutil.copytree(model, folder)
+        (folder / what).unlink()
+    with pytest.raises(CheckpointError, match="is not a folder" if what == "folder" else what.partition(".")[0]), opened(folder):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------------- bad fortune
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: Any, **settings: Any) -> None:
+        raise AssertionError("weights were loaded before it was known that they fit")
+
+    monkeypatch.setattr(ModelSource, "build", build)
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+def test_model_too_large_for_the_machine_is_refused_before_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: 100_000)
+    with pytest.raises(CapacityError, match="do not fit") as error, opened(model):
+        pass
+    assert isinstance(error.value.plan, MemoryPlan) and not error.value.plan.fits and error.value.advice
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("budget", [1, 100_000])
+def test_state_too_small_for_anything_is_refused_before_loading(model: Path, budget: int) -> None:
+    with pytest.raises(CapacityError) as error, opened(model, kv_cache_memory_bytes=budget, max_num_seqs=64, max_model_len=None):
+        pass
+    assert any("max_num_seqs" in advice for advice in error.value.advice)
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+def test_state_too_small_for_max_model_len_is_refused_before_loading(model: Path) -> None:
+    settings = {"max_model_len": 100_000, "kv_cache_memory_bytes": 10**6}
+    with pytest.raises(CapacityError, match="max_model_len=100000"), opened(model, **settings):
+        pass
+
+
+def test_sequences_are_as_long_as_fits_unless_asked_otherwise(model: Path) -> None:
+    with opened(model, max_model_len=None, kv_cache_memory_bytes=room_for(model, 3, max_num_seqs=8)) as llm:
+        length = llm.memory().max_model_len
+        assert length == 768
+        out = llm.generate([9] * (length - 4), some(max_tokens=None))
+        assert len(out.token_ids) == 4
+
+
+def tokens_and_scores(output: RequestOutput) -> tuple[tuple[int, ...], list[float]]:
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    return output.token_ids, logprobs.sampled.tolist()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_numbers_that_are_none_fail_their_request_alone(model: Path, overlap: bool) -> None:
+    healthy = (SHORT, LONG, OTHER)
+    settings = {"deterministic": True, "overlap": overlap, "max_num_batched_tokens": 128, "max_model_len": 512, "max_num_seqs": 6}
+    with opened(model, **settings) as alone:
+        expected = [tokens_and_scores(alone.generate(prompt, some())) for prompt in healthy]
+    # Few pages: those of failed requests are taken at once.
+    room = room_for(model, 8, max_num_seqs=6)
+    with opened(model, **settings, kv_cache_memory_bytes=room) as llm:
+        assert llm.memory().sizes.grow_pages == 8
+        ill = ([*LONG[:270], POISON, *LONG[270:]], [POISON, *SHORT], [*LONG, POISON], [*OTHER[:100], POISON])
+        for _ in range(3):
+            with ExitStack() as stack:
+                prompts = [prompt for pair in zip(ill, (*healthy, SHORT), strict=True) for prompt in pair]
+                streams = [stack.enter_context(llm.stream(prompt, some())) for prompt in prompts]
+                for stream in streams[::2]:
+                    with pytest.raises(RequestFailedError, match=r"logits at position .* are NaN") as error:
+                        stream.final()
+                    assert error.value.output is not None and error.value.output.token_ids == ()
+                assert [tokens_and_scores(stream.final()) for stream in streams[1::2]] == [*expected, expected[0]]
+        # A poisonous token may also be sampled: the request fails one token later.
+        forced = some(bad_words_ids=(), logit_bias={POISON: 1000.0}, n=2)
+        with pytest.raises(RequestFailedError) as error:
+            llm.generate(SHORT, forced)
+        assert error.value.output is not None
+        assert [c.token_ids for c in error.value.output.outputs] == [(POISON,), (POISON,)]
+        assert {c.finish_reason for c in error.value.output.outputs} == {"error"}
+        outputs = llm.generate_batch([[POISON], SHORT], some(), on_error="return")
+        assert isinstance(outputs[0].error, RequestFailedError) and outputs[1].error is None
+        assert [tokens_and_scores(llm.generate(prompt, some())) for prompt in healthy] == expected
+
+
+def test_poison_in_one_completion_leaves_the_others(model: Path) -> None:
+    """Only the completion that samples the token fails; the output has both."""
+    params = some(bad_words_ids=(), n=3, logit_bias={POISON: 0.3}, max_tokens=30)
+    with opened(model) as llm:
+        with pytest.raises(RequestFailedError) as error:
+            llm.generate(SHORT, params)
+        assert error.value.output is not None
+        assert {c.finish_reason for c in error.value.output.outputs} == {"error", "length"}
+        for completion in error.value.output.outputs:
+            failed = completion.token_ids[-1] == POISON and len(completion.token_ids) < 30
+            assert completion.finish_reason == ("error" if failed else "length")
+            assert POISON not in completion.token_ids[:-1]
+
+
+# ------------------------------------------------------------------------------------------------------- life and death
+
+
+def plain(model: Path, **settings: Any) -> LLM:
+    """Return an engine that is not started."""
+    return LLM(str(model), **{**MODEST, **settings})
+
+
+def test_closed_engine_refuses_calls_and_closes_again(model: Path) -> None:
+    llm = plain(model)
+    with pytest.raises(EngineStateError) as early:
+        llm.generate(SHORT, some())
+    assert early.value.state == "new"
+    with llm:
+        with llm.stream(LONG, some(max_tokens=None)) as stream:
+            next(iter(stream))
+            llm.close()
+            assert stream.final().outputs[0].finish_reason == "abort"
+        for call in (
+            lambda: llm.generate(SHORT, some()),
+            lambda: llm.score(SHORT, SHORT),
+            lambda: llm.stream(SHORT, some()).__enter__(),
+            lambda: llm.generate_batch([SHORT], some()),
+            lambda: llm.stats(),
+            lambda: llm.pause(),
+            lambda: llm.reset_prefix_cache(),
+            lambda: llm.__enter__(),
+        ):
+            with pytest.raises(EngineStateError) as late:
+                call()
+            assert late.value.state == "closed"
+        llm.abort()
+        llm.close()
+    never = plain(model)
+    never.close()
+    never.close()
+    with pytest.raises(EngineStateError), never:
+        pass
+
+
+def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
+    threads = set(threading.enumerate())
+    llm = plain(model, kv_cache_memory_bytes=1)
+    with pytest.raises(CapacityError), llm:
+        pass
+    assert llm.state == "failed"
+    with pytest.raises(EngineDeadError) as error:
+        llm.generate(SHORT, some())
+    assert isinstance(error.value.__cause__, CapacityError)
+    llm.close()
+    assert set(threading.enumerate()) == threads
+
+
+@LOOPS
+def test_engine_belongs_to_one_event_loop(model: Path, backend: str) -> None:
+    llm = AsyncLLM(str(model), **MODEST)
+
+    async def start() -> None:
+        await llm.__aenter__()
+        assert len((await llm.generate(SHORT, some())).token_ids) == 12
+
+    async def use() -> None:
+        for call in (lambda: llm.generate(SHORT, some()), lambda: llm.score(SHORT, SHORT), llm.pause, llm.resume):
+            with pytest.raises(EngineStateError, match="another event loop"):
+                await call()
+        with pytest.raises(EngineStateError, match="another event loop"):
+            llm.stream(SHORT)
+        await llm.aclose()
+
+    anyio.run(start, backend=backend)
+    anyio.run(use, backend=backend)
+    assert llm.state == "closed"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["launch", "results"])
+def test_exception_in_a_step_reaches_everybody_with_its_cause(model: Path, overlap: bool, where: str) -> None:
+    boom = ZeroDivisionError("the device is on fire")
+
+    def fail(*args: object) -> None:
+        raise boom
+
+    with overlapping(overlap), plain(model) as llm, ExitStack() as stack:
+        threads = threading.active_count()
+        streams = [stack.enter_context(llm.stream(prompt, some(max_tokens=None, n=2))) for prompt in (SHORT, LONG)]
+        queued = [stack.enter_context(llm.stream(SHORT, some())) for _ in range(5)]
+        for stream in streams:
+            next(iter(stream))
+        runner = engine_of(llm)._runner
+        if where == "launch":
+            runner.launch = fail  # type: ignore[method-assign]
+        else:
+            runner.sampler.accept = fail  # type: ignore[method-assign]
+        for stream in streams + queued:
+            with pytest.raises(EngineDeadError, match="ZeroDivisionError: the device is on fire") as error:
+                stream.final()
+            assert error.value.__cause__ is boom and error.value.phase == "step"
+        assert llm.state == "failed"
+        for call in (
+            lambda: llm.generate(SHORT, some()),
+            lambda: llm.score(SHORT, SHORT),
+            lambda: llm.generate_batch([SHORT], some(), on_error="return"),
+            lambda: llm.pause(),
+            lambda: llm.resume(),
+            lambda: llm.reset_prefix_cache(),
+        ):
+            with pytest.raises(EngineDeadError) as error:
+                call()
+            assert error.value.__cause__ is boom
+        llm.abort()
+        del runner
+    assert llm.state == "closed" and threading.active_count() < threads
+
+
+def test_exception_while_pausing_reaches_everybody(model: Path) -> None:
+    """With a step in flight, a pause has to wait for it."""
+    boom = ZeroDivisionError("the device is on fire")
+
+    def fail(*args: object) -> None:
+        raise boom
+
+    with overlapping(True), plain(model) as llm, llm.stream(LONG, some(max_tokens=None)) as stream:
+        next(iter(stream))
+        engine = engine_of(llm)
+
+        def sabotage(engine: Engine) -> None:
+            engine._runner.sampler.accept = fail  # type: ignore[method-assign]
+            engine._set_paused(True)
+
+        assert isinstance(engine.call(sabotage).exception(timeout=60), EngineDeadError)
+        with pytest.raises(EngineDeadError) as error:
+            stream.final()
+        assert error.value.__cause__ is boom
+        with pytest.raises(EngineDeadError):
+            engine.call(lambda engine: None).result(timeout=60)
+        with pytest.raises(EngineDeadError):
+            llm.generate(SHORT, some())
+
+
+def test_two_engines_share_a_process(model: Path, sharded: Path) -> None:
+    with opened(model) as one, opened(sharded) as other:
+        expected = [llm.generate(LONG, some()).token_ids for llm in (one, other)]
+        assert expected[0] == expected[1]  # the same weights but for the poison
+        found: list[tuple[int, ...]] = []
+        work = [threading.Thread(target=lambda llm=llm: found.append(llm.generate(LONG, some()).token_ids)) for llm in (one, other)]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        assert found == expected
+        with opened(model) as third:
+            assert third.generate(LONG, some()).token_ids == expected[0]
+        assert one.generate(LONG, some()).token_ids == expected[0]
+
+
+def engine_tensors() -> int:
+    """Count the bytes of all tensors that Python knows of."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@LOOPS
+def test_engines_come_and_go_without_a_trace(model: Path, backend: str) -> None:
+    async def live() -> tuple[int, ...]:
+        async with AsyncLLM(str(model), **MODEST) as llm:
+            async with llm.stream(LONG, some(max_tokens=None)) as stream:
+                await anext(stream)
+            return (await llm.generate(SHORT, some())).token_ids
+
+    seen = {anyio.run(live, backend=backend)}
+    threads, before = threading.active_count(), engine_tensors()
+    for _ in range(4):
+        seen.add(anyio.run(live, backend=backend))
+        with plain(model) as llm:
+            seen.add(llm.generate(SHORT, some()).token_ids)
+        del llm
+    assert len(seen) == 1
+    assert threading.active_count() <= threads
+    assert engine_tensors() <= before + 100_000  # an engine has far more
+
+
+def test_every_error_is_the_library_s_own() -> None:
+    kinds = (CapacityError, CheckpointError, ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, QueueFullError)
+    assert all(issubclass(kind, DSV4LiteError) for kind in kinds)
