@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -351,15 +352,15 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     report = progress or _silent
     blocks = deque(_blocks(wanted))
     done, total = 0, sum(block.wanted_bytes for block in blocks)
-    ahead: deque[tuple[_Block, bytearray, list[Future[None]]]] = deque()
+    ahead: deque[tuple[_Block, mmap, list[Future[None]]]] = deque()
     ahead_bytes = 0
-    spare: list[bytearray] = []
+    spare: list[mmap] = []
     pool = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="dsv4lite-read")
     try:
         while blocks or ahead:
             while blocks and (not ahead or ahead_bytes + blocks[0].nbytes <= _WINDOW_BYTES):
                 block = blocks.popleft()
-                buffer = spare.pop() if spare and block.nbytes <= _BLOCK_BYTES else bytearray(max(block.nbytes, _BLOCK_BYTES))
+                buffer = _take_buffer(spare, block.nbytes)
                 ahead.append((block, buffer, block.read(pool, buffer)))
                 ahead_bytes += block.nbytes
             block, buffer, reads = ahead[0]
@@ -368,12 +369,20 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
             yield from block.tensors(buffer)
             ahead.popleft()
             ahead_bytes -= block.nbytes
-            if block.nbytes <= _BLOCK_BYTES:
-                spare.append(buffer)
+            spare.append(buffer)
             done += block.wanted_bytes
             report(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _take_buffer(spare: list[mmap], nbytes: int) -> mmap:
+    """Return a used buffer of fitting size, or a new one: anonymous memory, which the readers are the first to touch."""
+    for i, buffer in enumerate(spare):
+        if nbytes <= len(buffer) <= 2 * max(nbytes, _BLOCK_BYTES):
+            return spare.pop(i)
+    spare.clear()
+    return mmap(-1, max(nbytes, _BLOCK_BYTES))
 
 
 class _Part(NamedTuple):
@@ -402,14 +411,14 @@ class _Block:
     def wanted_bytes(self) -> int:
         return sum(part.end - part.begin for part in self.parts)
 
-    def read(self, pool: ThreadPoolExecutor, buffer: bytearray) -> list[Future[None]]:
+    def read(self, pool: ThreadPoolExecutor, buffer: mmap) -> list[Future[None]]:
         """Start reading; a block larger than one read (a single large tensor) is read by several threads."""
         target = memoryview(buffer)[: self.nbytes]
         starts = range(0, self.nbytes, _BLOCK_BYTES)
         return [pool.submit(_read_into, self.file, self.begin + at, target[at : at + _BLOCK_BYTES]) for at in starts]
 
-    def tensors(self, buffer: bytearray) -> Iterator[tuple[TensorInfo, Tensor]]:
-        raw = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
+    def tensors(self, buffer: mmap) -> Iterator[tuple[TensorInfo, Tensor]]:
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
         for part in self.parts:
             dtype = DTYPES[part.info.dtype]
             at = part.begin - self.begin
