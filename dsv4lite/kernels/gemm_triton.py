@@ -9,7 +9,7 @@ Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -43,32 +43,53 @@ class Tile:
     num_stages: int
 
 
-# By the most rows each is for. FP8 stages hold (rows + outs) * 128 bytes; those of plain operands twice that.
-_FP8_TILES = (
+Tiles = tuple[tuple[int | None, Tile], ...]
+
+# By the most rows each is for.
+_FP8_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
     (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
-_PLAIN_TILES = (
+_PLAIN_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
+    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=2)),
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
-_WEIGHT_ONLY_TILES = (
+_WEIGHT_ONLY_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=5)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-    (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=2)),
+    (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
 )
+_OPERAND_BYTES = {_FP8_TILES: (1, 1), _PLAIN_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
+# Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
+_SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
+_LEAST_SHARED = 97 << 10
 
 
-def tile_for(tiles: tuple[tuple[int | None, Tile], ...], rows: int) -> Tile:
-    """Return the tile for a number of rows."""
-    return next(tile for most, tile in tiles if most is None or rows <= most)
+def tile_for(tiles: Tiles, rows: int, capability: int) -> Tile:
+    """Return the tile for a number of rows, with as many of its stages as fit; a smaller one where not even two do."""
+    x_bytes, w_bytes = _OPERAND_BYTES[tiles]
+    at = next(i for i, (most, _) in enumerate(tiles) if most is None or rows <= most)
+    while True:
+        tile = tiles[at][1]
+        fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_BLOCK * (tile.rows * x_bytes + tile.outs * w_bytes))
+        if fit >= 2:
+            return replace(tile, num_stages=min(fit, tile.num_stages))
+        at -= 1
+
+
+def capability_of(device: torch.device) -> int:
+    """Return the compute capability as one number; the interpreter on a CPU stands for the newest."""
+    if device.type != "cuda":
+        return 120
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def splits_of(outs: int, blocks: int) -> int:
@@ -321,8 +342,9 @@ def fp8_linear_triton(
     assert w_codes.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
         return x_codes.new_empty((rows, outs), dtype=dtype)
-    tile = tile_for(_FP8_TILES, rows)
-    codes = x_codes.is_cuda and torch.cuda.get_device_capability(x_codes.device) < (8, 9)
+    capability = capability_of(x_codes.device)
+    tile = tile_for(_FP8_TILES, rows, capability)
+    codes = capability < 89
     x, w = x_codes.contiguous(), w_codes
     if codes:
         x, w = x.view(torch.uint8), w.view(torch.uint8)
@@ -375,7 +397,7 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
         return x_MGK.new_empty((rows, groups, outs), dtype=dtype)
     even = inputs % FP8_BLOCK == 0
     x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
-    tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows)
+    tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows, capability_of(x.device))
     blocks = -(-inputs // FP8_BLOCK)
     splits = splits_of(groups * outs, blocks)
     fold = rows > SPLIT_MAX_ROWS and splits > 1
@@ -427,42 +449,37 @@ def _added(parts: Tensor, out: Tensor) -> Tensor:
 
 
 def variants() -> list[Variant]:
-    """Return every tile, folding where it may, and for the least and the greatest also unaligned inputs with a scale per row."""
+    """Return every tile of every chip, folding where it may; the first and the last also with unaligned inputs and row scales."""
     sizes = dict.fromkeys(("M", "N", "K", "blocks", "part"), "i32")
     strides = dict.fromkeys(("x_row", "x_group", "groups"), "i32")
     found = []
-    for tiles, quantized in ((_FP8_TILES, True), (_WEIGHT_ONLY_TILES, True), (_PLAIN_TILES, False)):
-        for (most, tile), even in product(tiles, (True, False)):
-            if not even and tile not in (tiles[0][1], tiles[-1][1]):
+    for capability, tiles in product((80, 89, 90, 100, 120), (_FP8_TILES, _PLAIN_TILES, _WEIGHT_ONLY_TILES)):
+        chosen = {tile_for(tiles, most or 1 << 20, capability): most is None or most > SPLIT_MAX_ROWS for most, _ in tiles}
+        ends = (next(iter(chosen)), next(reversed(chosen)))
+        for (tile, fold), even in product(chosen.items(), (True, False)):
+            if not even and tile not in ends:
                 continue
-            fold = most is None or most > SPLIT_MAX_ROWS
-            scale = (FP8_BLOCK if even else 1) if quantized else 0
+            scale = 0 if tiles is _PLAIN_TILES else FP8_BLOCK if even else 1
             shape = {"BM": tile.rows, "BN": tile.outs, "SCALE_ROWS": scale, "EVEN_K": even, "SWAP": tile.swap, "FOLD": fold}
-            shared = {**shape, "GROUPED": GROUPED_TILES}
             out = "*bf16" if fold else "*fp32"
             if tiles is _FP8_TILES:
-                for codes, x, capabilities in ((True, "*u8", (80,)), (False, "*fp8e4nv", (89, 90, 100, 120))):
-                    found.append(
-                        Variant(
-                            kernel=_fp8_kernel,
-                            signature={"x": x, "xs": "*u8", "w": x, "ws": "*u8", "out": out, **sizes},
-                            constants={**shared, "CODES": codes},
-                            num_warps=tile.num_warps,
-                            num_stages=tile.num_stages,
-                            capabilities=capabilities,
-                        )
-                    )
+                kind = "*u8" if capability < 89 else "*fp8e4nv"
+                signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", "out": out, **sizes}
+                constants = {**shape, "CODES": capability < 89, "GROUPED": GROUPED_TILES}
             else:
-                w = "*u8" if quantized else "*bf16"
-                found.append(
-                    Variant(
-                        kernel=_float_kernel,
-                        signature={"x": "*bf16", "w": w, "ws": w, "out": out, **sizes, **strides},
-                        constants={**shared, "GPU": True},
-                        num_warps=tile.num_warps,
-                        num_stages=tile.num_stages,
-                    )
+                kind = "*u8" if scale else "*bf16"
+                signature = {"x": "*bf16", "w": kind, "ws": kind, "out": out, **sizes, **strides}
+                constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES}
+            found.append(
+                Variant(
+                    kernel=_fp8_kernel if tiles is _FP8_TILES else _float_kernel,
+                    signature=signature,
+                    constants=constants,
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    capabilities=(capability,),
                 )
+            )
     for splits, out in ((2, "*bf16"), (64, "*fp32")):
         signature = {"parts": "*fp32", "out": out, "count": "i32"}
         constants = {"SPLITS": splits, "BLOCK": SUM_BLOCK}
