@@ -14,10 +14,13 @@ triton = pytest.importorskip("triton")
 from dsv4lite.kernels import gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     SPLIT_MAX_ROWS,
+    capability_of,
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_triton,
     splits_of,
+    tile_for,
+    variants,
 )
 
 pytestmark = pytest.mark.kernel
@@ -148,3 +151,32 @@ def test_slices_of_wider_tensors_are_taken_as_they_are() -> None:
     wide, w = random(20, 3 * 256).bfloat16(), random(1, 24, 256, seed=1).bfloat16()
     part = wide[:, None, 256:512]
     assert torch.equal(float_linear_triton(part, w, torch.float32), float_linear_triton(part.contiguous(), w, torch.float32))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128, 129, 513, 100_000])
+def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int) -> None:
+    for tiles, x_bytes, w_bytes in (
+        (gemm_triton._FP8_TILES, 1, 1),
+        (gemm_triton._PLAIN_TILES, 2, 2),
+        (gemm_triton._WEIGHT_ONLY_TILES, 2, 1),
+    ):
+        tile = tile_for(tiles, rows, capability)
+        assert tile.num_stages >= 2
+        limit = {80: 163, 90: 227, 100: 227}.get(capability, 99) << 10
+        assert tile.num_stages * 128 * (tile.rows * x_bytes + tile.outs * w_bytes) <= limit
+        assert 128 % tile.outs == 0  # or a tile would have several scales
+
+
+def test_splits_follow_from_the_weights_and_fill_the_chip() -> None:
+    assert [splits_of(outs, blocks) for outs, blocks in ((1536, 32), (40960, 8), (4096, 64), (256, 32))] == [8, 1, 4, 8]
+    assert splits_of(1, 3) == splits_of(1 << 20, 1000) == 1
+
+
+def test_every_tile_of_a_chip_is_compiled_ahead_of_time() -> None:
+    capability = capability_of(DEVICE)
+    listed = {(v.constants.get("BM"), v.constants.get("BN"), v.num_stages) for v in variants() if capability in v.capabilities}
+    for tiles in (gemm_triton._FP8_TILES, gemm_triton._PLAIN_TILES, gemm_triton._WEIGHT_ONLY_TILES):
+        for rows in (1, 32, 128, 512, 4096):
+            tile = tile_for(tiles, rows, capability)
+            assert (tile.rows, tile.outs, tile.num_stages) in listed
