@@ -133,12 +133,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     return device
 
 
-def choose_numerics(config: EngineConfig, model: V4Config, checkpoint_dtype: torch.dtype, device: torch.device) -> Numerics:
+def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
     """Return the arithmetic: the checkpoint's own unless the settings say otherwise.
 
     Raises:
         UnsupportedError: Settings that contradict the checkpoint.
     """
+    model = source.model
     if model.quantized:
         if config.dtype == "float32":
             raise UnsupportedError(
@@ -146,13 +147,19 @@ def choose_numerics(config: EngineConfig, model: V4Config, checkpoint_dtype: tor
             )
         dtype = torch.bfloat16
     else:
-        dtype = checkpoint_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     wanted = config.kv_cache_dtype
     natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
     if wanted not in ("auto", natural):
         kind = "quantized" if model.quantized else "plain"
         raise UnsupportedError(f"kv_cache_dtype={wanted!r} with a {kind} {dtype} model: its rows are {natural!r}; leave 'auto'")
-    return Numerics.choose(dtype=dtype, quantized=model.quantized, deterministic=config.deterministic, device=device)
+    return Numerics.choose(
+        dtype=dtype,
+        quantized=model.quantized,
+        deterministic=config.deterministic,
+        device=device,
+        dense_fp8=source.dense_fp8,
+    )
 
 
 def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
@@ -271,7 +278,7 @@ def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, *
     """
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
     source = ModelSource.open(config, fetch=False)
-    numerics = choose_numerics(config, source.model, source.dtype, choose_device(config))
+    numerics = choose_numerics(config, source, choose_device(config))
     return make_plan(config, source.model, numerics, with_mtp=False, total=memory_bytes)
 
 

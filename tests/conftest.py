@@ -25,5 +25,5 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     left_out = sum(item.get_closest_marker("gpu") is not None for item in terminalreporter.stats.get("deselected", ()))
-    if left_out and config.option.markexpr == "not gpu":
+    if left_out and config.option.markexpr == "not gpu and not kernel":
         terminalreporter.write_line(f"{left_out} tests that need a CUDA device were not run; run them there with: pytest -m gpu")

@@ -231,7 +231,7 @@ class Engine:
         source = ModelSource.open(config)
         tokenizer = Tokenizer.from_folder(config.tokenizer or source.folder)
         device = choose_device(config)
-        numerics = choose_numerics(config, source.model, source.dtype, device)
+        numerics = choose_numerics(config, source, device)
         plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
         require_fit(plan)
         model = source.build(numerics, with_mtp=False, seed=config.seed, progress=config.progress)

@@ -7,6 +7,7 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from dsv4lite.kernels.rope import rope, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat
 from dsv4lite.models.batch import Batch, GroupStep, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
-from dsv4lite.weights.quant import Matrix, Numerics, Slot, TensorSlot, linear, round_input
+from dsv4lite.weights.quant import Matrix, Numerics, Slot, TensorSlot, grouped_linear, linear, round_input
 
 NamedSlots = Iterator[tuple[str, Slot]]
 
@@ -112,10 +113,11 @@ class Attention(nn.Module):
         self.q_norm = _tensor(c.q_lora_rank, numerics=numerics)
         self.kv_norm = _tensor(channels, numerics=numerics)
         index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
-        self.wq_a_wkv = Matrix(c.q_lora_rank + channels, c.hidden_size, numerics=numerics, rounds_input=True)
-        self.wq_b = Matrix(heads * channels + index_rows, c.q_lora_rank, numerics=numerics, rounds_input=True)
-        self.wo_a = Matrix(c.o_groups, c.o_lora_rank, heads * channels // c.o_groups, numerics=numerics)
-        self.wo_b = Matrix(c.hidden_size, c.o_groups * c.o_lora_rank, numerics=numerics, rounds_input=True)
+        dense = partial(Matrix, numerics=numerics, fp8=True)
+        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
+        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
+        self.wo_a = dense(c.o_groups, c.o_lora_rank, heads * channels // c.o_groups)
+        self.wo_b = dense(c.hidden_size, c.o_groups * c.o_lora_rank, rounds_input=True)
         self.kv_format: RowFormat = Fp8Kv(c.nope_dim, c.rope_dim) if numerics.quantized else PlainRow(channels, numerics.dtype)
         self.key_format: RowFormat = Fp4Key(c.index_dim) if numerics.quantized else PlainRow(c.index_dim, numerics.dtype)
         if self.ratio:
@@ -125,7 +127,7 @@ class Attention(nn.Module):
                 self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim)
                 rows += 2 * self.key_compressor.columns + c.index_heads
             # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
-            self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics, dtype=torch.float32)
+            self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
 
     def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         c, tokens = self.config, x_TD.shape[0]
@@ -221,10 +223,8 @@ class Attention(nn.Module):
         return torch.where(seen, chosen, -1), seen
 
     def _project_out(self, o_THC: Tensor) -> Tensor:
-        c, weight = self.config, self.wo_a.weight
-        o_TGK = o_THC.reshape(o_THC.shape[0], c.o_groups, -1).to(weight.dtype)
-        z = [matmul_rows(o_TGK[:, g], weight[g], self.wo_a.row_tile) for g in range(c.o_groups)]
-        return linear(torch.cat(z, -1).to(o_THC.dtype), self.wo_b)
+        o_TGK = o_THC.reshape(o_THC.shape[0], self.config.o_groups, -1)
+        return linear(grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         yield prefix + "wq_a.weight", self.wq_a_wkv.rows(0, c.q_lora_rank)
         yield prefix + "wkv.weight", self.wq_a_wkv.rows(c.q_lora_rank, c.q_lora_rank + c.head_dim)
         yield prefix + "wq_b.weight", self.wq_b.rows(0, head_rows)
-        yield prefix + "wo_a.weight", self.wo_a.stacked()
+        yield prefix + "wo_a.weight", self.wo_a.whole()
         yield prefix + "wo_b.weight", self.wo_b.whole()
         if self.ratio:
             yield from self.compressor.slots(prefix + "compressor.", self.compress_in, 0)
@@ -276,7 +276,7 @@ class MoE(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
-        self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics, dtype=torch.float32)
+        self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
         self.experts = Experts(c, numerics, c.num_experts)
         self.shared = Experts(c, numerics, 1)
         self.bias = None if hashed else _tensor(c.num_experts, numerics=numerics)
@@ -388,8 +388,8 @@ class Mtp(nn.Module):
         d = config.hidden_size
         self.eps = config.norm_eps
         self.enorm, self.hnorm, self.norm = (_tensor(d, numerics=numerics) for _ in range(3))
-        self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True)
-        self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True)
+        self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
+        self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.hc_head = Hc(config, numerics, head=True)
         self.block = Block(config, numerics, layer)
 
@@ -419,7 +419,7 @@ class DeepseekV4(nn.Module):
         c = self.config = config
         self.numerics = numerics
         self.embed = _tensor(c.vocab_size, c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        self.head = Matrix(c.vocab_size, c.hidden_size, numerics=numerics, dtype=torch.float32)
+        self.head = Matrix(c.vocab_size, c.hidden_size, numerics=numerics)
         self.norm = _tensor(c.hidden_size, numerics=numerics)
         self.hc_head = Hc(c, numerics, head=True)
         self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.attention import BLOCK
-from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
-from dsv4lite.kernels.quantize import dequantize_matrix, round_fp8
+from dsv4lite.kernels.gemm import FP8_BLOCK, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
+from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
 
 ACTIVATION_GROUP = 128
 
@@ -23,8 +26,9 @@ class Numerics:
         dtype: Activations between operators.
         quantized: Apply the roundings of quantized checkpoints: FP8 activations, FP8 kv rows, Hadamard and FP4 index vectors.
         deterministic: A token's result does not depend on what else is computed with it.
-        matrix_dtype: Resident form of matrices. On CPU they are widened to float32 once, at load.
+        matrix_dtype: Resident form of plain matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
+        resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
     """
 
     dtype: torch.dtype
@@ -32,12 +36,29 @@ class Numerics:
     deterministic: bool
     matrix_dtype: torch.dtype
     device: torch.device
+    resident_fp8: bool = False
 
     @classmethod
-    def choose(cls, *, dtype: torch.dtype, quantized: bool, deterministic: bool, device: torch.device) -> Numerics:
-        """Pick the resident form for a device."""
-        matrix_dtype = torch.float32 if device.type == "cpu" else dtype
-        return cls(dtype=dtype, quantized=quantized, deterministic=deterministic, matrix_dtype=matrix_dtype, device=device)
+    def choose(
+        cls, *, dtype: torch.dtype, quantized: bool, deterministic: bool, device: torch.device, dense_fp8: bool = False
+    ) -> Numerics:
+        """Pick the resident form for a device.
+
+        Args:
+            dtype: Activations between operators.
+            quantized: Whether the checkpoint is.
+            deterministic: A token's result does not depend on what else is computed with it.
+            device: Where everything lives.
+            dense_fp8: The checkpoint stores every dense matrix in FP8 with e8m0 scales.
+        """
+        return cls(
+            dtype=dtype,
+            quantized=quantized,
+            deterministic=deterministic,
+            matrix_dtype=torch.float32 if device.type == "cpu" else dtype,
+            device=device,
+            resident_fp8=dense_fp8 and device.type != "cpu",
+        )
 
     @property
     def row_tile(self) -> int | None:
@@ -61,48 +82,82 @@ class Matrix(nn.Module):
     Several matrices of the checkpoint that share an input may lie in one, row block under row block; ``rows`` names a block.
 
     Attributes:
+        weight: Plain numbers, or FP8 codes.
+        scale: uint8 e8m0 bytes of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the checkpoint
+            has them, or one per row where a border between its matrices goes through 128 rows. ``None`` for plain numbers.
         rounds_input: Inputs are rounded to FP8, 1x128, before the product (specification 4.1).
     """
 
-    def __init__(self, *shape: int, numerics: Numerics, rounds_input: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, borders: Sequence[int] = ()
+    ) -> None:
+        """Allocate.
+
+        Args:
+            shape: ``[out, in]`` or ``[E, out, in]``.
+            numerics: Resident form, and whether inputs are rounded at all.
+            rounds_input: Quantized models round the inputs.
+            fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128.
+            borders: Rows at which one matrix of the checkpoint ends and another begins.
+        """
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype or numerics.matrix_dtype, device=numerics.device))
         self.rounds_input = rounds_input and numerics.quantized
         self.row_tile = numerics.row_tile
+        self.scale: nn.Parameter | None = None
+        dtype = numerics.matrix_dtype
+        if fp8 and numerics.resident_fp8:
+            dtype = torch.float8_e4m3fn
+            per = 1 if any(border % FP8_BLOCK for border in borders if border < shape[-2]) else FP8_BLOCK
+            blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_BLOCK))
+            self.scale = nn.Parameter(torch.empty(blocks, dtype=torch.uint8, device=numerics.device), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=numerics.device), requires_grad=dtype != torch.float8_e4m3fn
+        )
 
     def rows(self, begin: int, end: int, *, expert: int | None = None) -> MatrixSlot:
         """Return the place of one checkpoint matrix: rows ``begin`` to ``end``, of one expert in a stack."""
-        return MatrixSlot(self.weight, begin, end, expert)
+        first = 0 if expert is None else expert * self.weight.shape[-2]
+        return MatrixSlot(self, first + begin, first + end)
 
     def whole(self) -> MatrixSlot:
-        """Return the place of a checkpoint matrix that fills this one."""
-        return MatrixSlot(self.weight, 0, self.weight.shape[0], None)
-
-    def stacked(self) -> MatrixSlot:
-        """Return the place of a checkpoint matrix whose row blocks are this stack."""
-        return MatrixSlot(self.weight, 0, self.weight.shape[0] * self.weight.shape[1], None)
+        """Return the place of a checkpoint matrix whose rows are those of this one, or of this stack."""
+        return MatrixSlot(self, 0, prod(self.weight.shape[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlot:
-    """Where one checkpoint matrix goes; it arrives in any format."""
+    """Where one checkpoint matrix goes: rows of a matrix, those of a stack counted through. It arrives in any format."""
 
-    weight: nn.Parameter
+    matrix: Matrix
     begin: int
     end: int
-    expert: int | None
     kind: Literal["matrix"] = "matrix"
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical ``(out, in)``."""
-        return (self.end - self.begin, self.weight.shape[-1])
+        return (self.end - self.begin, self.matrix.weight.shape[-1])
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Convert a matrix of the checkpoint to the resident form."""
-        with torch.no_grad():
-            home = self.weight.flatten(0, -2) if self.expert is None else self.weight[self.expert]
-            home[self.begin : self.end].copy_(dequantize_matrix(weight, scale))
+        """Convert a matrix of the checkpoint to the resident form.
+
+        Raises:
+            CheckpointError: The resident form is FP8, and the matrix is not FP8 with e8m0 scales.
+        """
+        home, bytes_ = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        if bytes_ is None:
+            home.copy_(dequantize_matrix(weight, scale))
+            return
+        if scale is None or (weight.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+            given = f"{weight.dtype} with scales {None if scale is None else scale.dtype}"
+            raise CheckpointError(f"a matrix is {given}, where this model keeps float8_e4m3fn with float8_e8m0fnu scales")
+        home.copy_(weight)
+        source, rows = scale.view(torch.uint8), self.end - self.begin
+        if len(bytes_) == prod(self.matrix.weight.shape[:-1]):  # one per row
+            bytes_.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_BLOCK, 0)[:rows])
+        else:
+            first = self.begin // FP8_BLOCK
+            bytes_.detach()[first : first + len(source)].copy_(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +188,15 @@ def round_input(x: Tensor, matrix: Matrix) -> Tensor:
 
 def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once."""
-    weight = matrix.weight
-    return matmul_rows(round_input(x_TK, matrix).to(weight.dtype), weight, matrix.row_tile).to(dtype or x_TK.dtype)
+    dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
+    if matrix.scale is None:
+        return float_linear(round_input(x_TK, matrix)[:, None], weight[None], dtype, tile)[:, 0]
+    assert matrix.rounds_input
+    return fp8_linear(*quantize_fp8(x_TK, ACTIVATION_GROUP), weight, matrix.scale, dtype, tile)
+
+
+def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:
+    """Return each group's ``x @ W.T`` [T, G, out] in the dtype of ``x``; the inputs are not rounded (specification 4.4)."""
+    if matrix.scale is None:
+        return float_linear(x_TGK, matrix.weight, x_TGK.dtype, matrix.row_tile)
+    return fp8_weight_linear(x_TGK, matrix.weight, matrix.scale, matrix.row_tile)

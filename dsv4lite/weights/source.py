@@ -17,9 +17,9 @@ from dsv4lite.models import read_architecture
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
-from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, locate, read_config, read_generation_config
+from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
 from dsv4lite.weights.dummy import dummy_tensors
-from dsv4lite.weights.loader import load, paired
+from dsv4lite.weights.loader import load, paired, scale_name
 from dsv4lite.weights.quant import Numerics
 
 log = logging.getLogger("dsv4lite.weights")
@@ -35,12 +35,20 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
+def _dense_fp8(model: V4Config, headers: Mapping[str, TensorInfo]) -> bool:
+    """Return whether every dense matrix of a checkpoint is FP8 with e8m0 scales."""
+    dense = [name for name, spec in official_shapes(model).items() if spec.kind == "dense" and name in headers]
+    stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
+    return stored == {("F8_E4M3", "F8_E8M0")}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A model before it is loaded: everything that configuration and headers tell.
 
     Attributes:
         dtype: What the plain tensors are stored in.
+        dense_fp8: Every dense matrix is stored in FP8 with e8m0 scales; not so with float32 scales, or where some are plain.
         checkpoint: ``None`` for random weights.
     """
 
@@ -49,6 +57,7 @@ class ModelSource:
     model: V4Config
     dtype: torch.dtype
     expert_format: ExpertFormat
+    dense_fp8: bool
     checkpoint: Checkpoint | None
 
     @classmethod
@@ -78,6 +87,7 @@ class ModelSource:
                 model=model,
                 dtype=dtype,
                 expert_format=_EXPERT_FORMATS.get(stored, "plain"),
+                dense_fp8=model.quantized,
                 checkpoint=None,
             )
         checkpoint = Checkpoint.open(config.model, config.revision)
@@ -91,6 +101,7 @@ class ModelSource:
             model=replace(model, quantized=checkpoint.quantized),
             dtype=_FLOATS.get(embed.dtype, torch.bfloat16),
             expert_format=checkpoint.expert_format,
+            dense_fp8=_dense_fp8(model, checkpoint.headers),
             checkpoint=checkpoint,
         )
 

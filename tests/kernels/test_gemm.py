@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
+from dsv4lite.kernels.gemm import (
+    ROW_TILE,
+    dequantize_fp8_rows,
+    float_linear,
+    float_linear_ref,
+    fp8_linear,
+    fp8_linear_ref,
+    fp8_weight_linear,
+    fp8_weight_linear_ref,
+    matmul_rows,
+    scale_rows,
+)
+from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -45,3 +57,55 @@ def test_rows_of_a_wider_matrix_are_taken_as_they_are() -> None:
     wide, w = random(40, 96), random(24, 48, seed=1)
     for row_tile in (None, ROW_TILE):
         assert torch.equal(matmul_rows(wide[:, 48:], w, row_tile), matmul_rows(wide[:, 48:].contiguous(), w, row_tile))
+
+
+# FP8 weights ------------------------------------------------------------------------------------------
+
+
+def codes(*shape: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return FP8 codes and scale bytes of the blocks of 128 x 128 of their rows."""
+    rows = torch.Size(shape[:-1]).numel()
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(117, 124, (-(-rows // 128), -(-shape[-1] // 128)), generator=generator, dtype=torch.uint8)
+    return random(*shape, seed=seed).to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize("shape", [(300, 140), (128, 128), (1, 5), (3, 70, 130)])
+def test_weights_widen_as_in_the_checkpoint_whichever_way_scales_lie(shape: tuple[int, ...]) -> None:
+    w_codes, scales = codes(*shape)
+    rows = torch.Size(shape[:-1]).numel()
+    wanted = dequantize_matrix(w_codes.flatten(0, -2), scales.view(torch.float8_e8m0fnu)).view(shape)
+    assert torch.equal(dequantize_fp8_rows(w_codes, scales), wanted)
+    per_row = scales.repeat_interleave(128, 0)[:rows]
+    assert scale_rows(w_codes, per_row) == 1 and (rows == 1 or scale_rows(w_codes, scales) == 128)
+    assert torch.equal(dequantize_fp8_rows(w_codes, per_row), wanted)
+
+
+@pytest.mark.parametrize("row_tile", [None, ROW_TILE])
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_fp8_product_is_that_of_the_rounded_numbers(rows: int, row_tile: int | None) -> None:
+    x, (w_codes, scales) = random(rows, 140).bfloat16(), codes(33, 140)
+    wanted = matmul_rows(round_fp8(x, 128).float(), dequantize_fp8_rows(w_codes, scales), row_tile)
+    for product in (fp8_linear, fp8_linear_ref):
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(product(*quantize_fp8(x, 128), w_codes, scales, dtype, row_tile), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_groups_are_multiplied_by_their_own_weights(rows: int) -> None:
+    x, (w_codes, scales) = random(rows, 3, 140).bfloat16(), codes(3, 50, 140)
+    w = dequantize_fp8_rows(w_codes, scales)
+    wanted = torch.stack([x[:, g].float() @ w[g].T for g in range(3)], 1)
+    for product in (fp8_weight_linear, fp8_weight_linear_ref):
+        got = product(x, w_codes, scales, ROW_TILE)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), wanted, rtol=2**-8, atol=1e-6)
+    for product in (float_linear, float_linear_ref):
+        torch.testing.assert_close(product(x, w, torch.float32, ROW_TILE), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_float_product_of_bfloat16_keeps_float32_results() -> None:
+    x, w = random(5, 1, 512).bfloat16(), random(1, 24, 512, seed=1).bfloat16()
+    got = float_linear(x, w, torch.float32)
+    assert not torch.equal(got, got.bfloat16().float())
+    torch.testing.assert_close(got[:, 0].double(), x[:, 0].double() @ w[0].double().T, rtol=0, atol=1e-4)

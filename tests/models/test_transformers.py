@@ -114,10 +114,9 @@ def gradient(slot: Slot) -> Tensor:
     """Return the gradient of one tensor of the checkpoint."""
     if isinstance(slot, TensorSlot):
         return torch.zeros_like(slot.tensor) if slot.tensor.grad is None else slot.tensor.grad
-    grad = slot.weight.grad
+    grad = slot.matrix.weight.grad
     assert grad is not None
-    home = grad.flatten(0, -2) if slot.expert is None else grad[slot.expert]
-    return home[slot.begin : slot.end]
+    return grad.flatten(0, -2)[slot.begin : slot.end]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,0 +1,611 @@
+"""Kernels of ``experts.py``: four launches, the same whatever the routing, without a word to the host.
+
+    group     rows of each expert -> blocks of ``rows`` rows, the expert of each block, scales of the inputs in the blocks' order
+    gate_up   one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
+    down      one block x 64 or 128 columns of the result, one row per token and expert
+    combine   sum over k, and the shared expert
+
+Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes come from memory in the
+order in which a thread needs them (``experts.py``), so they are widened, four at a time, and multiplied without changing places.
+Every block size runs the same additions in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.experts import GROUP, TILE_ROWS, Tiles
+from dsv4lite.kernels.quantize_triton import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+
+COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
+_COUNT_CHUNK = 4096
+_SCAN_CHUNKS = (64, 1024)
+_SUM_BLOCK = 1024
+
+# Half of the codes of four bytes as four e5m2 numbers (see `experts.py`).
+_LOW = tl.constexpr("and.b32 $0, $1, 0x8e8e8e8e;")
+_HIGH = tl.constexpr(
+    "{ .reg .b32 a, b; shr.u32 a, $1, 3; and.b32 a, a, 0x0e0e0e0e; shl.b32 b, $1, 7; and.b32 b, b, 0x80808080; or.b32 $0, a, b; }"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """How one program multiplies.
+
+    Attributes:
+        rows: Tokens of one block.
+        tiles: Tiles of 64 weight rows.
+        num_stages: Of the weight stream.
+        max_registers: Per thread, where more would halve the programs on a multiprocessor.
+    """
+
+    rows: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+# By the most pairs of token and expert there are for each expert; the first two differ in programs: few pairs need many.
+FEW = Block(rows=16, tiles=1, num_warps=4, num_stages=5)
+FEW_PAIRS = 24
+BLOCKS: tuple[tuple[int | None, Block], ...] = (
+    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
+    (None, Block(rows=64, tiles=2, num_warps=8, num_stages=3, max_registers=128)),
+)
+
+
+def block_for(pairs: int, experts: int) -> Block:
+    """Return how to multiply, from the numbers of pairs and of experts alone."""
+    if pairs <= FEW_PAIRS:
+        return FEW
+    return next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
+
+
+def most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """Return the most blocks that any routing needs."""
+    return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + bins, tl.histogram(ids, BINS), mask=bins < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def group_kernel(
+    chosen,
+    counts,
+    x_scales,
+    order,
+    owner,
+    blocks,
+    arrivals,
+    x_words,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    # One program per expert. Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    if COUNTED:
+        count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
+    else:
+        count = tl.zeros((BINS,), tl.int32)
+        for begin in range(0, pairs, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
+        count = tl.where(bins < EXPERTS, count, 0)
+    needed = (count + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < expert, needed, 0))
+    mine = tl.sum(tl.where(bins == expert, needed, 0))
+    rows = tl.sum(tl.where(bins == expert, count, 0))
+    if expert == 0:
+        tl.store(blocks, tl.sum(needed))
+    if mine > 0:
+        base = order + first.to(tl.int64) * ROWS
+        found = tl.zeros((), tl.int32)
+        for begin in range(0, pairs, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+            tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
+            found += tl.sum(here)
+        row = tl.arange(0, ROWS)
+        tl.store(base + rows + row, pairs, mask=rows + row < mine * ROWS)  # a number that is no pair
+        tl.debug_barrier()  # the order is read again below, by other threads
+        column = tl.arange(0, COLUMNS_TILE)
+        group = tl.arange(0, GROUPS_TILE)
+        for block in range(mine):
+            number = (first + block).to(tl.int64)
+            tl.store(owner + number, expert)
+            tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
+            pair = tl.load(order + number * ROWS + row)
+            token = (pair // TOP_K).to(tl.int64)
+            wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
+            scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
+            at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
+            tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
+
+
+@triton.jit
+def _bf16(x, NATIVE: tl.constexpr):
+    """Round float32 to the nearest bfloat16; the interpreter would cut."""
+    if NATIVE:
+        rounded = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return rounded
+
+
+@triton.jit
+def _place(piece, TILES: tl.constexpr):
+    """Give the bytes [TILES, 2048] of a piece their rows and columns, [TILES * 64, 32]; each stays with its thread."""
+    piece = tl.permute(tl.reshape(piece, (TILES, 4, 8, 4, 2, 2, 4)), (0, 1, 5, 2, 4, 3, 6))
+    return tl.reshape(piece, (TILES * 64, 32))
+
+
+@triton.jit
+def _widen_fp4(piece, HIGH: tl.constexpr, NATIVE: tl.constexpr):
+    """Return half of the codes of bytes over 2^14, as e5m2, or as float16 where the chip does not know it."""
+    if NATIVE:
+        if HIGH:
+            wide = tl.inline_asm_elementwise(_HIGH, "=r,r", [piece], dtype=tl.int8, is_pure=True, pack=4)
+        else:
+            wide = tl.inline_asm_elementwise(_LOW, "=r,r", [piece], dtype=tl.int8, is_pure=True, pack=4)
+        numbers = wide.to(tl.float8e5, bitcast=True)
+    else:
+        wide = ((piece >> 3 & 0x0E) | (piece & 1) << 7 if HIGH else piece & 0x8E).to(tl.uint16)
+        numbers = (wide << 8).to(tl.uint16).to(tl.float16, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def _widen_fp8(code, NATIVE: tl.constexpr):
+    """Return e4m3 bytes as such, or as float16 over 2^8 where the chip does not know them."""
+    if NATIVE:
+        numbers = code.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide = code.to(tl.uint16)
+        numbers = ((wide & 0x7F) << 7 | (wide & 0x80) << 8).to(tl.uint16).to(tl.float16, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def _inputs(x, valid, NATIVE: tl.constexpr):
+    """Return 32 columns of the inputs, [32, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
+    if NATIVE:
+        numbers = tl.load(x, mask=valid[None, :], other=0.0)
+    else:
+        numbers = _widen_fp8(tl.load(x, mask=valid[None, :], other=0), False)
+    return numbers
+
+
+@triton.jit
+def _product(
+    x,
+    valid,
+    words,
+    codes,
+    scales,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return ``w @ x.T``, float32 [TILES * 64, rows].
+
+    Sums are kept in units of the scale of the latest 128 inputs: all scales are powers of two, so nothing is lost.
+
+    Args:
+        x: Pointers to the first 32 columns of the inputs, [32, rows].
+        valid: Which rows there are.
+        words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``rows`` further.
+        codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
+    """
+    BYTES: tl.constexpr = 4096 if FP4 else 8192
+    acc = tl.zeros((TILES * 64, ROWS), tl.float32)
+    for c in tl.range(0, CHUNKS, num_stages=STAGES):
+        now = tl.load(words + c * ROWS)
+        before = tl.load(words + tl.maximum(c - 1, 0) * ROWS)
+        s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
+        acc *= (before - now + (127 << 23)).to(tl.float32, bitcast=True)[None, :]
+        if FP4:
+            for i in tl.static_range(2):
+                piece = tl.load(codes + c * BYTES + i * 2048)
+                for half in tl.static_range(2):
+                    w = _place(_widen_fp4(piece, half == 1, NATIVE), TILES)
+                    part = tl.dot(w, _inputs(x + c * 128 + i * 64 + half * 32, valid, NATIVE))
+                    e8m0 = (s >> (16 * i + 8 * half)) & 255
+                    acc += part * (e8m0 << 23).to(tl.float32, bitcast=True)[:, None]
+        else:
+            part = tl.zeros((TILES * 64, ROWS), tl.float32)
+            for i in tl.static_range(4):
+                w = _place(_widen_fp8(tl.load(codes + c * BYTES + i * 2048), NATIVE), TILES)
+                part = tl.dot(w, _inputs(x + c * 128 + i * 32, valid, NATIVE), part)
+            acc += part * s.to(tl.float32, bitcast=True)[:, None]
+    # What widening left out, and the last unit.
+    LIFT: tl.constexpr = (14 if NATIVE else 22) if FP4 else (0 if NATIVE else 16)
+    unit = tl.load(words + (CHUNKS - 1) * ROWS).to(tl.float32, bitcast=True)
+    return acc * (unit * (1 << LIFT))[None, :]
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def gate_up_kernel(
+    x,
+    x_words,
+    codes,
+    scales,
+    order,
+    owner,
+    blocks,
+    weight,
+    u,
+    u_codes,
+    u_words,
+    arrivals,
+    pairs,
+    limit,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
+    CHUNKS: tl.constexpr = HIDDEN // 128
+    block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    program = tl.program_id(0) % PROGRAMS
+    row = tl.arange(0, ROWS)
+    count = tl.load(blocks)
+    expert = tl.load(owner + block).to(tl.int64)
+    pair = tl.load(order + block * ROWS + row)
+    if block >= count:
+        return
+    valid = pair < pairs
+    pair = tl.where(valid, pair, 0).to(tl.int64)
+    tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
+    BYTES: tl.constexpr = 4096 if FP4 else 8192
+    # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
+    both = _bf16(
+        _product(
+            x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 32)[:, None],
+            valid,
+            x_words + block * (CHUNKS * ROWS) + row,
+            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+            CHUNKS,
+            ROWS,
+            TILES,
+            FP4,
+            NATIVE,
+            STAGES,
+        ),
+        NATIVE,
+    )
+    # A thread has row bit 3 of a tile, gate or up, in its own registers.
+    gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
+    # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+    gate = tl.minimum(gate.to(tl.float32), limit)
+    up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+    mix = tl.load(weight + pair, mask=valid, other=0.0)
+    activated = _bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+    activated = tl.reshape(activated, (TILES * 32, ROWS))
+    column = program * (TILES * 32) + tl.arange(0, TILES * 32)
+    tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
+    # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
+    SHARERS: tl.constexpr = 4 // TILES
+    group = program // SHARERS
+    tl.debug_barrier()  # all threads have written when one of them says so
+    arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == SHARERS - 1:
+        at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
+        y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+        bits = fp8_scale_bits(y)
+        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
+        tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + row, bits)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def down_kernel(
+    u_codes,
+    u_words,
+    codes,
+    scales,
+    order,
+    owner,
+    blocks,
+    y,
+    pairs,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
+    CHUNKS: tl.constexpr = WIDTH // 128
+    block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    program = tl.program_id(0) % PROGRAMS
+    row = tl.arange(0, ROWS)
+    count = tl.load(blocks)
+    expert = tl.load(owner + block).to(tl.int64)
+    pair = tl.load(order + block * ROWS + row)
+    if block >= count:
+        return
+    valid = pair < pairs
+    pair = tl.where(valid, pair, 0).to(tl.int64)
+    tile = (expert * (HIDDEN // 64) + program * TILES + tl.arange(0, TILES)) * CHUNKS
+    BYTES: tl.constexpr = 4096 if FP4 else 8192
+    # Reference: outputs[at] = (u @ w2.dequantize(expert).T).bfloat16()
+    out = _bf16(
+        _product(
+            u_codes + pair[None, :] * WIDTH + tl.arange(0, 32)[:, None],
+            valid,
+            u_words + block * (CHUNKS * ROWS) + row,
+            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+            CHUNKS,
+            ROWS,
+            TILES,
+            FP4,
+            NATIVE,
+            STAGES,
+        ),
+        NATIVE,
+    )
+    column = program * (TILES * 64) + tl.arange(0, TILES * 64)
+    tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y, shared, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    # Reference: total = total + outputs[:, k]
+    total = tl.load(y + token * TOP_K * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(1, TOP_K):
+        total += tl.load(y + (token * TOP_K + k) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    if SHARED:
+        # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
+        total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        total = _bf16(total, NATIVE)
+    tl.store(out + token * HIDDEN + column, total, mask=inside)
+
+
+def experts_forward_triton(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    shared_TD: Tensor | None = None,
+    *,
+    block: Block | None = None,
+) -> Tensor:
+    """Launch ``experts_forward``; ``block`` is for measurements."""
+    device = x_codes.device
+    (tokens, hidden), top_k = x_codes.shape, chosen_TK.shape[1]
+    experts, width = w2.shape[0], w2.shape[2]
+    assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden, (w13.shape, w2.shape)
+    assert hidden % GROUP == width % GROUP == 0 and w13.fp4 == w2.fp4
+    assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
+    assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
+    assert shared_TD is None or shared_TD.is_contiguous()
+    out = torch.empty(tokens, hidden, dtype=torch.float32 if shared_TD is None else shared_TD.dtype, device=device)
+    pairs = tokens * top_k
+    if pairs == 0:
+        return out
+    block = block or block_for(pairs, experts)
+    most = most_blocks(pairs, experts, block.rows)
+    columns, groups = hidden // GROUP, width // GROUP
+    native = native_e4m3(x_codes)  # the interpreter, too, goes the way of older chips: its own rounding differs
+
+    def words(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    order, owner, count, arrivals = words(most, block.rows), words(most), words(1), words(most, groups)
+    x_words, u_words = words(most, columns, block.rows), words(most, groups, block.rows)
+    u = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
+    u_codes = torch.empty(pairs, width, dtype=torch.uint8, device=device)
+    y = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
+
+    bins = triton.next_power_of_2(experts + 1)
+    counted = pairs >= COUNT_FROM
+    counts = count
+    if counted:
+        counts = torch.zeros(experts, dtype=torch.int32, device=device)
+        count_kernel[(triton.cdiv(pairs, _COUNT_CHUNK),)](
+            chosen_TK,
+            counts,
+            pairs,
+            EXPERTS=experts,
+            BINS=bins,
+            CHUNK=_COUNT_CHUNK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    group_kernel[(experts,)](
+        chosen_TK,
+        counts,
+        x_scales,
+        order,
+        owner,
+        count,
+        arrivals,
+        x_words,
+        pairs,
+        EXPERTS=experts,
+        BINS=bins,
+        TOP_K=top_k,
+        COLUMNS=columns,
+        COLUMNS_TILE=triton.next_power_of_2(columns),
+        GROUPS=groups,
+        GROUPS_TILE=triton.next_power_of_2(groups),
+        ROWS=block.rows,
+        CHUNK=next(chunk for chunk in _SCAN_CHUNKS if pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
+        COUNTED=counted,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    shape = {"HIDDEN": hidden, "WIDTH": width, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
+    kind = {"FP4": w2.fp4, "NATIVE": native}
+    options = {
+        "num_warps": block.num_warps,
+        "num_stages": block.num_stages,
+        "enable_fp_fusion": True,
+        "maxnreg": block.max_registers,
+    }
+    gate_up_kernel[(most * (width // 32 // block.tiles),)](
+        x_codes if native else x_codes.view(torch.uint8),
+        x_words,
+        w13.codes,
+        w13.scales,
+        order,
+        owner,
+        count,
+        weight_TK,
+        u,
+        u_codes,
+        u_words,
+        arrivals,
+        pairs,
+        limit,
+        TOP_K=top_k,
+        **shape,
+        **kind,
+        **options,
+    )
+    down_kernel[(most * (hidden // TILE_ROWS // block.tiles),)](
+        u_codes.view(torch.float8_e4m3fn) if native else u_codes,
+        u_words,
+        w2.codes,
+        w2.scales,
+        order,
+        owner,
+        count,
+        y,
+        pairs,
+        **shape,
+        **kind,
+        **options,
+    )
+    combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+        y,
+        out if shared_TD is None else shared_TD,
+        out,
+        HIDDEN=hidden,
+        TOP_K=top_k,
+        SHARED=shared_TD is not None,
+        BLOCK=_SUM_BLOCK,
+        NATIVE=native,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def variants() -> list[Variant]:
+    """Return every launch, for compilation ahead of time."""
+    hidden, width, experts, top_k = 4096, 2048, 256, 6
+    bins = {"EXPERTS": experts, "BINS": 512}
+    found = [
+        Variant(
+            kernel=count_kernel,
+            signature={"chosen": "*i64", "counts": "*i32", "pairs": "i32"},
+            constants={**bins, "CHUNK": _COUNT_CHUNK},
+        ),
+    ]
+    found += [
+        Variant(
+            kernel=combine_kernel,
+            signature={"y": "*bf16", "shared": "*bf16", "out": out},
+            constants={"HIDDEN": hidden, "TOP_K": top_k, "SHARED": out == "*bf16", "BLOCK": _SUM_BLOCK, "NATIVE": native},
+            capabilities=capabilities,
+        )
+        for out in ("*fp32", "*bf16")
+        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+    ]
+    blocks = (FEW, *(block for _, block in BLOCKS))
+    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
+    found += [
+        Variant(
+            kernel=group_kernel,
+            signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
+            constants={
+                **bins,
+                "TOP_K": top_k,
+                "COLUMNS": hidden // GROUP,
+                "COLUMNS_TILE": hidden // GROUP,
+                "GROUPS": width // GROUP,
+                "GROUPS_TILE": width // GROUP,
+                "ROWS": rows,
+                "CHUNK": chunk,
+                "COUNTED": counted,
+            },
+        )
+        for rows in sorted({block.rows for block in blocks})
+        for chunk, counted in (*((chunk, False) for chunk in _SCAN_CHUNKS), (_SCAN_CHUNKS[-1], True))
+    ]
+    tables = ("scales", "order", "owner", "blocks")
+    for block in blocks:
+        for fp4 in (True, False):
+            for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
+                constants = {
+                    "HIDDEN": hidden,
+                    "WIDTH": width,
+                    "ROWS": block.rows,
+                    "TILES": block.tiles,
+                    "STAGES": block.num_stages,
+                    "FP4": fp4,
+                    "NATIVE": native,
+                }
+                inputs = "*fp8e4nv" if native else "*u8"
+                common = {"codes": "*u8", "pairs": "i32", **dict.fromkeys(tables, "*i32")}
+                gate_up = {"x": inputs, "weight": "*fp32", "u": "*bf16", "u_codes": "*u8", "limit": "fp32"}
+                gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
+                down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
+                for kernel, signature, more in ((gate_up_kernel, gate_up, {"TOP_K": top_k}), (down_kernel, down, {})):
+                    found.append(
+                        Variant(
+                            kernel=kernel,
+                            signature={**signature, **common},
+                            constants={**constants, **more},
+                            num_warps=block.num_warps,
+                            num_stages=block.num_stages,
+                            capabilities=capabilities,
+                        )
+                    )
+    return found

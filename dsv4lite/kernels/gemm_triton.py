@@ -1,0 +1,487 @@
+"""Kernels of ``gemm.py``.
+
+Every product sums in one order that follows from the weights' shape alone: inside a block of 128 inputs as the tensor cores do,
+blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its own
+and a second kernel adds the parts; with many rows one program folds them as it goes.
+
+Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+
+PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
+MIN_BLOCKS = 4  # of 128 inputs in one part
+SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
+GROUPED_TILES = 8  # of rows that share the weights in cache
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How one program multiplies.
+
+    Attributes:
+        rows, outs: Shape of its piece of the result.
+        swap: Weights are the left operand.
+    """
+
+    rows: int
+    outs: int
+    swap: bool
+    num_warps: int
+    num_stages: int
+
+
+Tiles = tuple[tuple[int | None, Tile], ...]
+
+# By the most rows each is for.
+_FP8_TILES: Tiles = (
+    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
+    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
+    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
+    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
+    (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
+)
+_PLAIN_TILES: Tiles = (
+    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
+    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
+    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
+    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=2)),
+    (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
+)
+_WEIGHT_ONLY_TILES: Tiles = (
+    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=5)),
+    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
+    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
+    (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
+)
+_OPERAND_BYTES = {_FP8_TILES: (1, 1), _PLAIN_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
+# Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
+_SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
+_LEAST_SHARED = 97 << 10
+
+
+def tile_for(tiles: Tiles, rows: int, capability: int) -> Tile:
+    """Return the tile for a number of rows, with as many of its stages as fit; a smaller one where not even two do."""
+    x_bytes, w_bytes = _OPERAND_BYTES[tiles]
+    at = next(i for i, (most, _) in enumerate(tiles) if most is None or rows <= most)
+    while True:
+        tile = tiles[at][1]
+        fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_BLOCK * (tile.rows * x_bytes + tile.outs * w_bytes))
+        if fit >= 2:
+            return replace(tile, num_stages=min(fit, tile.num_stages))
+        at -= 1
+
+
+def capability_of(device: torch.device) -> int:
+    """Return the compute capability as one number; the interpreter on a CPU stands for the newest."""
+    if device.type != "cuda":
+        return 120
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def splits_of(outs: int, blocks: int) -> int:
+    """Return how many parts the inputs of a product have: a power of two, from the weights' shape alone.
+
+    Args:
+        outs: Results per row, of all groups.
+        blocks: Blocks of 128 inputs.
+    """
+    most = max(1, min(PROGRAMS * 64 // max(outs, 1), blocks // MIN_BLOCKS))
+    return 1 << (most.bit_length() - 1)
+
+
+@triton.jit
+def _e8m0(byte):
+    # e8m0_to_float: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN
+    bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e4m3_to_fp16(code):
+    # Exponent and mantissa one bit further left are a float16 of 2^-8 times the value, subnormals included.
+    magnitude = code.to(tl.int16) & 0x7F
+    bits = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7) | ((code.to(tl.int16) & 0x80) << 8)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+_WIDEN = tl.constexpr("""{
+.reg .b32 t, m, f, z;
+mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
+prmt.b32 t, $2, 0, 0x1404;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 $0, t, f, z;
+prmt.b32 t, $2, 0, 0x3424;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 $1, t, f, z;
+}""")
+
+
+@triton.jit
+def _e4m3_to_bf16(code, GPU: tl.constexpr):
+    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time.
+    # A NaN code becomes 480: checkpoints hold none.
+    if GPU:
+        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    bits = ((code.to(tl.int32) & 0x7F) << 20) | ((code.to(tl.int32) & 0x80) << 24)
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+
+
+@triton.jit
+def _place(M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
+    """Return the tile of rows and the tile of results: all results of a few tiles of rows come before the next rows."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_m = tl.cdiv(M, BM)
+    first = pid // (GROUPED * tiles_n) * GROUPED
+    size = tl.minimum(tiles_m - first, GROUPED)
+    within = pid % (GROUPED * tiles_n)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _store(out, total, rm, rn, split, M, N, row_stride, SWAP: tl.constexpr):
+    if SWAP:
+        p = out + (split * M + rm[None, :]) * row_stride + rn[:, None]
+        mask = (rm < M)[None, :] & (rn < N)[:, None]
+    else:
+        p = out + (split * M + rm[:, None]) * row_stride + rn[None, :]
+        mask = (rm < M)[:, None] & (rn < N)[None, :]
+    tl.store(p, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _fp8_kernel(
+    x,
+    xs,
+    w,
+    ws,
+    out,
+    M,
+    N,
+    K,
+    blocks,
+    part,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    FOLD: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    pm, pn = _place(M, tl.cdiv(N, BN), BM, GROUPED)
+    split = tl.program_id(1).to(tl.int64)
+    rm = pm * BM + tl.arange(0, BM)
+    rn = pn * BN + tl.arange(0, BN)
+    rk = tl.arange(0, 128)
+    if EVEN_K:
+        K = blocks * 128  # the compiler sees that rows are aligned
+    # Rows beyond the end read the last one again and are not stored.
+    m = tl.minimum(rm, M - 1)
+    n = tl.minimum(rn, N - 1)
+    xp = x + m[:, None] * K + rk[None, :]
+    wp = w + n[:, None] * K + rk[None, :]
+    xsp = xs + m * blocks
+    # A tile of results divides 128: it lies in one block of scales.
+    wsp = ws + (pn * BN // SCALE_ROWS * blocks if SCALE_ROWS == 128 else n * blocks)
+    begin = 0 if FOLD else tl.program_id(1) * part
+    end = blocks if FOLD else tl.minimum(begin + part, blocks)
+    SHAPE_0: tl.constexpr = BN if SWAP else BM
+    SHAPE_1: tl.constexpr = BM if SWAP else BN
+    acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if FOLD:
+        total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    # Scale bytes are too small for asynchronous copies: they are read one block ahead.
+    first = tl.minimum(begin, blocks - 1)
+    next_sx = tl.load(xsp + first)
+    next_sw = tl.load(wsp + first)
+    for kb in tl.range(begin, end):
+        # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
+        if EVEN_K:
+            a = tl.load(xp + kb * 128)
+            b = tl.load(wp + kb * 128)
+        else:
+            inside = (rk < K - kb * 128)[None, :]
+            a = tl.load(xp + kb * 128, mask=inside, other=0.0)
+            b = tl.load(wp + kb * 128, mask=inside, other=0.0)
+        sx = _e8m0(next_sx)
+        sw = _e8m0(next_sw)
+        ahead = tl.minimum(kb + 1, blocks - 1)
+        next_sx = tl.load(xsp + ahead)
+        next_sw = tl.load(wsp + ahead)
+        if CODES:
+            a = _e4m3_to_fp16(a)
+            b = _e4m3_to_fp16(b)
+            sx = sx * 65536.0
+        product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
+        if SCALE_ROWS == 128:
+            acc += product * ((sx * sw)[None, :] if SWAP else (sx * sw)[:, None])
+        else:
+            acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
+        if FOLD:  # noqa: SIM102  decided when compiled; the other when run
+            if (kb + 1) % part == 0:
+                total += acc
+                acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if FOLD:
+        acc = total + acc
+    _store(out, acc, rm, rn, split, M, N, N, SWAP)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _float_kernel(
+    x,
+    w,
+    ws,
+    out,
+    M,
+    N,
+    K,
+    blocks,
+    part,
+    x_row,
+    x_group,
+    groups,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    FOLD: tl.constexpr,
+    GPU: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    # SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
+    tiles_n = tl.cdiv(N, BN)
+    pm, pn = _place(M, tiles_n * groups, BM, GROUPED)
+    split = tl.program_id(1).to(tl.int64)
+    g = pn // tiles_n
+    rm = pm * BM + tl.arange(0, BM)
+    rn = pn % tiles_n * BN + tl.arange(0, BN)
+    rk = tl.arange(0, 128)
+    if EVEN_K:
+        K = blocks * 128
+        x_row = x_row // 16 * 16
+        x_group = x_group // 16 * 16
+    m = tl.minimum(rm, M - 1)
+    n = g * N + tl.minimum(rn, N - 1)
+    xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
+    wp = w + n[:, None] * K + rk[None, :]
+    begin = 0 if FOLD else tl.program_id(1) * part
+    end = blocks if FOLD else tl.minimum(begin + part, blocks)
+    SHAPE_0: tl.constexpr = BN if SWAP else BM
+    SHAPE_1: tl.constexpr = BM if SWAP else BN
+    acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if FOLD:
+        total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if SCALE_ROWS:
+        wsp = ws + n // SCALE_ROWS * blocks
+        next_sw = tl.load(wsp + tl.minimum(begin, blocks - 1))
+    for kb in tl.range(begin, end):
+        # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
+        if EVEN_K:
+            a = tl.load(xp + kb * 128)
+            b = tl.load(wp + kb * 128)
+        else:
+            inside = (rk < K - kb * 128)[None, :]
+            a = tl.load(xp + kb * 128, mask=inside, other=0.0)
+            b = tl.load(wp + kb * 128, mask=inside, other=0)
+        if SCALE_ROWS:
+            b = _e4m3_to_bf16(b, GPU)
+        if not GPU:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        if SCALE_ROWS:
+            sw = _e8m0(next_sw)
+            next_sw = tl.load(wsp + tl.minimum(kb + 1, blocks - 1))
+            if SWAP:
+                acc += tl.dot(b, tl.trans(a)) * sw[:, None]
+            else:
+                acc += tl.dot(a, tl.trans(b)) * sw[None, :]
+        elif SWAP:
+            acc = tl.dot(b, tl.trans(a), acc)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc)
+        if FOLD:  # noqa: SIM102  decided when compiled; the other when run
+            if (kb + 1) % part == 0:
+                total += acc
+                acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if FOLD:
+        acc = total + acc
+    _store(out + g * N, acc, rm, rn, split, M, N, N * groups, SWAP)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_kernel(parts, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * count.to(tl.int64) + at, mask=at < count, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+
+
+def fp8_linear_triton(
+    x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """See ``gemm.fp8_linear``."""
+    (rows, inputs), outs = x_codes.shape, w_codes.shape[0]
+    blocks = -(-inputs // FP8_BLOCK)
+    assert x_scales.shape == (rows, blocks) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
+    assert w_codes.is_contiguous() and w_scales.is_contiguous()
+    if rows == 0 or outs == 0:
+        return x_codes.new_empty((rows, outs), dtype=dtype)
+    capability = capability_of(x_codes.device)
+    tile = tile_for(_FP8_TILES, rows, capability)
+    codes = capability < 89
+    x, w = x_codes.contiguous(), w_codes
+    if codes:
+        x, w = x.view(torch.uint8), w.view(torch.uint8)
+    splits = splits_of(outs, blocks)
+    fold = rows > SPLIT_MAX_ROWS and splits > 1
+    parts = 1 if fold else splits if rows <= SPLIT_MAX_ROWS else 1
+    sums, out = _results(parts, rows, outs, dtype, x.device)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs), parts)
+    _fp8_kernel[grid](
+        x,
+        x_scales.contiguous(),
+        w,
+        w_scales,
+        sums,
+        rows,
+        outs,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits),
+        BM=tile.rows,
+        BN=tile.outs,
+        SCALE_ROWS=scale_rows(w_codes, w_scales),
+        EVEN_K=inputs % FP8_BLOCK == 0,
+        SWAP=tile.swap,
+        FOLD=fold,
+        CODES=codes,
+        GROUPED=GROUPED_TILES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )
+    return _added(sums, out)
+
+
+def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> Tensor:
+    """See ``gemm.fp8_weight_linear``."""
+    return _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), x_MGK.dtype)
+
+
+def float_linear_triton(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``gemm.float_linear``."""
+    return _float_linear(x_MGK, w_GNK, w_GNK, 0, dtype)
+
+
+def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: int, dtype: torch.dtype) -> Tensor:
+    rows, (groups, outs, inputs) = x_MGK.shape[0], w_GNK.shape
+    assert x_MGK.shape[1:] == (groups, inputs), (x_MGK.shape, w_GNK.shape)
+    assert w_GNK.is_contiguous() and w_scales.is_contiguous()
+    if rows == 0 or outs == 0:
+        return x_MGK.new_empty((rows, groups, outs), dtype=dtype)
+    even = inputs % FP8_BLOCK == 0
+    x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
+    tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows, capability_of(x.device))
+    blocks = -(-inputs // FP8_BLOCK)
+    splits = splits_of(groups * outs, blocks)
+    fold = rows > SPLIT_MAX_ROWS and splits > 1
+    parts = splits if rows <= SPLIT_MAX_ROWS else 1
+    sums, out = _results(parts, rows, groups * outs, dtype, x.device)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, parts)
+    _float_kernel[grid](
+        x,
+        w_GNK,
+        w_scales,
+        sums,
+        rows,
+        outs,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits),
+        x.stride(0),
+        x.stride(1),
+        groups,
+        BM=tile.rows,
+        BN=tile.outs,
+        SCALE_ROWS=scale_rows,
+        EVEN_K=even,
+        SWAP=tile.swap,
+        FOLD=fold,
+        GPU=x.is_cuda,
+        GROUPED=GROUPED_TILES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )
+    return _added(sums, out).view(rows, groups, outs)
+
+
+def _results(parts: int, rows: int, outs: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where programs write [parts, rows, outs], and the result [rows, outs]: the same memory if there is one part."""
+    out = torch.empty(rows, outs, dtype=dtype, device=device)
+    return (out[None] if parts == 1 else torch.empty(parts, rows, outs, dtype=torch.float32, device=device)), out
+
+
+def _added(parts: Tensor, out: Tensor) -> Tensor:
+    """Add the parts in order, if there are several."""
+    if len(parts) > 1:
+        grid = (triton.cdiv(out.numel(), SUM_BLOCK),)
+        _sum_kernel[grid](
+            parts, out, out.numel(), SPLITS=len(parts), BLOCK=SUM_BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=True
+        )
+    return out
+
+
+def variants() -> list[Variant]:
+    """Return every tile of every chip, folding where it may; the first and the last also with unaligned inputs and row scales."""
+    sizes = dict.fromkeys(("M", "N", "K", "blocks", "part"), "i32")
+    strides = dict.fromkeys(("x_row", "x_group", "groups"), "i32")
+    found = []
+    for capability, tiles in product((80, 89, 90, 100, 120), (_FP8_TILES, _PLAIN_TILES, _WEIGHT_ONLY_TILES)):
+        chosen = {tile_for(tiles, most or 1 << 20, capability): most is None or most > SPLIT_MAX_ROWS for most, _ in tiles}
+        ends = (next(iter(chosen)), next(reversed(chosen)))
+        for (tile, fold), even in product(chosen.items(), (True, False)):
+            if not even and tile not in ends:
+                continue
+            scale = 0 if tiles is _PLAIN_TILES else FP8_BLOCK if even else 1
+            shape = {"BM": tile.rows, "BN": tile.outs, "SCALE_ROWS": scale, "EVEN_K": even, "SWAP": tile.swap, "FOLD": fold}
+            out = "*bf16" if fold else "*fp32"
+            if tiles is _FP8_TILES:
+                kind = "*u8" if capability < 89 else "*fp8e4nv"
+                signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", "out": out, **sizes}
+                constants = {**shape, "CODES": capability < 89, "GROUPED": GROUPED_TILES}
+            else:
+                kind = "*u8" if scale else "*bf16"
+                signature = {"x": "*bf16", "w": kind, "ws": kind, "out": out, **sizes, **strides}
+                constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES}
+            found.append(
+                Variant(
+                    kernel=_fp8_kernel if tiles is _FP8_TILES else _float_kernel,
+                    signature=signature,
+                    constants=constants,
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    capabilities=(capability,),
+                )
+            )
+    for splits, out in ((2, "*bf16"), (64, "*fp32")):
+        signature = {"parts": "*fp32", "out": out, "count": "i32"}
+        constants = {"SPLITS": splits, "BLOCK": SUM_BLOCK}
+        found.append(Variant(kernel=_sum_kernel, signature=signature, constants=constants, num_warps=4, num_stages=1))
+    return found

@@ -1,0 +1,109 @@
+"""Expert weights in tiles, and the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref
+from dsv4lite.kernels.moe import swiglu
+from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def matrix(rows: int, columns: int, kind: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix as a checkpoint stores it."""
+    rng = generator(seed)
+    if kind == "fp4":
+        codes = torch.randint(-128, 128, (rows, columns // 2), generator=rng).to(torch.int8)
+        scale = torch.randint(100, 140, (rows, columns // 32), generator=rng).to(torch.uint8)
+        return codes, scale.view(torch.float8_e8m0fnu)
+    codes = torch.randn(rows, columns, generator=rng).to(torch.float8_e4m3fn)
+    blocks = (-(-rows // 128), -(-columns // 128))
+    if kind == "fp8":
+        return codes, torch.randint(100, 140, blocks, generator=rng).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return codes, torch.rand(blocks, generator=rng) + 0.1
+
+
+def stack(count: int, rows: int, columns: int, kind: str) -> Tiles:
+    codes, scales = Tiles.shapes(count, rows, columns, fp4=kind == "fp4")
+    return Tiles(torch.full(codes, 255, dtype=torch.uint8), torch.full(scales, -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8", "fp8 float scales"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (192, 384)])
+def test_tiles_give_back_what_was_stored(kind: str, rows: int, columns: int) -> None:
+    tiles = stack(2, rows, columns, kind)
+    assert tiles.shape == (2, rows, columns)
+    stored = [matrix(rows, columns, kind, seed) for seed in range(2)]
+    for expert, (weight, scale) in enumerate(stored):
+        tiles.store(expert, weight, scale)
+    for expert, (weight, scale) in enumerate(stored):
+        assert torch.equal(tiles.dequantize(expert), dequantize_matrix(weight, scale))
+        codes, scales = tiles.load(expert)
+        assert torch.equal(codes.view(torch.uint8), weight.view(torch.uint8))
+        if kind == "fp4":
+            assert torch.equal(scales, scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8", "fp8 float scales"])
+def test_gate_and_up_share_tiles(kind: str) -> None:
+    tiles = stack(1, 2 * 160, 256, kind)
+    gate, up = (matrix(160, 256, kind, seed) for seed in range(2))
+    tiles.store(0, *up, half=1)
+    tiles.store(0, *gate, half=0)
+    assert torch.equal(tiles.dequantize(0, 0), dequantize_matrix(*gate))
+    assert torch.equal(tiles.dequantize(0, 1), dequantize_matrix(*up))
+    whole = tiles.dequantize(0).unflatten(0, (-1, 2, 8))
+    assert torch.equal(whole[:, 0].flatten(0, 1), dequantize_matrix(*gate))
+
+
+def test_tiles_take_no_more_room_than_the_checkpoint() -> None:
+    codes, scales = Tiles.shapes(3, 256, 512, fp4=True)
+    weight, scale = matrix(256, 512, "fp4")
+    assert torch.Size(codes).numel() == 3 * weight.nbytes and 4 * torch.Size(scales).numel() == 3 * scale.nbytes
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "expected"), [(4096, 2048, True), (7168, 3072, True), (64, 128, False), (128, 96, False)]
+)
+def test_odd_sizes_stay_out_of_tiles(hidden: int, width: int, expected: bool) -> None:
+    assert can_tile(hidden, width) is expected
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
+    count, hidden, width, top_k, limit, rng = 4, 128, 256, 2, 0.5, generator(7)
+    w13, w2 = stack(count, 2 * width, hidden, kind), stack(count, hidden, width, kind)
+    gates, ups, downs = [], [], []
+    for expert in range(count):
+        for matrices, home, rows, columns, half in (
+            (gates, w13, width, hidden, 0),
+            (ups, w13, width, hidden, 1),
+            (downs, w2, hidden, width, None),
+        ):
+            codes, scale = matrix(rows, columns, kind, seed=3 * expert + (2 if half is None else half))
+            scale = (scale.view(torch.uint8) // 20 + 115).view(torch.float8_e8m0fnu)  # of about one
+            home.store(expert, codes, scale, half)
+            matrices.append(dequantize_matrix(codes, scale))
+    x = torch.randn(tokens, hidden, generator=rng).bfloat16()
+    chosen = torch.rand(tokens, count, generator=rng).topk(top_k).indices.sort(-1).values
+    weights = torch.rand(tokens, top_k, generator=rng)
+    codes, scales = quantize_fp8(x, 128)
+    expected = torch.zeros(tokens, hidden)
+    for t in range(tokens):
+        v = dequantize_fp8(codes[t], scales[t], 128)
+        for k in range(top_k):
+            e = int(chosen[t, k])
+            u = (swiglu((gates[e] @ v).bfloat16(), (ups[e] @ v).bfloat16(), limit) * weights[t, k]).bfloat16()
+            expected[t] += (downs[e] @ round_fp8(u, 128).float()).bfloat16().float()
+    got = experts_forward(codes, scales, chosen, weights, w13, w2, limit)
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) if tokens else 0)
+    shared = torch.randn(tokens, hidden, generator=rng).bfloat16()
+    with_shared = experts_forward_ref(codes, scales, chosen, weights, w13, w2, limit, shared)
+    assert torch.equal(with_shared, (got + shared.float()).bfloat16())

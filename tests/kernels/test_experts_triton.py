@@ -1,0 +1,168 @@
+"""The kernels of routed experts against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.experts import Tiles, experts_forward_ref
+from dsv4lite.kernels.quantize import quantize_fp8_ref
+
+pytest.importorskip("triton")
+
+from dsv4lite.kernels import experts_triton
+from dsv4lite.kernels.experts_triton import BLOCKS, FEW, Block, experts_forward_triton, most_blocks
+
+pytestmark = pytest.mark.kernel
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+LIMIT = 10.0
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def experts(count: int, hidden: int, width: int, *, fp4: bool, seed: int = 0) -> tuple[Tiles, Tiles]:
+    """Random tiles whose scales differ from group to group."""
+    rng, stacks = generator(seed), []
+    for rows, columns in ((2 * width, hidden), (hidden, width)):
+        codes, scales = Tiles.shapes(count, rows, columns, fp4=fp4)
+        bytes_ = torch.randint(0, 256, codes, generator=rng, dtype=torch.uint8)
+        if fp4:
+            words = torch.randint(118, 123, (*scales, 4), generator=rng, dtype=torch.uint8).view(torch.int32)[..., 0]
+        else:
+            bytes_ = bytes_ & 0xBF  # below 2, and never NaN
+            words = (torch.rand(scales, generator=rng) * 0.1 + 0.02).view(torch.int32)
+        stacks.append(Tiles(bytes_.to(DEVICE), words.contiguous().to(DEVICE)))
+    return stacks[0], stacks[1]
+
+
+def inputs(tokens: int, hidden: int, count: int, top_k: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales that differ from block to block, ascending expert ids, and weights."""
+    rng = generator(seed)
+    sizes = torch.exp2(torch.randint(-3, 4, (tokens, hidden // 128), generator=rng)).repeat_interleave(128, 1)
+    codes, scales = quantize_fp8_ref((torch.randn(tokens, hidden, generator=rng) * sizes).bfloat16(), 128)
+    chosen = torch.rand(tokens, count, generator=rng).topk(top_k).indices.sort(-1).values
+    weights = torch.rand(tokens, top_k, generator=rng) + 0.1
+    return codes.to(DEVICE), scales.to(DEVICE), chosen.to(DEVICE), weights.to(DEVICE)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """The bound of the op file."""
+    got, expected = got.float(), expected.float()
+    assert got.isfinite().all()
+    error, size = got - expected, expected.abs().max()
+    assert error.abs().max() <= size / 32, float(error.abs().max() / size)
+    assert error.square().mean().sqrt() <= size / 512, float(error.square().mean().sqrt() / size)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fill what is not initialised with NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+EVERY_BLOCK = [FEW, *(block for _, block in BLOCKS)]
+SHAPES = [pytest.param(5, 256, 128, 2, id="small")]
+if ON_GPU:
+    SHAPES += [pytest.param(256, 4096, 2048, 6, id="flash"), pytest.param(48, 7168, 3072, 6, id="pro")]
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SHAPES)
+def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, top_k: int, tokens: int, fp4: bool) -> None:
+    w13, w2 = experts(count, hidden, width, fp4=fp4)
+    given = inputs(tokens, hidden, count, top_k)
+    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too many for the interpreter")
+@pytest.mark.parametrize("tokens", [8, 64, 257, 1024, 3000])
+@pytest.mark.parametrize("fp4", [True, False])
+def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool) -> None:
+    w13, w2 = experts(64, 2048, 1024, fp4=fp4)
+    given = inputs(tokens, 2048, 64, 6)
+    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+
+
+@pytest.mark.parametrize("block", EVERY_BLOCK, ids=lambda block: f"{block.rows}x{block.tiles}")
+def test_every_block_size_gives_the_same_bits(block: Block) -> None:
+    w13, w2 = experts(3, 128, 256, fp4=True)
+    given = inputs(19, 128, 3, 2)
+    expected = experts_forward_triton(*given, w13, w2, LIMIT, block=EVERY_BLOCK[1])
+    assert torch.equal(experts_forward_triton(*given, w13, w2, LIMIT, block=block), expected)
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    w13, w2 = experts(4, 128, 128, fp4=True)
+    given = inputs(40, 128, 4, 2)
+    together = experts_forward_triton(*given, w13, w2, LIMIT)
+    for part in (slice(0, 1), slice(7, 8), slice(5, 18)):
+        assert torch.equal(experts_forward_triton(*(x[part].contiguous() for x in given), w13, w2, LIMIT), together[part])
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_all_tokens_may_choose_the_same_experts(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_triton, "COUNT_FROM", 1 if counted else 1 << 30)
+    w13, w2 = experts(7, 128, 128, fp4=True)
+    codes, scales, chosen, weights = inputs(35, 128, 7, 2)
+    chosen = torch.tensor([2, 5], device=DEVICE).repeat(35, 1)
+    given = codes, scales, chosen, weights
+    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+
+
+def test_clamps_bite() -> None:
+    w13, w2 = experts(3, 128, 128, fp4=True)
+    given = inputs(5, 128, 3, 2)
+    small, large = (experts_forward_triton(*given, w13, w2, limit) for limit in (0.05, LIMIT))
+    assert_close(small, experts_forward_ref(*given, w13, w2, 0.05))
+    assert not torch.equal(small, large)
+
+
+def test_shared_expert_is_added_last_and_rounded_once() -> None:
+    w13, w2 = experts(3, 128, 128, fp4=True)
+    given = inputs(5, 128, 3, 2)
+    shared = torch.randn(5, 128, generator=generator(3)).bfloat16().to(DEVICE)
+    alone = experts_forward_triton(*given, w13, w2, LIMIT)
+    got = experts_forward_triton(*given, w13, w2, LIMIT, shared)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, (alone + shared.float()).bfloat16())
+
+
+def test_no_tokens_give_nothing() -> None:
+    w13, w2 = experts(3, 128, 128, fp4=True)
+    assert experts_forward_triton(*inputs(0, 128, 3, 2), w13, w2, LIMIT).shape == (0, 128)
+
+
+def test_blocks_suffice_for_any_routing() -> None:
+    rng = generator(0)
+    for tokens, count, top_k, rows in ((1, 8, 6, 16), (7, 8, 2, 16), (100, 8, 3, 16), (300, 64, 6, 64)):
+        for skew in (0.0, 3.0, 30.0):
+            pull = skew * torch.rand(count, generator=rng)
+            chosen = (torch.rand(tokens, count, generator=rng) + pull).topk(top_k).indices
+            needed = int((torch.bincount(chosen.flatten(), minlength=count) + rows - 1).div(rows, rounding_mode="floor").sum())
+            assert needed <= most_blocks(tokens * top_k, count, rows) <= tokens * top_k
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_captured_graph_follows_new_routing() -> None:
+    w13, w2 = experts(16, 512, 256, fp4=True)
+    first, second = inputs(24, 512, 16, 4), inputs(24, 512, 16, 4, seed=2)
+    torch.use_deterministic_algorithms(False)
+    expected = [experts_forward_triton(*given, w13, w2, LIMIT) for given in (first, second)]
+    held = tuple(x.clone() for x in first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = experts_forward_triton(*held, w13, w2, LIMIT)
+    for given, wanted in zip((second, first), reversed(expected), strict=True):
+        for place, x in zip(held, given, strict=True):
+            place.copy_(x)
+        graph.replay()
+        assert torch.equal(got, wanted)

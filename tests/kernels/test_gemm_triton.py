@@ -1,0 +1,182 @@
+"""The kernels of the matrix products against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.gemm import float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
+from dsv4lite.kernels.quantize import quantize_fp8
+
+triton = pytest.importorskip("triton")
+
+from dsv4lite.kernels import gemm_triton  # noqa: E402
+from dsv4lite.kernels.gemm_triton import (  # noqa: E402
+    SPLIT_MAX_ROWS,
+    capability_of,
+    float_linear_triton,
+    fp8_linear_triton,
+    fp8_weight_linear_triton,
+    splits_of,
+    tile_for,
+    variants,
+)
+
+pytestmark = pytest.mark.kernel
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# V4-Flash: wq_a and wkv, wq_b with the indexer's, wo_b; rows of a decode step, of a large batch, of a prefill.
+REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
+REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
+SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
+FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300)] + (REAL if CUDA else [])
+GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
+GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if CUDA else [])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def weights(*shape: int, per_row: bool, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return codes and scale bytes that differ from block to block."""
+    codes = random(*shape, seed=seed).to(torch.float8_e4m3fn)
+    rows, blocks = codes.flatten(0, -2).shape[0], -(-shape[-1] // 128)
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(117, 124, (rows if per_row else -(-rows // 128), blocks), generator=generator, dtype=torch.uint8)
+    return codes, scales.to(DEVICE)
+
+
+def close(got: Tensor, wanted: Tensor, unrounded: Tensor) -> None:
+    """Compare as the docstring of ``gemm`` promises."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    if got.numel():
+        unit = 2**-7 if got.dtype == torch.bfloat16 else 2**-20
+        bound = unit * unrounded.abs() + 2**-12 * unrounded.abs().max()
+        assert ((got.float() - wanted.float()).abs() <= bound).all(), (got.float() - wanted.float()).abs().max()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "outs", "inputs"), FP8_SHAPES)
+def test_fp8_linear_agrees(rows: int, outs: int, inputs: int, per_row: bool) -> None:
+    x_codes, x_scales = quantize_fp8(random(rows, inputs), 128)
+    w_codes, w_scales = weights(outs, inputs, per_row=per_row)
+    exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype), exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "groups", "outs", "inputs"), GROUPED_SHAPES)
+def test_fp8_weight_linear_agrees(rows: int, groups: int, outs: int, inputs: int, per_row: bool) -> None:
+    x = random(rows, groups, inputs).bfloat16()
+    w_codes, w_scales = weights(groups, outs, inputs, per_row=per_row)
+    exact = fp8_weight_linear_ref(x.float(), w_codes, w_scales)
+    close(fp8_weight_linear_triton(x, w_codes, w_scales), exact.bfloat16(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "groups", "outs", "inputs"), [*GROUPED_SHAPES, (0, 1, 5, 128), (3, 1, 64, 2048)])
+def test_float_linear_agrees(rows: int, groups: int, outs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, w = random(rows, groups, inputs).bfloat16(), random(groups, outs, inputs, seed=1).bfloat16()
+    exact = float_linear_ref(x, w, torch.float32)
+    close(float_linear_triton(x, w, dtype), exact.to(dtype), exact)
+
+
+def test_every_code_counts() -> None:
+    """All e4m3 numbers, subnormals included, meet a one."""
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    numbers = codes.view(torch.float8_e4m3fn)
+    inputs = 128
+    w = torch.zeros(len(codes), inputs, device=DEVICE).to(torch.float8_e4m3fn)
+    w[:, 5] = numbers
+    w_scales = torch.full((len(codes), 1), 127, dtype=torch.uint8, device=DEVICE)
+    x_codes, x_scales = quantize_fp8(torch.ones(1, inputs, device=DEVICE), 128)
+    assert torch.equal(fp8_linear_triton(x_codes, x_scales, w, w_scales, torch.float32)[0], numbers.float())
+    ones = torch.ones(1, 1, inputs, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(fp8_weight_linear_triton(ones, w[None], w_scales)[0, 0], numbers.bfloat16())
+
+
+def test_codes_are_widened_alike_without_fp8_units() -> None:
+    """The integer way, for chips older than FP8, through the kernel itself."""
+    x_codes, x_scales = quantize_fp8(random(5, 256), 128)
+    w_codes, w_scales = weights(70, 256, per_row=False)
+    out = torch.full((5, 70), float("nan"), device=DEVICE)
+    gemm_triton._fp8_kernel[(2, 1)](
+        x_codes.view(torch.uint8), x_scales, w_codes.view(torch.uint8), w_scales, out, 5, 70, 256, 2, 2,
+        BM=16, BN=64, SCALE_ROWS=128, EVEN_K=True, SWAP=True, FOLD=False, CODES=True, GROUPED=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
+    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_row_does_not_depend_on_the_others() -> None:
+    """Whatever number of rows, and so whatever tile, whether parts are programs or folded."""
+    outs, inputs = 72, 1100
+    assert splits_of(outs, 9) > 1
+    x = random(SPLIT_MAX_ROWS + 2, inputs)
+    w_codes, w_scales = weights(outs, inputs, per_row=True)
+    plain = random(1, outs, inputs, seed=2).bfloat16()
+    codes, scales = quantize_fp8(x, 128)
+    wide = x.bfloat16()[:, None]
+
+    def products(rows: int) -> tuple[Tensor, ...]:
+        fp8 = fp8_linear_triton(codes[:rows], scales[:rows], w_codes, w_scales, torch.float32)
+        half = fp8_weight_linear_triton(wide[:rows], w_codes[None], w_scales)
+        return fp8, half, float_linear_triton(wide[:rows], plain, torch.float32)
+
+    # The interpreter leaves the order inside a block to numpy, which asks for the number of rows.
+    everything = products(len(x))
+    for rows in (1, 17, 33, 65, SPLIT_MAX_ROWS) if CUDA else (1,):
+        for got, wanted in zip(products(rows), everything, strict=True):
+            if CUDA:
+                assert torch.equal(got, wanted[:rows]), rows
+            else:
+                torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
+
+
+def test_nan_stays_in_its_row() -> None:
+    x = random(20, 256)
+    w_codes, w_scales = weights(24, 256, per_row=False)
+    clean = fp8_linear_triton(*quantize_fp8(x, 128), w_codes, w_scales)
+    x[7, 200] = float("nan")
+    got = fp8_linear_triton(*quantize_fp8(x, 128), w_codes, w_scales)
+    assert torch.equal(got[:7], clean[:7]) and torch.equal(got[8:], clean[8:])
+    assert got[7].isnan().all() or not CUDA  # the interpreter takes the NaN code for 480
+
+
+def test_slices_of_wider_tensors_are_taken_as_they_are() -> None:
+    wide, w = random(20, 3 * 256).bfloat16(), random(1, 24, 256, seed=1).bfloat16()
+    part = wide[:, None, 256:512]
+    assert torch.equal(float_linear_triton(part, w, torch.float32), float_linear_triton(part.contiguous(), w, torch.float32))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128, 129, 513, 100_000])
+def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int) -> None:
+    for tiles, x_bytes, w_bytes in (
+        (gemm_triton._FP8_TILES, 1, 1),
+        (gemm_triton._PLAIN_TILES, 2, 2),
+        (gemm_triton._WEIGHT_ONLY_TILES, 2, 1),
+    ):
+        tile = tile_for(tiles, rows, capability)
+        assert tile.num_stages >= 2
+        limit = {80: 163, 90: 227, 100: 227}.get(capability, 99) << 10
+        assert tile.num_stages * 128 * (tile.rows * x_bytes + tile.outs * w_bytes) <= limit
+        assert 128 % tile.outs == 0  # or a tile would have several scales
+
+
+def test_splits_follow_from_the_weights_and_fill_the_chip() -> None:
+    assert [splits_of(outs, blocks) for outs, blocks in ((1536, 32), (40960, 8), (4096, 64), (256, 32))] == [8, 1, 4, 8]
+    assert splits_of(1, 3) == splits_of(1 << 20, 1000) == 1
+
+
+def test_every_tile_of_a_chip_is_compiled_ahead_of_time() -> None:
+    capability = capability_of(DEVICE)
+    listed = {(v.constants.get("BM"), v.constants.get("BN"), v.num_stages) for v in variants() if capability in v.capabilities}
+    for tiles in (gemm_triton._FP8_TILES, gemm_triton._PLAIN_TILES, gemm_triton._WEIGHT_ONLY_TILES):
+        for rows in (1, 32, 128, 512, 4096):
+            tile = tile_for(tiles, rows, capability)
+            assert (tile.rows, tile.outs, tile.num_stages) in listed
