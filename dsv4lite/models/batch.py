@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, StateLayout, Store
 from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
+from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
@@ -145,6 +147,44 @@ class Rotary:
     compress: Tensor
 
 
+@dataclass(slots=True, kw_only=True)
+class PagedBatch:
+    """One step's tokens for the kernels that work on paged state: what ``Batch`` is to the references.
+
+    Attributes:
+        token_ids_T: int64; anything valid for padding.
+        paging: Where they stand.
+        max_tokens: No sequence is longer than this after the step, as far as the host knows.
+        rope_T: cos and sin of sliding-window layers.
+        compress_rope_T: cos and sin of compressed layers.
+        group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
+        routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+    """
+
+    token_ids_T: Tensor
+    paging: Paging
+    max_tokens: int
+    rope_T: tuple[Tensor, Tensor]
+    compress_rope_T: tuple[Tensor, Tensor]
+    group_rope_T: dict[int, tuple[Tensor, Tensor]]
+    routed_TLK: Tensor | None = None
+
+    @classmethod
+    def of(cls, token_ids_T: Tensor, paging: Paging, config: V4Config, rotary: Rotary, *, max_tokens: int) -> PagedBatch:
+        """Work out the angles."""
+        positions_T = paging.positions_T
+        return cls(
+            token_ids_T=token_ids_T,
+            paging=paging,
+            max_tokens=max_tokens,
+            rope_T=rope_angles(positions_T, rotary.main),
+            compress_rope_T=rope_angles(positions_T, rotary.compress),
+            group_rope_T={
+                ratio: rope_angles(positions_T // ratio * ratio, rotary.compress) for ratio in sorted({r for r in config.ratios if r})
+            },
+        )
+
+
 def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     width = max(1, max(len(t) for t in tables))
     return torch.tensor([[*t, *([0] * (width - len(t)))] for t in tables], dtype=torch.int64, device=device)
@@ -210,6 +250,48 @@ def make_batch(
         write_rows=write_rows,
         write_addresses=write_addresses,
     )
+
+
+def make_paged_batch(sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device) -> PagedBatch:
+    """Work out a step for the kernels, with one copy to the device."""
+    lens = [len(s.token_ids) for s in sequences]
+    starts = [s.start for s in sequences]
+    rows = [0, *accumulate(lens)][:-1]
+    columns: list[list[int]] = [
+        [token for s in sequences for token in s.token_ids],
+        [position for s in sequences for position in range(s.start, s.start + len(s.token_ids))],
+        [index for index, length in enumerate(lens) for _ in range(length)],
+        [s.slot for s in sequences],
+        starts,
+        rows,
+        lens,
+        [s.window_first for s in sequences],
+        _flat([s.window_pages for s in sequences], -1),
+        _flat([s.pages for s in sequences], 0),
+    ]
+    packed = torch.tensor([value for column in columns for value in column], dtype=torch.int32, device="cpu")
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    token_ids, positions, sequence, slots, first, row, length, window_first, window, grow = packed.split([len(c) for c in columns])
+    paging = Paging(
+        positions_T=positions,
+        sequence_T=sequence,
+        slots_S=slots,
+        first_S=first,
+        rows_S=row,
+        lens_S=length,
+        grow_SP=grow.view(len(lens), -1),
+        window_SP=window.view(len(lens), -1),
+        window_first_S=window_first,
+        singles=max(lens) == 1,
+    )
+    return PagedBatch.of(token_ids.long(), paging, config, rotary, max_tokens=max(s.start + len(s.token_ids) for s in sequences))
+
+
+def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:
+    """Return tables one after the other, all as long as the longest."""
+    width = max(1, max(len(table) for table in tables))
+    return [value for table in tables for value in (*table, *([filler] * (width - len(table))))]
 
 
 def _query_blocks(
