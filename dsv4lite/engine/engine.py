@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
@@ -28,7 +30,7 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
-from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.source import ModelSource, progress_of
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -207,30 +209,33 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
     def _run(self, ready: Future[None]) -> None:
-        try:
-            self._open()
-        except BaseException as error:
-            self._closing = True
-            ready.set_exception(error)
-            return
-        ready.set_result(None)
-        try:
-            with torch.inference_mode():
-                while not self._closing:
-                    self._drain()
-                    if not self._closing and not self._paused:
-                        self._step()
-                    self._flush()
-        except BaseException as error:
-            self._die(error)
-        finally:
-            self._free()
+        with ExitStack() as stack:
+            try:
+                self._open(stack)
+            except BaseException as error:
+                self._closing = True
+                ready.set_exception(error)
+                return
+            ready.set_result(None)
+            try:
+                with torch.inference_mode():
+                    while not self._closing:
+                        self._drain()
+                        if not self._closing and not self._paused:
+                            self._step()
+                        self._flush()
+            except BaseException as error:
+                self._die(error)
+            finally:
+                self._free()
 
-    def _open(self) -> None:
+    def _open(self, stack: ExitStack) -> None:
         config = self.config
         source = ModelSource.open(config)
         tokenizer = Tokenizer.from_folder(config.tokenizer or source.folder)
         device = choose_device(config)
+        if device.type == "cuda":  # a stream of this thread's own: what the host does with CUDA is neither waited for nor held up
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         numerics = choose_numerics(config, source, device)
         plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
         require_fit(plan)
@@ -242,7 +247,12 @@ class Engine:
             grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
         except UnsupportedError as error:  # concerns only requests that want one
             self._no_grammars = error
-        self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars))
+        graphs = None
+        if model.paged and device.type == "cuda":
+            graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
+        self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
+        with torch.inference_mode():
+            self._runner.warm_up(config.max_num_batched_tokens, progress_of(config))
         sizes = plan.sizes
         self._scheduler = Scheduler(
             SchedulerLimits(

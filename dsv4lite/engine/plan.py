@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.step import IN_FLIGHT, StepPlan
-from dsv4lite.models.batch import Batch, SequenceInput, make_batch
+from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 
@@ -35,36 +33,53 @@ def apply_saves(plan: StepPlan, cache: StateCache) -> None:
         cache.save(*_pairs(plan.saves, cache.device))
 
 
-def pack(plan: StepPlan, model: DeepseekV4, sampled: Mapping[int, Tensor]) -> Batch:
+def empty_last_token(cache: StateCache) -> Tensor:
+    """Return the place of the token sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
+    return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
+
+
+def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor) -> Batch | PagedBatch:
     """Return the step's batch.
 
     Args:
         plan: What to run.
         model: Whose step it is.
-        sampled: Last sampled token, int64 scalar on the device, of sequences whose token id is still ``IN_FLIGHT``.
+        last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
     """
-    batch = make_batch(
-        [
-            SequenceInput(
-                token_ids=s.token_ids,
-                start=s.start,
-                slot=s.slot,
-                pages=s.pages,
-                window_first=s.window_first,
-                window_pages=s.window_pages,
-            )
-            for s in plan.sequences
-        ],
-        model.config,
-        model.rotary,
-        model.numerics.device,
-        banded=model.numerics.banded,
-    )
-    row = -1
+    sequences = [
+        SequenceInput(
+            token_ids=s.token_ids,
+            start=s.start,
+            slot=s.slot,
+            pages=s.pages,
+            window_first=s.window_first,
+            window_pages=s.window_pages,
+        )
+        for s in plan.sequences
+    ]
+    numerics = model.numerics
+    batch: Batch | PagedBatch
+    if model.paged:
+        batch = make_paged_batch(sequences, model.config, model.rotary, numerics.device)
+    else:
+        batch = make_batch(sequences, model.config, model.rotary, numerics.device, banded=numerics.banded)
+    unknown, row = [], -1
     for sequence in plan.sequences:
         row += len(sequence.token_ids)
         if sequence.token_ids[-1] == IN_FLIGHT:
-            batch.token_ids_T[row] = sampled[sequence.seq_id]
+            unknown.append((row, sequence.slot))
+    if unknown:
+        rows, slots = _pairs(tuple(unknown), numerics.device)
+        batch.token_ids_T[rows] = last_token[slots]
+    return batch
+
+
+def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
+    """Return a step of one sequence without a single real token: it launches everything and changes nothing."""
+    ids = (0,) * tokens
+    nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
+    batch = make_paged_batch([nowhere], model.config, model.rotary, model.numerics.device)
+    batch.paging.positions_T.fill_(-1)
     return batch
 
 

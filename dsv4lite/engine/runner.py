@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.plan import apply_copies, apply_saves, pack
+from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Samples
 from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
 from dsv4lite.kernels.sampling import token_logprobs
-from dsv4lite.models.batch import Batch
+from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.request import Logprobs, Request
 
+log = logging.getLogger("dsv4lite.engine")
+
+_WARM_UP_TOKENS = (2, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
 SCORE_ROWS = 128  # prompt positions whose logits exist at a time
 
 
@@ -43,12 +50,13 @@ class Flight:
 class Runner:
     """Model, state and sampler of one rank."""
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, sampler: Sampler) -> None:
+    def __init__(self, model: DeepseekV4, cache: StateCache, sampler: Sampler, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
+        self._graphs = graphs
+        self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._requests: dict[int, Request] = {}
-        self._sampled: dict[int, Tensor] = {}
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
@@ -59,13 +67,35 @@ class Runner:
         """Forget a sequence; it may already be forgotten."""
         if self._requests.pop(seq_id, None) is not None:
             self.sampler.remove(seq_id)
-            self._sampled.pop(seq_id, None)
+
+    def warm_up(self, max_tokens: int, progress: Progress | None = None) -> None:
+        """Compile and load what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without graphs."""
+        if self._graphs is None:
+            return
+        started = time.monotonic()
+        lengths = [*(n for n in _WARM_UP_TOKENS if n < max_tokens), max_tokens]
+        sizes = self._graphs.sizes[::-1]  # the largest first: the others fit into the memory that it took
+        total = len(lengths) + len(sizes)
+        for done, length in enumerate(lengths):
+            self.model.logits(self.model(padding(length, self.model), self.cache.layers)[:1])
+            if progress is not None:
+                progress(LoadProgress(phase="warmup", done=done + 1, total=total, unit="shapes"))
+        compiled = time.monotonic()
+        for done, size in enumerate(sizes):
+            self._graphs.capture(size)
+            if progress is not None:
+                progress(LoadProgress(phase="warmup", done=len(lengths) + done + 1, total=total, unit="shapes"))
+        captured = time.monotonic()
+        log.info("kernels ready in %.1f s, %d graphs in %.1f s", compiled - started, len(sizes), captured - compiled)
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends."""
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        batch = pack(plan, self.model, self._sampled)
+        if self._graphs is not None and self._graphs.covers(plan):
+            if not any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences):
+                return self._replay(plan, self._graphs)
+        batch = pack(plan, self.model, self._last_token)
         routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
         if routing:
             shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
@@ -85,6 +115,21 @@ class Runner:
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Flight:
+        """Start a step of single tokens from its graph, which also takes the best tokens, if that is all that is wanted."""
+        output = graphs.replay(plan.sequences)
+        apply_saves(plan, self.cache)
+        seq_ids, positions = [s.seq_id for s in plan.sequences], [s.end for s in plan.sequences]
+        if self.sampler.takes_best(seq_ids):
+            return Flight(plan=plan, samples=Samples.best(seq_ids, positions, output.top))
+        samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
+        self._remember([s.slot for s in plan.sequences], samples.token_ids)
+        return Flight(plan=plan, samples=samples)
+
+    def _remember(self, slots: list[int], token_ids: Tensor) -> None:
+        """Keep sampled tokens where the next step finds them."""
+        self._last_token[torch.tensor(slots, dtype=torch.int64).to(token_ids.device, non_blocking=True)] = token_ids
+
     def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | None:
         sampling = [s for s in plan.sequences if s.sample]
         if not sampling:
@@ -94,7 +139,7 @@ class Runner:
         wanted = streams_TND if every else streams_TND[torch.tensor(rows, dtype=torch.int64, device=streams_TND.device)]
         seq_ids = [s.seq_id for s in sampling]
         samples = self.sampler.sample(self.model.logits(wanted), seq_ids, [s.start + len(s.token_ids) for s in sampling])
-        self._sampled = dict(zip(seq_ids, samples.token_ids.unbind(), strict=True))
+        self._remember([s.slot for s in sampling], samples.token_ids)
         return samples
 
     def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:
@@ -112,6 +157,6 @@ class Runner:
         values, ranks, top_ids, top_values = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         return Logprobs(sampled=values, ranks=ranks.int(), token_ids=top_ids.int(), values=top_values)
 
-    def _routed(self, sequence: SequencePlan, batch: Batch, first_row: int) -> Tensor:
+    def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None
         return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()

@@ -147,6 +147,12 @@ class Sampler:
         if sequence is not None and sequence.hosted:
             sequence.accept(token_id)
 
+    def takes_best(self, seq_ids: Sequence[int]) -> bool:
+        """Whether each of these sequences just takes its best token, and nothing else is wanted or kept."""
+        stack = self._stacked(tuple(seq_ids))
+        settings = (stack.penalties, stack.bias, stack.forbidden, stack.stops, stack.draws, stack.scores)
+        return not stack.hosted and all(setting is None for setting in settings)
+
     def sample(self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Samples:
         """Sample one token per row, and count it.
 

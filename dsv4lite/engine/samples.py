@@ -44,6 +44,33 @@ class Samples:
     top_values: Tensor
     download: Download
 
+    @classmethod
+    def best(cls, seq_ids: Sequence[int], positions: Sequence[int], top: Tensor) -> Samples:
+        """Return the best tokens of rows without settings.
+
+        Args:
+            seq_ids: Of the R rows.
+            positions: Of the sampled tokens.
+            top: int64 [2, B >= R], tokens and whether the row can be sampled from.
+        """
+        rows = top[:, : len(seq_ids)]
+        token_ids, finite = rows
+        nothing = token_ids[:0].int()
+        return cls(
+            seq_ids=tuple(seq_ids),
+            positions=tuple(positions),
+            token_ids=token_ids,
+            finite=finite,
+            feasible=finite,
+            failures={},
+            wanted=(),
+            logprobs=nothing.float(),
+            ranks=nothing,
+            top_ids=nothing.view(0, 0),
+            top_values=nothing.float().view(0, 0),
+            download=Download((rows.flatten(), finite), ()),
+        )
+
     def to_host(self) -> dict[int, Sampled]:
         """Wait for the tokens; a row that failed has an ``error`` in its place."""
         integers, floats = self.download.wait()

@@ -180,7 +180,8 @@ class PagedBatch:
             rope_T=rope_angles(positions_T, rotary.main),
             compress_rope_T=rope_angles(positions_T, rotary.compress),
             group_rope_T={
-                ratio: rope_angles(positions_T // ratio * ratio, rotary.compress) for ratio in sorted({r for r in config.ratios if r})
+                ratio: rope_angles(positions_T // ratio * ratio, rotary.compress)
+                for ratio in sorted({r for r in config.ratios if r})
             },
         )
 
@@ -401,9 +402,7 @@ def one_pass(
         window_count = -(-len(ids) // WINDOW_PAGE)
         pages = range(grow, grow + count)
         windows = range(grow * (GROW_PAGE // WINDOW_PAGE), grow * (GROW_PAGE // WINDOW_PAGE) + window_count)
-        sequences.append(
-            SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=windows)
-        )
+        sequences.append(SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=windows))
         grow += count
     layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=True)
     kv, key = layout.kv, layout.key

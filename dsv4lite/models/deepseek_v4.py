@@ -13,42 +13,66 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.engine.cache import LayerCache, StateLayout
-from dsv4lite.kernels.attention import BLOCK, sparse_attention
-from dsv4lite.kernels.compress import OVERLAP_RATIO, compress
+from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
+from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import matmul_rows
-from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_expand, hc_head, hc_leave_enter
-from dsv4lite.kernels.indexer import index_scores, select_entries, union_of
+from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
+from dsv4lite.kernels.gemm import fp8_linear, matmul_rows
+from dsv4lite.kernels.heads import head_norms
+from dsv4lite.kernels.indexer import index_scores, index_scores_paged, select_entries, select_paged, union_of
+from dsv4lite.kernels.latent import latent_norms
 from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat
-from dsv4lite.models.batch import Batch, GroupStep, QueryBlock, Rotary, one_pass
+from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Matrix, Numerics, Slot, TensorSlot, grouped_linear, linear, round_input
 
 NamedSlots = Iterator[tuple[str, Slot]]
+Rounded = tuple[Tensor, Tensor]
+"""An input [T, K] as FP8 matrices take it: codes float8_e4m3fn [T, K] and scale bytes uint8 [T, ceil(K / 128)]."""
 
 
 def _tensor(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
 
 
+def linear_rounded(rounded: Rounded, matrix: Matrix) -> Tensor:
+    """Return ``x @ W.T`` bfloat16 [T, out] of an input in FP8 and a matrix that is resident in FP8."""
+    assert matrix.scale is not None
+    return fp8_linear(*rounded, matrix.weight, matrix.scale)
+
+
 class Streams:
     """The residual streams between sub-layers; a sub-layer's output is written when the next one enters (one pass over them)."""
 
-    def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None) -> None:
+    def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None, *, rounded: bool = False) -> None:
         self.value_TND = streams_TND
         self._pending: tuple[Tensor, HcMix] | None = None
         self._mix: HcMix | None = None
         self._config = config
         self._row_tile = row_tile
+        self._rounded = rounded
 
-    def enter(self, weights: HcWeights, norm_weight: Tensor) -> Tensor:
-        """Return the sub-layer's normed input [T, D]."""
+    def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
+        """Return the sub-layer's normed input [T, D], and the same in FP8 where it is wanted."""
         c = self._config
         self.value_TND, projected = hc_leave_enter(self.value_TND, self._pending, weights.fn, c.norm_eps, self._row_tile)
         self._pending = None
+        if self._rounded:
+            x_TD, codes, scales, self._mix = hc_collapse_quantize(
+                self.value_TND,
+                projected,
+                weights.base,
+                weights.scale,
+                norm_weight,
+                iters=c.sinkhorn_iters,
+                eps=c.hc_eps,
+                norm_eps=c.norm_eps,
+            )
+            return x_TD, (codes, scales)
         x_TD, self._mix = hc_collapse(
             self.value_TND,
             projected,
@@ -60,7 +84,7 @@ class Streams:
             norm_eps=c.norm_eps,
             exact=self._row_tile is not None,
         )
-        return x_TD
+        return x_TD, None
 
     def leave(self, y_TD: Tensor) -> None:
         """Take the sub-layer's output [T, D]."""
@@ -91,6 +115,23 @@ class Compressor(nn.Module):
         entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[slots_S], group.segments)
         carry[slots_S] = after.detach()
         return rope(rms_norm(entries_EC.to(dtype), self.norm, self.eps), *group.rope_E)
+
+    def step(
+        self,
+        projected: Tensor,
+        carry: Tensor,
+        store: RowStore,
+        paging: Paging,
+        ratio: int,
+        cos_T: Tensor,
+        sin_T: Tensor,
+        *,
+        hadamard: bool = False,
+    ) -> None:
+        """Do all of that on paged state: advance the accumulators, and store the entries that close."""
+        compress_step(
+            projected, self.ape, self.norm, carry, store, paging, ratio, cos_T, sin_T, self.eps, hadamard=hadamard
+        )
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -129,7 +170,11 @@ class Attention(nn.Module):
             # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
             self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
 
-    def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> Tensor:
+        """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
+        if isinstance(batch, PagedBatch):
+            assert rounded is not None
+            return self._forward_paged(x_TD, rounded, batch, cache)
         c, tokens = self.config, x_TD.shape[0]
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         assert angles is not None
@@ -152,6 +197,46 @@ class Attention(nn.Module):
                 index = (self._round_index(rope(iq_THC, *angles)), self._index_weights(projected, x_TD.dtype))
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
         return self._project_out(rope(o_THC, *angles, inverse=True))
+
+    def _forward_paged(self, x_TD: Tensor, rounded: Rounded, batch: PagedBatch, cache: LayerCache) -> Tensor:
+        """The same on packed rows, in ops that know a step's tokens only from the device."""
+        c, paging = self.config, batch.paging
+        window, entries = cache.window, cache.entries
+        assert isinstance(window, RowStore) and not isinstance(entries, DenseStore)
+        angles = batch.compress_rope_T if self.ratio else batch.rope_T
+        latent = linear_rounded(rounded, self.wq_a_wkv)
+        *qr, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging)
+        query = linear_rounded((qr[0], qr[1]), self.wq_b)
+        index_heads = c.index_heads if self.kind == "csa" else 0
+        q_THC, iq_THC = head_norms(query, c.num_attention_heads, c.head_dim, index_heads, c.index_dim, *angles, c.norm_eps)
+        selected_TK: Tensor | None = None
+        if self.ratio:
+            assert entries is not None and cache.carry is not None
+            projected, width = linear(x_TD, self.compress_in, torch.float32), self.compressor.columns
+            group = (paging, self.ratio, *batch.group_rope_T[self.ratio])
+            self.compressor.step(projected[:, : 2 * width], cache.carry, entries, *group)
+            if iq_THC is not None:
+                keys, key_columns = cache.keys, 2 * self.key_compressor.columns
+                assert isinstance(keys, RowStore) and cache.key_carry is not None
+                part = projected[:, 2 * width : 2 * width + key_columns]
+                self.key_compressor.step(part, cache.key_carry, keys, *group, hadamard=True)
+                weights_TH = self._index_weights(projected, x_TD.dtype)
+                count = batch.max_tokens // self.ratio
+                selected_TK = select_entries_paged(iq_THC, weights_TH, keys, paging, c.index_topk, count)
+        o_THC = paged_attention(
+            q_THC,
+            fresh_TB,
+            window,
+            entries,
+            paging,
+            self.attn_sink,
+            c.head_dim**-0.5,
+            *angles,
+            ratio=self.ratio,
+            selected_TK=selected_TK,
+            splits=batch.splits,
+        )
+        return self._project_out(o_THC)
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
@@ -365,11 +450,13 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, layer)
         self.ffn = MoE(config, numerics, hashed=config.hashed(layer))
 
-    def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
-        x_TD = streams.enter(self.hc_attn.weights, self.attn_norm)
-        streams.leave(self.attn(x_TD, batch, cache))
-        x_TD = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK))
+    def forward(
+        self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None
+    ) -> None:
+        x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
+        streams.leave(self.attn(x_TD, rounded, batch, cache))
+        x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -444,19 +531,27 @@ class DeepseekV4(nn.Module):
             self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=len(self.mtp) > 0
         )
 
-    def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+    @property
+    def paged(self) -> bool:
+        """Whether steps run in the ops that work on packed rows: everything stays quantized, on an accelerator."""
+        return self.numerics.resident_fp8 and self.numerics.resident_experts != "plain"
+
+    def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run a step's tokens; return the final streams [T, N, D]."""
         embedded_TD = self.embed[batch.token_ids_T]
-        streams = Streams(embedded_TD[:, None].repeat(1, self.config.streams, 1), self.config, self.numerics.row_tile)
+        streams = self._streams(embedded_TD[:, None].repeat(1, self.config.streams, 1), batch)
         for i, block in enumerate(self.layers):
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
         return streams.final()
+
+    def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
+        return Streams(value_TND, self.config, self.numerics.row_tile, rounded=isinstance(batch, PagedBatch))
 
     def logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the next token."""
         return self._head(streams_TND, self.hc_head, self.norm)
 
-    def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> Tensor:
+    def mtp_forward(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
 
         Args:
@@ -467,7 +562,7 @@ class DeepseekV4(nn.Module):
         """
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams = Streams(mtp.mix(streams_TND, self.embed[batch.token_ids_T]), self.config, self.numerics.row_tile)
+        streams = self._streams(mtp.mix(streams_TND, self.embed[batch.token_ids_T]), batch)
         mtp.block(streams, batch, cache)
         return streams.final()
 

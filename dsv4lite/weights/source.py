@@ -42,6 +42,11 @@ def _dense_fp8(model: V4Config, headers: Mapping[str, TensorInfo]) -> bool:
     return stored == {("F8_E4M3", "F8_E8M0")}
 
 
+def progress_of(config: EngineConfig) -> Progress | None:
+    """Return who is told of progress."""
+    return log_progress if config.progress is True else config.progress or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A model before it is loaded: everything that configuration and headers tell.

@@ -1,0 +1,161 @@
+"""Decode steps as CUDA graphs: one per number of sequences, replayed with nothing but a small copy to the device in front.
+
+A graph covers a whole step of single tokens: which token each sequence has (the one sampled last, if the host does not know it
+yet), where its rows lie, the model, and the best token of each row. Places beyond the step's sequences are padding.
+
+What changes between steps lies in tensors that stay where they are: one block of integers per graph, and the tables of grow pages
+by slot, whose rows are sent only when a sequence has taken a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import GROW_PAGE, StateCache
+from dsv4lite.engine.plan import empty_last_token
+from dsv4lite.engine.step import SequencePlan, StepPlan
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.sampling import argmax_finite
+from dsv4lite.models.batch import WINDOW_PAGE, PagedBatch
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+
+_FEW = (1, 2, 4, 8)
+_COLUMNS = 4  # token, position, slot, first window page
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    sizes = [size for size in _FEW if size < most]
+    sizes += range(16, min(most, 64), 8)
+    sizes += range(64, min(most, 256), 32)
+    sizes += range(256, most, 128)
+    return [*sizes, most]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeOutput:
+    """What a replay leaves; valid until the next one, for those who work on the same stream.
+
+    Attributes:
+        logits: float32 [B, V].
+        top: int64 [2, B], the best token of each row and whether the row can be sampled from.
+    """
+
+    logits: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    output: DecodeOutput
+
+
+class DecodeGraphs:
+    """Graphs of one model and one state; mutable, owned by the engine's thread, captured on its stream.
+
+    Args:
+        model: Runs on paged state.
+        cache: The state.
+        max_num_seqs: Most sequences of a step.
+        max_model_len: Longest sequence.
+    """
+
+    def __init__(self, model: DeepseekV4, cache: StateCache, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._model = model
+        self._cache = cache
+        self.last_token = empty_last_token(cache)
+        self._max_model_len = max_model_len
+        self._window_pages = (model.config.window - 2) // WINDOW_PAGE + 2
+        pages = -(-max_model_len // GROW_PAGE)
+        self._tables = torch.zeros(len(self.last_token), pages, dtype=torch.int32, device=cache.device)
+        self._held: dict[int, tuple[int, ...]] = {}
+        self._captured: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self.sizes = graph_sizes(max_num_seqs)
+
+    def covers(self, plan: StepPlan) -> bool:
+        """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
+        return 0 < len(plan.sequences) <= self.sizes[-1] and all(
+            len(s.token_ids) == 1 and s.sample and s.score is None for s in plan.sequences
+        )
+
+    def capture(self, size: int) -> None:
+        """Record the graph of ``size`` sequences; runs it once before, so that everything it needs is compiled and loaded."""
+        inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)
+        inputs[0] = 0
+        self._forward(inputs)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = self._forward(inputs)
+        finally:
+            graph.capture_end()
+        self._captured[size] = _Captured(graph=graph, inputs=inputs, output=output)
+
+    def replay(self, sequences: Sequence[SequencePlan]) -> DecodeOutput:
+        """Run a step; rows follow the order of ``sequences``, the rest is padding."""
+        size = next(size for size in self.sizes if size >= len(sequences))
+        if size not in self._captured:
+            self.capture(size)
+        captured = self._captured[size]
+        self._update_tables(sequences)
+        missing = size - len(sequences)
+        filler, width = [-1] * missing, self._window_pages
+        windows = [s.window_pages + (-1,) * (width - len(s.window_pages)) for s in sequences]
+        columns = [
+            *(s.token_ids[0] for s in sequences),
+            *[0] * missing,
+            *(s.start for s in sequences),
+            *filler,
+            *(s.slot for s in sequences),
+            *filler,
+            *(s.window_first for s in sequences),
+            *filler,
+            *(page for window in windows for page in window),
+            *filler * width,
+        ]
+        captured.inputs.view(-1).copy_(torch.tensor(columns, dtype=torch.int32, device="cpu").pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        return captured.output
+
+    def _update_tables(self, sequences: Sequence[SequencePlan]) -> None:
+        changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
+        if not changed:
+            return
+        self._held.update((s.slot, s.pages) for s in changed)
+        width = max(len(s.pages) for s in changed)
+        rows = torch.tensor([(s.slot, *s.pages, *([0] * (width - len(s.pages)))) for s in changed], dtype=torch.int32, device="cpu")
+        rows = rows.pin_memory().to(self._cache.device, non_blocking=True)
+        self._tables[rows[:, 0].long(), :width] = rows[:, 1:]
+
+    def _forward(self, inputs: Tensor) -> DecodeOutput:
+        """One step on ``inputs`` [4 + Q, B]; the window pages, [B, Q], lie at the end."""
+        model, size = self._model, inputs.shape[1]
+        token_ids, positions, slots, window_first = inputs[:_COLUMNS]
+        places = torch.where(slots < 0, len(self.last_token) - 1, slots)
+        every = torch.arange(size, dtype=torch.int32, device=inputs.device)
+        paging = Paging(
+            positions_T=positions,
+            sequence_T=every,
+            slots_S=slots,
+            first_S=positions,
+            rows_S=every,
+            lens_S=torch.ones_like(every),
+            grow_SP=self._tables.index_select(0, places),
+            window_SP=inputs[_COLUMNS:].view(size, self._window_pages),
+            window_first_S=window_first,
+            singles=True,
+        )
+        tokens = torch.where(token_ids < 0, self.last_token[places], token_ids)
+        batch = PagedBatch.of(tokens, paging, model.config, model.rotary, max_tokens=self._max_model_len)
+        logits = model.logits(model(batch, self._cache.layers))
+        _, best, finite = argmax_finite(logits)
+        self.last_token.index_copy_(0, places.long(), best)
+        return DecodeOutput(logits=logits, top=torch.stack([best, finite.long()]))
