@@ -67,7 +67,7 @@ class EngineStats:
         preemptions: How often a sequence gave up its state.
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
-        host_s: Of those, spent in scheduling and delivering.
+        host_s: Of those, spent on anything but waiting for the device: scheduling, launching, delivering.
     """
 
     steps: int = 0
@@ -300,15 +300,15 @@ class Engine:
         started = time.perf_counter()
         plan = self._scheduler.schedule(time.monotonic())
         self._tell(self._scheduler.pop_expired())
-        planned = time.perf_counter()
         flight = self._runner.launch(plan) if plan is not None else None
         previous, self._in_flight = (self._in_flight, flight) if self._overlap else (flight, None)
         if previous is not None:
+            launched = time.perf_counter()
             results = previous.results()
             landed = time.perf_counter()
             self._land(previous, results)
             ended = time.perf_counter()
-            self._count(len(results), step_s=ended - started, host_s=planned - started + ended - landed)
+            self._count(len(results), step_s=ended - started, host_s=launched - started + ended - landed)
         elif flight is None and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateLayout, StateSizes
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.batch import SequenceInput, make_batch
+from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
@@ -57,7 +57,8 @@ class PagedModel:
         window = sequences * (-(-(tokens + config.window) // WINDOW_PAGE) + 2)
         sizes = StateSizes(grow_pages=grow, window_pages=window, slots=sequences + 2, snapshots=2)
         layout = StateLayout.of(config, dtype=model.numerics.dtype, quantized=model.numerics.quantized, with_mtp=len(model.mtp) > 0)
-        self.cache = StateCache.allocate(layout, sizes, torch.device("cpu"))
+        self.device = model.numerics.device
+        self.cache = StateCache.allocate(layout, sizes, self.device)
         assert self.cache.nbytes == layout.bytes(sizes)
         for layer in self.cache.layers:
             for store in (layer.window, layer.entries, layer.keys):
@@ -71,7 +72,7 @@ class PagedModel:
     def open(self) -> PagedSequence:
         """Start an empty sequence."""
         sequence = PagedSequence(self._slots.take())
-        self.cache.reset(torch.tensor([sequence.slot]))
+        self.cache.reset(torch.tensor([sequence.slot], device=self.device))
         return sequence
 
     def close(self, sequence: PagedSequence) -> None:
@@ -110,11 +111,15 @@ class PagedModel:
             layer.window.memory[ids] = POISON
         self._window.give(ids)
 
+    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch | PagedBatch:
+        """Prepare the next tokens of some sequences, single ones first."""
+        make = make_paged_batch if self.model.paged else make_batch
+        return make([self.prepare(*part) for part in parts], self.model.config, self.model.rotary, self.device)
+
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""
         order = sorted(range(len(parts)), key=lambda i: len(parts[i][1]) > 1)
-        inputs = [self.prepare(*parts[i]) for i in order]
-        batch = make_batch(inputs, self.model.config, self.model.rotary, torch.device("cpu"))
+        batch = self.batch([parts[i] for i in order])
         with torch.no_grad():
             streams = self.model(batch, self.cache.layers)
         out: list[Tensor] = [streams] * len(parts)

@@ -1,0 +1,154 @@
+"""Measure dsv4lite on one GPU: V4-Flash's real layers with random weights, fewer of them, by batch and context.
+
+    python examples/benchmark.py --layers 8 --batch 1 8 64              # a table
+    python examples/benchmark.py --layers 24 --batch 1 --json out.json
+
+Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
+part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (3.4 GB a layer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
+
+BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
+
+
+def flash(layers: int) -> dict[str, Any]:
+    """Return V4-Flash's configuration with ``layers`` layers, as overrides of another model's."""
+    ratios = [0, 0] + [4, 128] * layers
+    return {
+        "vocab_size": 129280,
+        "hidden_size": 4096,
+        "num_hidden_layers": layers,
+        "compress_ratios": [*ratios[:layers], 0],
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 2048,
+        "num_hash_layers": 3,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "max_position_embeddings": 1 << 20,
+    }
+
+
+def floor_bytes(layers: int, batch: int) -> float:
+    """Return the bytes of weights that a decode step must read."""
+    experts = 256 * (1 - (1 - 6 / 256) ** batch)
+    total = 129280 * 4096 * 2.0
+    for layer in range(layers):
+        compressed = 0 if layer < 2 else 35e6 if layer % 2 == 0 else 14e6
+        total += 107e6 + 25e6 + max(5e6, compressed) + 13.4e6 * experts
+    return total
+
+
+async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
+    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part."""
+
+    def prompt() -> list[int]:
+        return [rng.randrange(3, 4000) for _ in range(context)]
+
+    def params(count: int) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+    times, host = [], []
+    others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
+    await asyncio.sleep(0.05)
+    async with llm.stream(prompt(), params(tokens)) as stream:  # the last to start: the others decode by then
+        async for delta in stream:
+            times += [time.perf_counter()] * len(delta.token_ids)
+            host.append(llm.stats().host_s)
+    llm.abort()
+    await asyncio.gather(*others)
+    gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
+    return {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
+
+
+async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) -> float:
+    """Return prompt tokens per second."""
+    prompts = [[rng.randrange(3, 4000) for _ in range(length)] for _ in range(count)]
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    await llm.generate_batch(prompts, one)
+    return count * length / (time.perf_counter() - started)
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything; print as it comes."""
+    rng = random.Random(0)
+    config = EngineConfig(
+        model=tiny_model(),
+        hf_overrides=flash(args.layers),
+        load_format="dummy",
+        max_model_len=args.max_model_len,
+        max_num_seqs=max(args.batch),
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        deterministic=args.deterministic,
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {"device": device, "layers": args.layers, "torch": torch.__version__, "decode": []}
+    started = time.perf_counter()
+    async with AsyncLLM(config) as llm:
+        result["start_s"] = time.perf_counter() - started
+        print(f"{device}, V4-Flash/{args.layers}: started in {result['start_s']:.1f} s")
+        plan = llm.memory()
+        result["planned_bytes"] = plan.per_device[0].used
+        if torch.cuda.is_available():
+            result["measured_bytes"] = torch.cuda.max_memory_reserved()
+        result["concurrent"] = plan.max_concurrency
+        print(f"{plan}\nreserved {result.get('measured_bytes', 0) / 2**30:.2f} GiB")
+        print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
+        for batch in args.batch:
+            for context in args.context:
+                measured = await decode(llm, batch, context, args.tokens, rng)
+                floor = floor_bytes(args.layers, batch) / BYTES_PER_SECOND
+                step = measured["step_s"]
+                result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
+                print(
+                    f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
+                    f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}",
+                    flush=True,
+                )
+        for count, length in ((1, 8192), (64, 1024)):
+            await prefill(llm, 1, length, rng)
+            rate = await prefill(llm, count, length, rng)
+            result[f"prefill_{count}x{length}"] = rate
+            print(f"prefill {count} x {length}: {rate:,.0f} tokens/s", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024], help="prompt tokens of each (default 1024)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
+    parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
+    parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    result = asyncio.run(run(args))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
