@@ -47,3 +47,14 @@ def e4m3_bytes(x, NATIVE: tl.constexpr):
         code = tl.where(size > 0x7F800000, 0x7F, code)
         codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     return codes
+
+
+@triton.jit
+def to_bf16(x, NATIVE: tl.constexpr):
+    """Round float32 to the nearest bfloat16, ties to even; the interpreter would cut."""
+    if NATIVE:
+        rounded = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return rounded

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
@@ -146,17 +146,6 @@ def _group_kernel(
             scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
             at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
             tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
-
-
-@triton.jit
-def _bf16(x, NATIVE: tl.constexpr):
-    """Round float32 to the nearest bfloat16; the interpreter would cut."""
-    if NATIVE:
-        rounded = x.to(tl.bfloat16)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return rounded
 
 
 @triton.jit
@@ -293,7 +282,7 @@ def _gate_up_kernel(
     tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
     BYTES: tl.constexpr = 4096 if FP4 else 8192
     # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
-    both = _bf16(
+    both = to_bf16(
         _product(
             x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 32)[:, None],
             valid,
@@ -315,7 +304,7 @@ def _gate_up_kernel(
     gate = tl.minimum(gate.to(tl.float32), limit)
     up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
     mix = tl.load(weight + pair, mask=valid, other=0.0)
-    activated = _bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+    activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
     activated = tl.reshape(activated, (TILES * 32, ROWS))
     column = program * (TILES * 32) + tl.arange(0, TILES * 32)
     tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
@@ -366,7 +355,7 @@ def _down_kernel(
     tile = (expert * (HIDDEN // 64) + program * TILES + tl.arange(0, TILES)) * CHUNKS
     BYTES: tl.constexpr = 4096 if FP4 else 8192
     # Reference: outputs[at] = (u @ w2.dequantize(expert).T).bfloat16()
-    out = _bf16(
+    out = to_bf16(
         _product(
             u_codes + pair[None, :] * WIDTH + tl.arange(0, 32)[:, None],
             valid,
@@ -411,7 +400,7 @@ def _combine_kernel(
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        total = _bf16(total, NATIVE)
+        total = to_bf16(total, NATIVE)
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 
 
