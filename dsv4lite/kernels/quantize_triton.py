@@ -1,4 +1,4 @@
-"""Kernel of ``quantize_fp8``: codes and scale bytes equal the reference's bit for bit (a group with a NaN keeps the scale of the rest)."""
+"""Kernel of ``quantize_fp8``: the reference's codes and scale bytes, bit for bit; a group with a NaN keeps the scale of the rest."""
 
 from __future__ import annotations
 
