@@ -159,6 +159,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         deterministic=config.deterministic,
         device=device,
         dense_fp8=source.dense_fp8,
+        expert_format=source.expert_format,
     )
 
 

@@ -1,9 +1,9 @@
 """Sequence state on one device: stores of rows by layer, accumulators by slot, and what every byte is for.
 
-    grow pages     256 tokens: compressed rows and index keys of every layer      with the sequence
-    window pages   64 tokens: raw kv rows of every layer                           slide away
-    carry slots    compressor accumulators of every layer                          one per running sequence
-    snapshots      what a carry slot holds at a 256-token border                   with a cached prefix
+grow pages     256 tokens: compressed rows and index keys of every layer      with the sequence
+window pages   64 tokens: raw kv rows of every layer                           slide away
+carry slots    compressor accumulators of every layer                          one per running sequence
+snapshots      what a carry slot holds at a 256-token border                   with a cached prefix
 """
 
 from __future__ import annotations

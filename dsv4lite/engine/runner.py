@@ -109,9 +109,7 @@ class Runner:
         return Flight(
             plan=plan,
             samples=self._sample(plan, streams_TND, first_row),
-            scores={
-                s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None
-            },
+            scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 

@@ -110,9 +110,7 @@ def completion_job(
     def make() -> Draft:
         wanted = _params(facts, params)
         ids = _encode(facts.tokenizer, prompt, "prompt", add_bos=facts.tokenizer.add_bos_token)
-        check_request(
-            ids, wanted, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, max_logprobs=facts.max_logprobs
-        )
+        check_request(ids, wanted, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, max_logprobs=facts.max_logprobs)
         request = _request(facts.tokenizer, ids, wanted, options)
         if wanted.prompt_logprobs is not None:
             request = replace(request, score_from=1)

@@ -127,8 +127,6 @@ def compress(values_TK: Tensor, scores_TK: Tensor, carry_SA3C: Tensor, segments:
         done = accumulate(torch.where(started, carried_GA3C[:, 0], previous), scores[..., width:], values[..., width:])
         is_open = segments.open_S[:, None, None]
         last_lower = lower[segments.last_S]
-        after = torch.stack(
-            [torch.where(is_open, done[segments.last_S], last_lower), torch.where(is_open, last_lower, fresh)], 1
-        )
+        after = torch.stack([torch.where(is_open, done[segments.last_S], last_lower), torch.where(is_open, last_lower, fresh)], 1)
     closed = done[segments.closed_E]
     return closed[:, 2] / closed[:, 1], after

@@ -32,7 +32,7 @@ from dsv4lite.kernels.quantize import (
     dequantize_fp8,
     e8m0_to_float,
     pack_fp4,
-    quantize_fp8_ref,
+    round_fp8,
     unpack_fp4,
 )
 
@@ -169,7 +169,7 @@ def experts_forward(
 
     Args:
         x_codes, x_scales: Inputs, float8_e4m3fn [T, D] and scale bytes uint8 [T, D / 128], of numbers below 2^100.
-        chosen_TK: int64 expert ids; ascending, so that the sum is in their order.
+        chosen_TK: int64 expert ids; ascending, so that the sum is in their order. E means none, and adds nothing.
         weight_TK: float32, applied before ``w2``.
         w13: Gate and up, [E, 2 I, D].
         w2: [E, D, I].
@@ -199,12 +199,12 @@ def experts_forward_ref(
     """See ``experts_forward``: expert by expert, on dequantized numbers."""
     x_TD = dequantize_fp8(x_codes, x_scales, GROUP)
     outputs = x_TD.new_zeros(*chosen_TK.shape, w2.shape[1])
-    for expert in chosen_TK.unique().tolist():
+    for expert in chosen_TK[chosen_TK < w2.shape[0]].unique().tolist():
         at = torch.nonzero(chosen_TK == expert, as_tuple=True)
         x = x_TD[at[0]]
         gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
         u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-        u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
+        u = round_fp8(u, GROUP).float()
         outputs[at] = (u @ w2.dequantize(expert).T).bfloat16().float()
     total = outputs[:, 0]
     for k in range(1, chosen_TK.shape[1]):

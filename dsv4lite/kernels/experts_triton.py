@@ -13,6 +13,7 @@ Every block size runs the same additions in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -20,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.experts import GROUP, TILE_ROWS, Tiles
-from dsv4lite.kernels.quantize_triton import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
 _COUNT_CHUNK = 4096
@@ -76,7 +77,7 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32)
     bins = tl.arange(0, BINS)
@@ -84,7 +85,7 @@ def count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def group_kernel(
+def _group_kernel(
     chosen,
     counts,
     x_scales,
@@ -145,17 +146,6 @@ def group_kernel(
             scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
             at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
             tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
-
-
-@triton.jit
-def _bf16(x, NATIVE: tl.constexpr):
-    """Round float32 to the nearest bfloat16; the interpreter would cut."""
-    if NATIVE:
-        rounded = x.to(tl.bfloat16)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return rounded
 
 
 @triton.jit
@@ -253,7 +243,7 @@ def _product(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def gate_up_kernel(
+def _gate_up_kernel(
     x,
     x_words,
     codes,
@@ -292,7 +282,7 @@ def gate_up_kernel(
     tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
     BYTES: tl.constexpr = 4096 if FP4 else 8192
     # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
-    both = _bf16(
+    both = to_bf16(
         _product(
             x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 32)[:, None],
             valid,
@@ -314,7 +304,7 @@ def gate_up_kernel(
     gate = tl.minimum(gate.to(tl.float32), limit)
     up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
     mix = tl.load(weight + pair, mask=valid, other=0.0)
-    activated = _bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+    activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
     activated = tl.reshape(activated, (TILES * 32, ROWS))
     column = program * (TILES * 32) + tl.arange(0, TILES * 32)
     tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
@@ -332,7 +322,7 @@ def gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def down_kernel(
+def _down_kernel(
     u_codes,
     u_words,
     codes,
@@ -365,7 +355,7 @@ def down_kernel(
     tile = (expert * (HIDDEN // 64) + program * TILES + tl.arange(0, TILES)) * CHUNKS
     BYTES: tl.constexpr = 4096 if FP4 else 8192
     # Reference: outputs[at] = (u @ w2.dequantize(expert).T).bfloat16()
-    out = _bf16(
+    out = to_bf16(
         _product(
             u_codes + pair[None, :] * WIDTH + tl.arange(0, 32)[:, None],
             valid,
@@ -386,21 +376,105 @@ def down_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    y, shared, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+def _combine_kernel(
+    y,
+    chosen,
+    shared,
+    out,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     # Reference: total = total + outputs[:, k]
-    total = tl.load(y + token * TOP_K * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    for k in tl.static_range(1, TOP_K):
-        total += tl.load(y + (token * TOP_K + k) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(0, TOP_K):
+        pair = token * TOP_K + k
+        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+        total += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        total = _bf16(total, NATIVE)
+        total = to_bf16(total, NATIVE)
     tl.store(out + token * HIDDEN + column, total, mask=inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Sizes of one call, and what its kernels hand to each other.
+
+    Attributes:
+        pairs: Of token and expert.
+        most: Blocks that any routing needs.
+        native: The chip knows e4m3; the interpreter, too, goes the way of older chips, for its own rounding differs.
+        order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
+        owner, count: Expert of each block [most], and how many there are [1].
+        arrivals: Programs that have written their part of 128 channels of ``u``, [most, I / 128].
+        x_words, u_words: Bits of the scales of inputs and ``u`` in the blocks' order, [most, channels / 128, rows].
+    """
+
+    block: Block
+    pairs: int
+    most: int
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    native: bool
+    order: Tensor
+    owner: Tensor
+    count: Tensor
+    arrivals: Tensor
+    x_words: Tensor
+    u_words: Tensor
+
+    @classmethod
+    def allocate(cls, chosen_TK: Tensor, w2: Tiles, block: Block | None) -> _Work:
+        (tokens, top_k), (experts, hidden, width) = chosen_TK.shape, w2.shape
+        pairs = tokens * top_k
+        block = block or block_for(pairs, experts)
+        most = most_blocks(pairs, experts, block.rows)
+
+        def words(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=chosen_TK.device)
+
+        return cls(
+            block=block,
+            pairs=pairs,
+            most=most,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            width=width,
+            native=native_e4m3(chosen_TK),
+            order=words(most, block.rows),
+            owner=words(most),
+            count=words(1),
+            arrivals=words(most, width // GROUP),
+            x_words=words(most, hidden // GROUP, block.rows),
+            u_words=words(most, width // GROUP, block.rows),
+        )
+
+    def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
+        """Return how both products are compiled and launched."""
+        return {
+            "HIDDEN": self.hidden,
+            "WIDTH": self.width,
+            "ROWS": self.block.rows,
+            "TILES": self.block.tiles,
+            "STAGES": self.block.num_stages,
+            "FP4": weights.fp4,
+            "NATIVE": self.native,
+            "num_warps": self.block.num_warps,
+            "num_stages": self.block.num_stages,
+            "maxnreg": self.block.max_registers,
+            "enable_fp_fusion": True,
+        }
 
 
 def experts_forward_triton(
@@ -416,196 +490,184 @@ def experts_forward_triton(
     block: Block | None = None,
 ) -> Tensor:
     """Launch ``experts_forward``; ``block`` is for measurements."""
-    device = x_codes.device
-    (tokens, hidden), top_k = x_codes.shape, chosen_TK.shape[1]
-    experts, width = w2.shape[0], w2.shape[2]
+    tokens, hidden = x_codes.shape
+    experts, _, width = w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden, (w13.shape, w2.shape)
     assert hidden % GROUP == width % GROUP == 0 and w13.fp4 == w2.fp4
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
     assert shared_TD is None or shared_TD.is_contiguous()
-    out = torch.empty(tokens, hidden, dtype=torch.float32 if shared_TD is None else shared_TD.dtype, device=device)
-    pairs = tokens * top_k
-    if pairs == 0:
+    dtype = torch.float32 if shared_TD is None else shared_TD.dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=x_codes.device)
+    if tokens == 0:
         return out
-    block = block or block_for(pairs, experts)
-    most = most_blocks(pairs, experts, block.rows)
-    columns, groups = hidden // GROUP, width // GROUP
-    native = native_e4m3(x_codes)  # the interpreter, too, goes the way of older chips: its own rounding differs
-
-    def words(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    order, owner, count, arrivals = words(most, block.rows), words(most), words(1), words(most, groups)
-    x_words, u_words = words(most, columns, block.rows), words(most, groups, block.rows)
-    u = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
-    u_codes = torch.empty(pairs, width, dtype=torch.uint8, device=device)
-    y = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
-
-    bins = triton.next_power_of_2(experts + 1)
-    counted = pairs >= COUNT_FROM
-    counts = count
-    if counted:
-        counts = torch.zeros(experts, dtype=torch.int32, device=device)
-        count_kernel[(triton.cdiv(pairs, _COUNT_CHUNK),)](
-            chosen_TK,
-            counts,
-            pairs,
-            EXPERTS=experts,
-            BINS=bins,
-            CHUNK=_COUNT_CHUNK,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    group_kernel[(experts,)](
+    work = _Work.allocate(chosen_TK, w2, block)
+    _group(chosen_TK, x_scales, work)
+    u_codes = _gate_up(x_codes, weight_TK, w13, limit, work)
+    y = _down(u_codes, w2, work)
+    _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+        y,
         chosen_TK,
-        counts,
-        x_scales,
-        order,
-        owner,
-        count,
-        arrivals,
-        x_words,
-        pairs,
-        EXPERTS=experts,
-        BINS=bins,
-        TOP_K=top_k,
-        COLUMNS=columns,
-        COLUMNS_TILE=triton.next_power_of_2(columns),
-        GROUPS=groups,
-        GROUPS_TILE=triton.next_power_of_2(groups),
-        ROWS=block.rows,
-        CHUNK=next(chunk for chunk in _SCAN_CHUNKS if pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
-        COUNTED=counted,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    shape = {"HIDDEN": hidden, "WIDTH": width, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
-    kind = {"FP4": w2.fp4, "NATIVE": native}
-    options = {
-        "num_warps": block.num_warps,
-        "num_stages": block.num_stages,
-        "enable_fp_fusion": True,
-        "maxnreg": block.max_registers,
-    }
-    gate_up_kernel[(most * (width // 32 // block.tiles),)](
-        x_codes if native else x_codes.view(torch.uint8),
-        x_words,
-        w13.codes,
-        w13.scales,
-        order,
-        owner,
-        count,
-        weight_TK,
-        u,
-        u_codes,
-        u_words,
-        arrivals,
-        pairs,
-        limit,
-        TOP_K=top_k,
-        **shape,
-        **kind,
-        **options,
-    )
-    down_kernel[(most * (hidden // TILE_ROWS // block.tiles),)](
-        u_codes.view(torch.float8_e4m3fn) if native else u_codes,
-        u_words,
-        w2.codes,
-        w2.scales,
-        order,
-        owner,
-        count,
-        y,
-        pairs,
-        **shape,
-        **kind,
-        **options,
-    )
-    combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        y,
         out if shared_TD is None else shared_TD,
         out,
+        EXPERTS=experts,
         HIDDEN=hidden,
-        TOP_K=top_k,
+        TOP_K=work.top_k,
         SHARED=shared_TD is not None,
         BLOCK=_SUM_BLOCK,
-        NATIVE=native,
+        NATIVE=work.native,
         num_warps=4,
         enable_fp_fusion=True,
     )
     return out
 
 
+def _group(chosen_TK: Tensor, x_scales: Tensor, work: _Work) -> None:
+    """Fill ``order``, ``owner``, ``count``, ``arrivals`` and ``x_words``."""
+    bins = triton.next_power_of_2(work.experts + 1)
+    counts, counted = work.count, work.pairs >= COUNT_FROM
+    if counted:
+        counts = torch.zeros(work.experts, dtype=torch.int32, device=chosen_TK.device)
+        _count_kernel[(triton.cdiv(work.pairs, _COUNT_CHUNK),)](
+            chosen_TK,
+            counts,
+            work.pairs,
+            EXPERTS=work.experts,
+            BINS=bins,
+            CHUNK=_COUNT_CHUNK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    columns, groups = work.hidden // GROUP, work.width // GROUP
+    _group_kernel[(work.experts,)](
+        chosen_TK,
+        counts,
+        x_scales,
+        work.order,
+        work.owner,
+        work.count,
+        work.arrivals,
+        work.x_words,
+        work.pairs,
+        EXPERTS=work.experts,
+        BINS=bins,
+        TOP_K=work.top_k,
+        COLUMNS=columns,
+        COLUMNS_TILE=triton.next_power_of_2(columns),
+        GROUPS=groups,
+        GROUPS_TILE=triton.next_power_of_2(groups),
+        ROWS=work.block.rows,
+        CHUNK=next(chunk for chunk in _SCAN_CHUNKS if work.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
+        COUNTED=counted,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def _gate_up(x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, work: _Work) -> Tensor:
+    """Return the codes of ``u``, uint8 [pairs, I]; their scales go to ``u_words``."""
+    u = torch.empty(work.pairs, work.width, dtype=torch.bfloat16, device=x_codes.device)
+    u_codes = torch.empty(work.pairs, work.width, dtype=torch.uint8, device=x_codes.device)
+    _gate_up_kernel[(work.most * (work.width // HALF_ROWS // work.block.tiles),)](
+        x_codes if work.native else x_codes.view(torch.uint8),
+        work.x_words,
+        w13.codes,
+        w13.scales,
+        work.order,
+        work.owner,
+        work.count,
+        weight_TK,
+        u,
+        u_codes,
+        work.u_words,
+        work.arrivals,
+        work.pairs,
+        limit,
+        TOP_K=work.top_k,
+        **work.constants(w13),
+    )
+    return u_codes
+
+
+def _down(u_codes: Tensor, w2: Tiles, work: _Work) -> Tensor:
+    """Return each pair's result, bfloat16 [pairs, D]; nothing where there is no expert."""
+    y = torch.empty(work.pairs, work.hidden, dtype=torch.bfloat16, device=u_codes.device)
+    _down_kernel[(work.most * (work.hidden // TILE_ROWS // work.block.tiles),)](
+        u_codes.view(torch.float8_e4m3fn) if work.native else u_codes,
+        work.u_words,
+        w2.codes,
+        w2.scales,
+        work.order,
+        work.owner,
+        work.count,
+        y,
+        work.pairs,
+        **work.constants(w2),
+    )
+    return y
+
+
+# What variants are compiled for: V4-Flash.
+_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
+_BY_E4M3 = ((True, (89, 90, 100, 120)), (False, (80,)))  # chips that know e4m3, and others
+
+
 def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    hidden, width, experts, top_k = 4096, 2048, 256, 6
-    bins = {"EXPERTS": experts, "BINS": 512}
+    """Return every block of both products, and the smallest and largest of what surrounds them."""
+    bins = {"EXPERTS": _EXPERTS, "BINS": 512}
     found = [
         Variant(
-            kernel=count_kernel,
+            kernel=_count_kernel,
             signature={"chosen": "*i64", "counts": "*i32", "pairs": "i32"},
             constants={**bins, "CHUNK": _COUNT_CHUNK},
         ),
     ]
-    found += [
+    constants = {"EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN, "TOP_K": _TOP_K, "SHARED": True, "BLOCK": _SUM_BLOCK}
+    for native, capabilities in _BY_E4M3:
+        found.append(
+            Variant(
+                kernel=_combine_kernel,
+                signature={"y": "*bf16", "chosen": "*i64", "shared": "*bf16", "out": "*bf16"},
+                constants={**constants, "NATIVE": native},
+                capabilities=capabilities,
+            )
+        )
+    tiles = {
+        "COLUMNS": _HIDDEN // GROUP,
+        "COLUMNS_TILE": _HIDDEN // GROUP,
+        "GROUPS": _WIDTH // GROUP,
+        "GROUPS_TILE": _WIDTH // GROUP,
+    }
+    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
+    for rows, chunk, counted in ((FEW.rows, _SCAN_CHUNKS[0], False), (BLOCKS[-1][1].rows, _SCAN_CHUNKS[-1], True)):
+        found.append(
+            Variant(
+                kernel=_group_kernel,
+                signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
+                constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
+            )
+        )
+    for block, fp4 in product((FEW, *(block for _, block in BLOCKS)), (True, False)):
+        for native, capabilities in _BY_E4M3:
+            found += _products(block, fp4, native, capabilities)
+    return found
+
+
+def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> list[Variant]:
+    inputs = "*fp8e4nv" if native else "*u8"
+    common = {"codes": "*u8", "pairs": "i32", **dict.fromkeys(("scales", "order", "owner", "blocks"), "*i32")}
+    gate_up = {"x": inputs, "weight": "*fp32", "u": "*bf16", "u_codes": "*u8", "limit": "fp32"}
+    gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
+    down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
+    constants = {"HIDDEN": _HIDDEN, "WIDTH": _WIDTH, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
+    return [
         Variant(
-            kernel=combine_kernel,
-            signature={"y": "*bf16", "shared": "*bf16", "out": out},
-            constants={"HIDDEN": hidden, "TOP_K": top_k, "SHARED": out == "*bf16", "BLOCK": _SUM_BLOCK, "NATIVE": native},
+            kernel=kernel,
+            signature={**signature, **common},
+            constants={**constants, "FP4": fp4, "NATIVE": native, **more},
+            num_warps=block.num_warps,
+            num_stages=block.num_stages,
             capabilities=capabilities,
         )
-        for out in ("*fp32", "*bf16")
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+        for kernel, signature, more in ((_gate_up_kernel, gate_up, {"TOP_K": _TOP_K}), (_down_kernel, down, {}))
     ]
-    blocks = (FEW, *(block for _, block in BLOCKS))
-    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
-    found += [
-        Variant(
-            kernel=group_kernel,
-            signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
-            constants={
-                **bins,
-                "TOP_K": top_k,
-                "COLUMNS": hidden // GROUP,
-                "COLUMNS_TILE": hidden // GROUP,
-                "GROUPS": width // GROUP,
-                "GROUPS_TILE": width // GROUP,
-                "ROWS": rows,
-                "CHUNK": chunk,
-                "COUNTED": counted,
-            },
-        )
-        for rows in sorted({block.rows for block in blocks})
-        for chunk, counted in (*((chunk, False) for chunk in _SCAN_CHUNKS), (_SCAN_CHUNKS[-1], True))
-    ]
-    tables = ("scales", "order", "owner", "blocks")
-    for block in blocks:
-        for fp4 in (True, False):
-            for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
-                constants = {
-                    "HIDDEN": hidden,
-                    "WIDTH": width,
-                    "ROWS": block.rows,
-                    "TILES": block.tiles,
-                    "STAGES": block.num_stages,
-                    "FP4": fp4,
-                    "NATIVE": native,
-                }
-                inputs = "*fp8e4nv" if native else "*u8"
-                common = {"codes": "*u8", "pairs": "i32", **dict.fromkeys(tables, "*i32")}
-                gate_up = {"x": inputs, "weight": "*fp32", "u": "*bf16", "u_codes": "*u8", "limit": "fp32"}
-                gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
-                down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
-                for kernel, signature, more in ((gate_up_kernel, gate_up, {"TOP_K": top_k}), (down_kernel, down, {})):
-                    found.append(
-                        Variant(
-                            kernel=kernel,
-                            signature={**signature, **common},
-                            constants={**constants, **more},
-                            num_warps=block.num_warps,
-                            num_stages=block.num_stages,
-                            capabilities=capabilities,
-                        )
-                    )
-    return found

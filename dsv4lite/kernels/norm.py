@@ -2,7 +2,8 @@
 
     y = x * rsqrt(mean(x^2) + eps) * w
 
-Source: DeepSeek-V4 specification 3.1.  Numerics: float32 inside, one rounding to the input dtype.
+Source: DeepSeek-V4 specification 3.1.  Numerics: float32 inside, one rounding to the input dtype; the kernel, which takes bfloat16,
+agrees to that rounding.
 """
 
 from __future__ import annotations
@@ -10,12 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import use_triton
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise the last dimension; ``weight`` [N] or ``None``."""
+
+def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """See ``rms_norm``."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalise the last dimension; ``weight`` [N] or ``None``."""
+    if use_triton(x) and x.dtype == torch.bfloat16:
+        from dsv4lite.kernels.norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps)
+    return rms_norm_ref(x, weight, eps)
 
 
 def rms_norm_heads(q_THC: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import use_triton
+
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4
@@ -46,6 +48,12 @@ def _groups(x: Tensor, group: int) -> Tensor:
     return torch.unflatten(x.float(), -1, (-1, group))
 
 
+def quantize_fp8_ref(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """See ``quantize_fp8``."""
+    codes, bits = _fp8_groups(x, group)
+    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
+
+
 def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantize groups of the last dimension to e4m3.
 
@@ -56,8 +64,11 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     Returns:
         Codes float8_e4m3fn [..., N] and scale bytes uint8 [..., ceil(N / group)].
     """
-    codes, bits = _fp8_groups(x, group)
-    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
+    if use_triton(x) and x.dtype in (torch.bfloat16, torch.float32) and group & (group - 1) == 0:
+        from dsv4lite.kernels.quantize_triton import quantize_fp8_triton
+
+        return quantize_fp8_triton(x, group)
+    return quantize_fp8_ref(x, group)
 
 
 def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

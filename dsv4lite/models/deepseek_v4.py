@@ -15,34 +15,40 @@ from torch import Tensor, nn
 from dsv4lite.engine.cache import LayerCache, StateLayout
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
+from dsv4lite.kernels.experts import can_tile, experts_forward
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
-from dsv4lite.kernels.gemm import fp8_linear, matmul_rows
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import index_scores, index_scores_paged, select_entries, select_paged, union_of
 from dsv4lite.kernels.latent import latent_norms
 from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
-from dsv4lite.kernels.quantize import hadamard
+from dsv4lite.kernels.quantize import hadamard, quantize_fp8
 from dsv4lite.kernels.rope import rope, rope_frequencies
-from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
-from dsv4lite.weights.quant import Matrix, Numerics, Slot, TensorSlot, grouped_linear, linear, round_input
+from dsv4lite.weights.quant import (
+    ACTIVATION_GROUP,
+    Matrix,
+    Numerics,
+    Rounded,
+    Slot,
+    TensorSlot,
+    TiledStack,
+    grouped_linear,
+    linear,
+    round_input,
+    rounded_linear,
+)
 
 NamedSlots = Iterator[tuple[str, Slot]]
-Rounded = tuple[Tensor, Tensor]
-"""An input [T, K] as FP8 matrices take it: codes float8_e4m3fn [T, K] and scale bytes uint8 [T, ceil(K / 128)]."""
 
 
 def _tensor(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
-
-
-def linear_rounded(rounded: Rounded, matrix: Matrix) -> Tensor:
-    """Return ``x @ W.T`` bfloat16 [T, out] of an input in FP8 and a matrix that is resident in FP8."""
-    assert matrix.scale is not None
-    return fp8_linear(*rounded, matrix.weight, matrix.scale)
 
 
 class Streams:
@@ -129,9 +135,7 @@ class Compressor(nn.Module):
         hadamard: bool = False,
     ) -> None:
         """Do all of that on paged state: advance the accumulators, and store the entries that close."""
-        compress_step(
-            projected, self.ape, self.norm, carry, store, paging, ratio, cos_T, sin_T, self.eps, hadamard=hadamard
-        )
+        compress_step(projected, self.ape, self.norm, carry, store, paging, ratio, cos_T, sin_T, self.eps, hadamard)
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -204,9 +208,11 @@ class Attention(nn.Module):
         window, entries = cache.window, cache.entries
         assert isinstance(window, RowStore) and not isinstance(entries, DenseStore)
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent = linear_rounded(rounded, self.wq_a_wkv)
-        *qr, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging)
-        query = linear_rounded((qr[0], qr[1]), self.wq_b)
+        latent = rounded_linear(rounded, self.wq_a_wkv, x_TD.dtype)
+        qr_codes, qr_scales, fresh_TB = latent_norms(
+            latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window
+        )
+        query = rounded_linear((qr_codes, qr_scales), self.wq_b, x_TD.dtype)
         index_heads = c.index_heads if self.kind == "csa" else 0
         q_THC, iq_THC = head_norms(query, c.num_attention_heads, c.head_dim, index_heads, c.index_dim, *angles, c.norm_eps)
         selected_TK: Tensor | None = None
@@ -235,6 +241,7 @@ class Attention(nn.Module):
             ratio=self.ratio,
             selected_TK=selected_TK,
             splits=batch.splits,
+            window_size=c.window,
         )
         return self._project_out(o_THC)
 
@@ -271,9 +278,7 @@ class Attention(nn.Module):
             rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], -2)
             valid = torch.cat([valid, seen_NK], 1)
         query = q_THC[block.begin : block.end]
-        return sparse_attention(
-            query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block
-        )
+        return sparse_attention(query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block)
 
     def _visible_entries(
         self, block: QueryBlock, count: int, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
@@ -332,27 +337,96 @@ class Attention(nn.Module):
             yield prefix + "indexer.weights_proj.weight", self.compress_in.rows(begin, begin + c.index_heads)
 
 
-class Experts(nn.Module):
-    """A stack of clamped SwiGLU experts; w1 (gate) and w3 (up) lie row block under row block."""
+class WideExperts(nn.Module):
+    """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, count: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
         super().__init__()
-        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, count
-        self.w13 = Matrix(count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
-        self.w2 = Matrix(count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
+        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, config.num_experts
+        self.w13 = Matrix(self.count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
+        self.w2 = Matrix(self.count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
 
-    def one(self, expert: int, x_TD: Tensor, weight_T1: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
+        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
+        (tokens, per_token), dtype = chosen_TK.shape, x_TD.dtype
+        x_TD = round_input(x_TD, self.w13).to(self.w13.weight.dtype)
+        if tokens == 1:
+            outputs = [self._one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())]
+        else:
+            order = chosen_TK.flatten().argsort(stable=True)
+            counts = torch.bincount(chosen_TK.flatten(), minlength=self.count).tolist()
+            weights = weight_TK.flatten()[order]
+            inputs = x_TD[order // per_token]
+            parts, begin = [], 0
+            for expert, count in enumerate(counts):
+                if count:
+                    rows = slice(begin, begin + count)
+                    parts.append(self._one(expert, inputs[rows], weights[rows, None], dtype))
+                    begin += count
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return (total + shared_TD.float()).to(dtype)
+
+    def _one(self, expert: int, x_TD: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
         """Run one expert on inputs already rounded as its matrices want; the mixing weight is applied before ``w2``."""
         w13, w2 = self.w13.weight, self.w2.weight
-        h = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
-        u = swiglu(h[:, : self.width], h[:, self.width :], self.limit)
-        u = (u if weight_T1 is None else u * weight_T1).to(dtype)
-        return matmul_rows(round_input(u, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
+        h_TI = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
+        u_TI = (swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit) * weight_T1).to(dtype)
+        return matmul_rows(round_input(u_TI, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
 
-    def slots(self, prefix: str, expert: int) -> NamedSlots:
-        yield prefix + "w1.weight", self.w13.rows(0, self.width, expert=expert)
-        yield prefix + "w3.weight", self.w13.rows(self.width, 2 * self.width, expert=expert)
-        yield prefix + "w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=expert)
+    def slots(self, prefix: str) -> NamedSlots:
+        for e in range(self.count):
+            yield f"{prefix}{e}.w1.weight", self.w13.rows(0, self.width, expert=e)
+            yield f"{prefix}{e}.w3.weight", self.w13.rows(self.width, 2 * self.width, expert=e)
+            yield f"{prefix}{e}.w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=e)
+
+
+class TiledExperts(nn.Module):
+    """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
+
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+        super().__init__()
+        hidden, width, fp4 = config.hidden_size, config.expert_width, numerics.resident_experts == "fp4"
+        self.limit, self.count = config.swiglu_limit, config.num_experts
+        self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
+        self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
+
+    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
+        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
+        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        for e in range(self.count):
+            yield f"{prefix}{e}.w1.weight", self.w13.slot(e, 0)
+            yield f"{prefix}{e}.w3.weight", self.w13.slot(e, 1)
+            yield f"{prefix}{e}.w2.weight", self.w2.slot(e)
+
+
+class SharedExpert(nn.Module):
+    """The clamped SwiGLU expert of every token; w1 (gate) lies above w3 (up)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+        super().__init__()
+        self.limit, self.width = config.swiglu_limit, config.expert_width
+        dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
+        self.w13 = dense(2 * self.width, config.hidden_size, borders=[self.width])
+        self.w2 = dense(config.hidden_size, self.width)
+
+    def forward(self, x_TD: Tensor, rounded: Rounded | None) -> Tensor:
+        """Return [T, D]; ``rounded`` is ``x`` in FP8, where somebody has it already."""
+        h_TI = linear(x_TD, self.w13, rounded=rounded)
+        if self.w2.scale is not None:
+            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, x_TD.dtype)
+        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "w1.weight", self.w13.rows(0, self.width)
+        yield prefix + "w3.weight", self.w13.rows(self.width, 2 * self.width)
+        yield prefix + "w2.weight", self.w2.whole()
 
 
 class MoE(nn.Module):
@@ -362,50 +436,48 @@ class MoE(nn.Module):
         super().__init__()
         c = self.config = config
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        self.experts = Experts(c, numerics, c.num_experts)
-        self.shared = Experts(c, numerics, 1)
+        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, c.expert_width)
+        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(c, numerics)
+        self.shared = SharedExpert(c, numerics)
         self.bias = None if hashed else _tensor(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
 
-    def forward(self, x_TD: Tensor, token_ids_T: Tensor, routed_TK: Tensor | None = None) -> Tensor:
-        """Return [T, D]; ``routed_TK`` receives the experts chosen."""
+    def forward(
+        self,
+        x_TD: Tensor,
+        token_ids_T: Tensor,
+        routed_TK: Tensor | None = None,
+        rounded: Rounded | None = None,
+        positions_T: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T, D].
+
+        Args:
+            x_TD: Inputs.
+            token_ids_T: For the hash.
+            routed_TK: Receives the experts chosen.
+            rounded: ``x`` in FP8, where somebody has it already.
+            positions_T: Where -1 marks padding, which no expert needs to see.
+        """
         c = self.config
         logits_TE = linear(x_TD, self.gate, torch.float32)
-        chosen = None if self.tid2eid is None else self.tid2eid[token_ids_T]
-        chosen_TK, weight_TK = route(logits_TE, c.experts_per_token, c.route_scale, bias_E=self.bias, chosen_TK=chosen)
+        chosen_TK, weight_TK = route(
+            logits_TE,
+            c.experts_per_token,
+            c.route_scale,
+            bias_E=self.bias,
+            chosen_TK=self.tid2eid,
+            token_ids_T=None if self.tid2eid is None else token_ids_T,
+            positions_T=positions_T,
+        )
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
-        x = round_input(x_TD, self.experts.w13).to(self.experts.w13.weight.dtype)
-        y_TD = self._combine(x, chosen_TK, weight_TK, x_TD.dtype)
-        return (y_TD + self.shared.one(0, x, None, x_TD.dtype).float()).to(x_TD.dtype)
-
-    def _combine(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum the chosen experts in float32, in the order of their ids."""
-        tokens, per_token = chosen_TK.shape
-        if tokens == 1:
-            outputs = [
-                self.experts.one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())
-            ]
-        else:
-            order = chosen_TK.flatten().argsort(stable=True)
-            counts = torch.bincount(chosen_TK.flatten(), minlength=self.experts.count).tolist()
-            weights = weight_TK.flatten()[order]
-            inputs = x_TD[order // per_token]
-            parts, begin = [], 0
-            for expert, count in enumerate(counts):
-                if count:
-                    rows = slice(begin, begin + count)
-                    parts.append(self.experts.one(expert, inputs[rows], weights[rows, None], dtype))
-                    begin += count
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order), device=order.device)
-            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
-        total = outputs[0]
-        for output in outputs[1:]:
-            total = total + output
-        return total
+        if isinstance(self.experts, WideExperts):
+            return self.experts.forward(x_TD, chosen_TK, weight_TK, self.shared(x_TD, rounded))
+        rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+        return self.experts.forward(rounded, chosen_TK, weight_TK, self.shared(x_TD, rounded))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
@@ -413,9 +485,8 @@ class MoE(nn.Module):
             yield prefix + "gate.bias", TensorSlot(self.bias)
         if self.tid2eid is not None:
             yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
-        for expert in range(self.experts.count):
-            yield from self.experts.slots(f"{prefix}experts.{expert}.", expert)
-        yield from self.shared.slots(prefix + "shared_experts.", 0)
+        yield from self.experts.slots(prefix + "experts.")
+        yield from self.shared.slots(prefix + "shared_experts.")
 
 
 class Hc(nn.Module):
@@ -450,13 +521,12 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, layer)
         self.ffn = MoE(config, numerics, hashed=config.hashed(layer))
 
-    def forward(
-        self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None
-    ) -> None:
+    def forward(self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded))
+        positions_T = batch.paging.positions_T if isinstance(batch, PagedBatch) else None
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, positions_T))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -527,9 +597,7 @@ class DeepseekV4(nn.Module):
     @property
     def layout(self) -> StateLayout:
         """Formats of this model's state."""
-        return StateLayout.of(
-            self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=len(self.mtp) > 0
-        )
+        return StateLayout.of(self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=len(self.mtp) > 0)
 
     @property
     def paged(self) -> bool:

@@ -2,17 +2,19 @@
 
 Activations stay finite and of order one, experts are chosen about evenly, and hash layers hold random expert ids. Every tensor
 has its own generator, seeded with its name: it does not depend on the others, and nobody else's random numbers are touched.
+Each kind of device draws numbers of its own.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from math import log2, prod, sqrt
 
 import torch
 from torch import Generator, Tensor
 
+from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import StoredTensor, official_shapes, stored_tensors
 from dsv4lite.weights.checkpoint import ExpertFormat
@@ -41,7 +43,15 @@ _PLAIN: Mapping[str, tuple[float, float]] = {
 }
 
 
-def dummy_tensors(config: V4Config, *, expert_format: ExpertFormat, quantized: bool, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def dummy_tensors(
+    config: V4Config,
+    *,
+    expert_format: ExpertFormat,
+    quantized: bool,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    names: Container[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Return random tensors for a whole checkpoint, one at a time, each scale before its weight.
 
     Args:
@@ -49,19 +59,23 @@ def dummy_tensors(config: V4Config, *, expert_format: ExpertFormat, quantized: b
         expert_format: How routed experts are stored.
         quantized: Whether the dense matrices are FP8.
         seed: Another seed, other weights.
+        device: Where they are made.
+        names: Weights that are wanted; their scales come with them. Default is all.
 
     Yields:
-        Official name and a CPU tensor of its own, in the official dtype.
+        Official name and a tensor of its own, in the official dtype.
     """
     for name, spec in official_shapes(config).items():
+        if names is not None and name not in names:
+            continue
         stored = stored_tensors(name, spec, quantized=quantized, expert_format=expert_format)
         fan_in = spec.shape[-1]
         for part, like in sorted(stored.items(), key=lambda item: item[0] == name):
-            generator = Generator().manual_seed(zlib.crc32(f"{seed}:{part}".encode()))
+            generator = _generator(part, seed, device)
             if like.dtype == torch.float8_e8m0fnu:
-                yield part, _scales(like.shape, 1 / (sqrt(fan_in) * _CODE_STD[stored[name].dtype]), generator)
+                yield part, _scales(like.shape, _least_scale(fan_in, stored[name].dtype), generator)
             elif like.dtype == torch.int64:
-                draws = torch.rand(like.shape[0], config.num_experts, generator=generator, dtype=torch.float32, device="cpu")
+                draws = torch.rand(like.shape[0], config.num_experts, generator=generator, dtype=torch.float32, device=device)
                 yield part, draws.topk(like.shape[1]).indices
             elif like.dtype in _CODE_STD:
                 yield part, _codes(like, generator)
@@ -69,19 +83,49 @@ def dummy_tensors(config: V4Config, *, expert_format: ExpertFormat, quantized: b
                 yield part, _plain(part, like, fan_in, generator)
 
 
+def fill_tiles(tiles: Tiles, name: str, seed: int = 0) -> None:
+    """Fill a stack of experts at once, where it is, with numbers like those of ``dummy_tensors``.
+
+    Args:
+        tiles: The stack; every code and every scale is overwritten.
+        name: Of the stack: another name, other numbers.
+        seed: Another seed, other numbers.
+    """
+    generator = _generator(name, seed, tiles.codes.device)
+    for words in (tiles.codes, tiles.scales):
+        _fill(words.view(torch.int64), generator)
+    fan_in = tiles.shape[2]
+    if tiles.fp4:  # four scale bytes in a word
+        tiles.scales.bitwise_and_(0x01010101).add_(0x01010101 * _least_scale(fan_in, torch.int8))
+    else:  # bits of a float32
+        tiles.codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
+        tiles.scales.bitwise_and_(1).add_(_least_scale(fan_in, torch.float8_e4m3fn)).bitwise_left_shift_(23)
+
+
+def _generator(name: str, seed: int, device: str | torch.device) -> Generator:
+    return Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+
+
 def _plain(name: str, like: StoredTensor, fan_in: int, generator: Generator) -> Tensor:
     mean, std = next((value for end, value in _PLAIN.items() if name.endswith(end)), (0.0, 1 / sqrt(fan_in)))
     if std and like.dtype == torch.bfloat16:
         bits = _bytes((*like.shape[:-1], 2 * like.shape[-1]), generator).view(torch.int16)
         return bits.bitwise_and_(_BF16_FREE).bitwise_or_(_BF16_FIXED).view(torch.bfloat16).mul_(std / _BF16_STD)
-    tensor = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=generator.device)
     return tensor.normal_(mean, std, generator=generator) if std else tensor.fill_(mean)
 
 
-def _scales(shape: tuple[int, ...], size: float, generator: Generator) -> Tensor:
-    """Return e8m0 scales of about ``size`` in the root of their mean square."""
-    steps = torch.randint(_SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator, dtype=torch.int64, device="cpu")
-    return (steps + (127 + round(log2(size / _SCALE_STD)))).to(torch.uint8).view(torch.float8_e8m0fnu)
+def _least_scale(fan_in: int, codes: torch.dtype) -> int:
+    """Return the e8m0 byte of the lesser of the scales that give random codes a standard deviation of about 1 / sqrt(fan_in)."""
+    return 127 + round(log2(1 / (sqrt(fan_in) * _CODE_STD[codes] * _SCALE_STD)))
+
+
+def _scales(shape: tuple[int, ...], least: int, generator: Generator) -> Tensor:
+    """Return random e8m0 scales from ``least`` on."""
+    steps = torch.randint(
+        _SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator, dtype=torch.int64, device=generator.device
+    )
+    return (steps + least).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _codes(like: StoredTensor, generator: Generator) -> Tensor:
@@ -94,5 +138,10 @@ def _codes(like: StoredTensor, generator: Generator) -> Tensor:
 def _bytes(shape: tuple[int, ...], generator: Generator) -> Tensor:
     """Return random bytes, drawn eight at a time."""
     count = prod(shape)
-    words = torch.empty(-(-count // 8), dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
+    words = _fill(torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device), generator)
     return words.view(torch.uint8)[:count].view(shape)
+
+
+def _fill(words: Tensor, generator: Generator) -> Tensor:
+    """Fill int64 words with random bits."""
+    return words.random_(-(2**63), None, generator=generator)

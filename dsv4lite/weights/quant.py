@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.attention import BLOCK
+from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.gemm import FP8_BLOCK, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
+from dsv4lite.weights.checkpoint import ExpertFormat
 
 ACTIVATION_GROUP = 128
+Rounded = tuple[Tensor, Tensor]
+"""Inputs in FP8, 1x128: codes float8_e4m3fn [T, K] and scale bytes uint8 [T, ceil(K / 128)]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class Numerics:
         matrix_dtype: Resident form of plain matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
+        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts.py``), ``plain`` are widened.
     """
 
     dtype: torch.dtype
@@ -37,10 +42,18 @@ class Numerics:
     matrix_dtype: torch.dtype
     device: torch.device
     resident_fp8: bool = False
+    resident_experts: ExpertFormat = "plain"
 
     @classmethod
     def choose(
-        cls, *, dtype: torch.dtype, quantized: bool, deterministic: bool, device: torch.device, dense_fp8: bool = False
+        cls,
+        *,
+        dtype: torch.dtype,
+        quantized: bool,
+        deterministic: bool,
+        device: torch.device,
+        dense_fp8: bool = False,
+        expert_format: ExpertFormat = "plain",
     ) -> Numerics:
         """Pick the resident form for a device.
 
@@ -50,14 +63,17 @@ class Numerics:
             deterministic: A token's result does not depend on what else is computed with it.
             device: Where everything lives.
             dense_fp8: The checkpoint stores every dense matrix in FP8 with e8m0 scales.
+            expert_format: How the checkpoint stores routed experts.
         """
+        on_cpu = device.type == "cpu"
         return cls(
             dtype=dtype,
             quantized=quantized,
             deterministic=deterministic,
-            matrix_dtype=torch.float32 if device.type == "cpu" else dtype,
+            matrix_dtype=torch.float32 if on_cpu else dtype,
             device=device,
-            resident_fp8=dense_fp8 and device.type != "cpu",
+            resident_fp8=dense_fp8 and not on_cpu,
+            resident_experts=expert_format if quantized and not on_cpu else "plain",
         )
 
     @property
@@ -149,8 +165,7 @@ class MatrixSlot:
             home.copy_(dequantize_matrix(weight, scale))
             return
         if scale is None or (weight.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float8_e8m0fnu):
-            given = f"{weight.dtype} with scales {None if scale is None else scale.dtype}"
-            raise CheckpointError(f"a matrix is {given}, where this model keeps float8_e4m3fn with float8_e8m0fnu scales")
+            raise _misfit(weight, scale, "float8_e4m3fn with float8_e8m0fnu scales")
         home.copy_(weight)
         source, rows = scale.view(torch.uint8), self.end - self.begin
         if len(bytes_) == prod(self.matrix.weight.shape[:-1]):  # one per row
@@ -158,6 +173,59 @@ class MatrixSlot:
         else:
             first = self.begin // FP8_BLOCK
             bytes_.detach()[first : first + len(source)].copy_(source)
+
+
+def _misfit(weight: Tensor, scale: Tensor | None, wanted: str) -> CheckpointError:
+    given = f"{weight.dtype} with scales {None if scale is None else scale.dtype}"
+    return CheckpointError(f"a matrix is {given}, where this model keeps {wanted}")
+
+
+class TiledStack(nn.Module):
+    """A stack of matrices ``[E, out, in]`` in FP4 or FP8 tiles."""
+
+    def __init__(self, count: int, rows: int, columns: int, *, fp4: bool, device: torch.device) -> None:
+        super().__init__()
+        codes, scales = Tiles.shapes(count, rows, columns, fp4=fp4)
+        self.codes = nn.Parameter(torch.empty(codes, dtype=torch.uint8, device=device), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(scales, dtype=torch.int32, device=device), requires_grad=False)
+
+    @property
+    def tiles(self) -> Tiles:
+        """The stack as kernels take it."""
+        return Tiles(self.codes, self.scales)
+
+    def slot(self, expert: int, half: int | None = None) -> TileSlot:
+        """Return the place of one checkpoint matrix: all rows of an expert, or those of its gate (0) or up (1) half."""
+        return TileSlot(self, expert, half)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSlot:
+    """Where one checkpoint matrix goes: a matrix of a stack of tiles, or one half of its rows."""
+
+    stack: TiledStack
+    expert: int
+    half: int | None
+    kind: Literal["matrix"] = "matrix"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical ``(out, in)``."""
+        _, rows, columns = self.stack.tiles.shape
+        return (rows if self.half is None else rows // 2, columns)
+
+    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Lay a matrix of the checkpoint into its tiles.
+
+        Raises:
+            CheckpointError: The matrix is in another format than the tiles.
+        """
+        tiles = self.stack.tiles
+        if scale is None or weight.dtype not in ((torch.int8, torch.uint8) if tiles.fp4 else (torch.float8_e4m3fn,)):
+            raise _misfit(
+                weight, scale, "int8 with scales per 32 inputs" if tiles.fp4 else "float8_e4m3fn with scales per 128 x 128"
+            )
+        tiles.store(self.expert, weight, scale, self.half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +246,7 @@ class TensorSlot:
             self.tensor.copy_(weight)
 
 
-Slot = MatrixSlot | TensorSlot
+Slot = MatrixSlot | TileSlot | TensorSlot
 
 
 def round_input(x: Tensor, matrix: Matrix) -> Tensor:
@@ -186,13 +254,25 @@ def round_input(x: Tensor, matrix: Matrix) -> Tensor:
     return round_fp8(x, ACTIVATION_GROUP) if matrix.rounds_input else x
 
 
-def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once."""
+def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, *, rounded: Rounded | None = None) -> Tensor:
+    """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once.
+
+    Args:
+        x_TK: Inputs as they are.
+        matrix: Rounds them as it wants.
+        dtype: Of the result.
+        rounded: ``x`` in FP8, where somebody has it already.
+    """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
     if matrix.scale is None:
         return float_linear(round_input(x_TK, matrix)[:, None], weight[None], dtype, tile)[:, 0]
-    assert matrix.rounds_input
-    return fp8_linear(*quantize_fp8(x_TK, ACTIVATION_GROUP), weight, matrix.scale, dtype, tile)
+    return rounded_linear(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP), matrix, dtype)
+
+
+def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Return ``x @ W.T`` [T, out] of inputs in FP8 and a matrix that stays FP8."""
+    assert matrix.rounds_input and matrix.scale is not None
+    return fp8_linear(*rounded, matrix.weight, matrix.scale, dtype, matrix.row_tile)
 
 
 def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:

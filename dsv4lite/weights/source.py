@@ -18,9 +18,9 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
-from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
 from dsv4lite.weights.loader import load, paired, scale_name
-from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.quant import Numerics, Slot, TiledStack, TileSlot
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -123,13 +123,27 @@ class ModelSource:
         if self.checkpoint is not None:
             load(self.checkpoint, slots, progress=report)
         else:
-            tensors = dummy_tensors(self.model, expert_format=self.expert_format, quantized=self.model.quantized, seed=seed)
-            wanted = ((name, tensor) for name, tensor in tensors if with_mtp or not name.startswith("mtp."))
-            for name, weight, scale in paired(wanted, self._scaled(slots)):
-                slots[name].store(weight, scale)
+            self._invent(model, slots, seed)
         model.requires_grad_(False)
         log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
         return model.eval()
+
+    def _invent(self, model: DeepseekV4, slots: Mapping[str, Slot], seed: int) -> None:
+        """Fill a model with random numbers, made where they stay; a stack of tiles is filled as a whole."""
+        for name, module in model.named_modules():
+            if isinstance(module, TiledStack):
+                fill_tiles(module.tiles, name, seed)
+        names = {name for name, slot in slots.items() if not isinstance(slot, TileSlot)}
+        tensors = dummy_tensors(
+            self.model,
+            expert_format=self.expert_format,
+            quantized=self.model.quantized,
+            seed=seed,
+            device=model.numerics.device,
+            names=names,
+        )
+        for name, weight, scale in paired(tensors, self._scaled(names)):
+            slots[name].store(weight, scale)
 
     def _scaled(self, names: Container[str]) -> set[str]:
         """Return which of the tensors come with a scale."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles, experts_forward_ref
-from dsv4lite.kernels.quantize import quantize_fp8_ref
+from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels import experts_triton
-from dsv4lite.kernels.experts_triton import BLOCKS, FEW, Block, experts_forward_triton, most_blocks
+from dsv4lite.kernels.experts_triton import BLOCKS, FEW, FEW_PAIRS, Block, block_for, experts_forward_triton, most_blocks, variants
 
 pytestmark = pytest.mark.kernel
 
@@ -46,7 +46,7 @@ def inputs(tokens: int, hidden: int, count: int, top_k: int, seed: int = 1) -> t
     """Codes and scales that differ from block to block, ascending expert ids, and weights."""
     rng = generator(seed)
     sizes = torch.exp2(torch.randint(-3, 4, (tokens, hidden // 128), generator=rng)).repeat_interleave(128, 1)
-    codes, scales = quantize_fp8_ref((torch.randn(tokens, hidden, generator=rng) * sizes).bfloat16(), 128)
+    codes, scales = quantize_fp8((torch.randn(tokens, hidden, generator=rng) * sizes).bfloat16(), 128)
     chosen = torch.rand(tokens, count, generator=rng).topk(top_k).indices.sort(-1).values
     weights = torch.rand(tokens, top_k, generator=rng) + 0.1
     return codes.to(DEVICE), scales.to(DEVICE), chosen.to(DEVICE), weights.to(DEVICE)
@@ -149,6 +149,30 @@ def test_blocks_suffice_for_any_routing() -> None:
             chosen = (torch.rand(tokens, count, generator=rng) + pull).topk(top_k).indices
             needed = int((torch.bincount(chosen.flatten(), minlength=count) + rows - 1).div(rows, rounding_mode="floor").sum())
             assert needed <= most_blocks(tokens * top_k, count, rows) <= tokens * top_k
+
+
+def test_tokens_without_experts_get_the_shared_one_alone() -> None:
+    w13, w2 = experts(3, 128, 128, fp4=True)
+    codes, scales, chosen, weights = inputs(6, 128, 3, 2)
+    shared = torch.randn(6, 128, generator=generator(3)).bfloat16().to(DEVICE)
+    whole = experts_forward_triton(codes, scales, chosen, weights, w13, w2, LIMIT, shared)
+    chosen[[1, 4]] = 3
+    for forward in (experts_forward_triton, experts_forward_ref):
+        got = forward(codes, scales, chosen, weights, w13, w2, LIMIT, shared)
+        assert torch.equal(got[[1, 4]], shared[[1, 4]])
+        assert_close(got[[0, 2, 3, 5]], whole[[0, 2, 3, 5]])
+    chosen[:] = 3
+    assert torch.equal(experts_forward_triton(codes, scales, chosen, weights, w13, w2, LIMIT, shared), shared)
+
+
+def test_blocks_grow_with_the_pairs_of_each_expert() -> None:
+    assert block_for(FEW_PAIRS, 256) is FEW
+    assert [block_for(pairs, 8).rows for pairs in (25, 128, 129, 256, 257, 10**6)] == [16, 16, 32, 32, 64, 64]
+
+
+def test_variants_cover_every_block() -> None:
+    compiled = {(variant.constants["ROWS"], variant.constants["TILES"]) for variant in variants() if "TILES" in variant.constants}
+    assert compiled == {(block.rows, block.tiles) for block in EVERY_BLOCK}
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")

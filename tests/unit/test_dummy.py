@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import V4Config, parse_config
 from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
 from dsv4lite.weights.checkpoint import ExpertFormat
-from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
 from tests.tiny import TINY_QUANTIZED
 from tests.unit.test_loader import dequantize
 
@@ -96,3 +101,69 @@ def test_dummy_is_made_lazily(config: V4Config) -> None:
     huge = parse_config({**TINY_QUANTIZED, "vocab_size": 10, "moe_intermediate_size": 1 << 24, "hidden_size": 1 << 14})
     name, tensor = next(dummy_tensors(huge, expert_format="fp4", quantized=True))
     assert name == "embed.weight" and tensor.shape == (10, 1 << 14)
+
+
+def test_dummy_makes_only_what_is_wanted(config: V4Config) -> None:
+    names = {"norm.weight", "layers.1.attn.wkv.weight"}
+    some, every = dict(dummy_tensors(config, expert_format="fp4", quantized=True, names=names)), dummies(config)
+    assert some.keys() == names | {"layers.1.attn.wkv.scale"}
+    assert all(torch.equal(tensor.view(torch.uint8), every[name].view(torch.uint8)) for name, tensor in some.items())
+
+
+def stack(*, fp4: bool) -> Tiles:
+    codes, scales = Tiles.shapes(2, 128, 256, fp4=fp4)
+    return Tiles(torch.full(codes, 255, dtype=torch.uint8), torch.full(scales, -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+def test_filled_tiles_keep_the_size_of_activations(fp4: bool) -> None:
+    tiles = stack(fp4=fp4)
+    fill_tiles(tiles, "a")
+    values = [tiles.dequantize(expert) for expert in range(2)]
+    for value in values:
+        assert value.isfinite().all() and abs(value.mean()) < 0.1 * value.std()
+        assert value.std() * 256**0.5 == pytest.approx(1.0, rel=0.4)
+    assert not torch.equal(*values)
+    assert len(tiles.load(0)[1].unique()) == 2  # scales differ, so that one used for another shows
+
+
+def test_filled_tiles_depend_on_name_and_seed_only() -> None:
+    def filled(name: str, seed: int = 0) -> Tensor:
+        tiles = stack(fp4=True)
+        fill_tiles(tiles, name, seed)
+        return torch.cat([tiles.codes.flatten(), tiles.scales.view(torch.uint8).flatten()])
+
+    state = torch.get_rng_state()
+    assert torch.equal(filled("a"), filled("a"))
+    assert not torch.equal(filled("a"), filled("b")) and not torch.equal(filled("a"), filled("a", seed=1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("form", ["plain", "fp4"])
+def test_dummy_fills_every_parameter(form: ExpertFormat) -> None:
+    model = parse_config({**TINY_QUANTIZED, "hidden_size": 128, "moe_intermediate_size": 128})
+    source = ModelSource(
+        folder=Path("."),
+        generation_config={},
+        model=model,
+        dtype=torch.bfloat16,
+        expert_format="fp4",
+        dense_fp8=True,
+        checkpoint=None,
+    )
+    numerics = Numerics(
+        dtype=torch.bfloat16,
+        quantized=True,
+        deterministic=False,
+        matrix_dtype=torch.float32,
+        device=torch.device("cpu"),
+        resident_experts=form,
+    )
+    built, again = (source.build(numerics, with_mtp=False, seed=3) for _ in range(2))
+    assert {name for name, _ in built.named_parameters() if name.endswith("w13.codes")} == (
+        {f"layers.{i}.ffn.experts.w13.codes" for i in range(model.num_hidden_layers)} if form == "fp4" else set()
+    )
+    for held, other in zip(built.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(held, other) and (held.dtype.is_floating_point is False or held.isfinite().all())
+    with torch.no_grad():
+        assert built.logits(built.one_pass([1, 5, 3])).isfinite().all()

@@ -1,0 +1,60 @@
+"""FP8 e4m3 inside Triton kernels: scales and codes of rows of 128 numbers, the bits of ``quantize.quantize_fp8``.
+
+Chips without e4m3 conversions, and the interpreter, whose rounding differs, get the codes by integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def native_e4m3(x: Tensor) -> bool:
+    """Return whether the chip that holds ``x`` converts to e4m3 itself."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+@triton.jit
+def fp8_scale_bits(y):
+    """Return the float32 bits of the scale of each row of ``y``, float32 [rows, group]: int32 [rows]."""
+    # scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
+    amax = tl.maximum(tl.max(tl.abs(y), 1), 1e-4)
+    return ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+
+
+@triton.jit
+def fp8_scaled(y, bits):
+    """Return ``y`` over its scales, clamped to what e4m3 holds."""
+    # (y * _scale_and_inverse(bits)[1]).clamp(-FP8_MAX, FP8_MAX)
+    scaled = y * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+    return tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def e4m3_bytes(x, NATIVE: tl.constexpr):
+    """Return the codes, uint8, of float32 numbers in [-448, 448], rounded to nearest, ties to even."""
+    if NATIVE:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9, which is the last place of 2^14.
+        tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, tiny, normal)
+        code = tl.where(size > 0x7F800000, 0x7F, code)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def to_bf16(x, NATIVE: tl.constexpr):
+    """Round float32 to the nearest bfloat16, ties to even; the interpreter would cut."""
+    if NATIVE:
+        rounded = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return rounded

@@ -1,0 +1,163 @@
+"""Kernel of ``route``: one warp per token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from dsv4lite.kernels.dispatch import Variant
+
+
+@triton.jit
+def _score(logit, GPU: tl.constexpr):
+    # Reference: scores = softplus(logits_TE).sqrt(), with the device library's functions, which torch uses, too.
+    if GPU:
+        tail = libdevice.log1p(libdevice.exp(-tl.abs(logit)))
+    else:
+        # The interpreter has no log1p; where 1 + e rounds, the quotient makes up for it.
+        e = tl.exp(-tl.abs(logit))
+        rounded = 1.0 + e
+        tail = tl.where(rounded == 1.0, e, tl.log(rounded) * (e / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
+    return tl.sqrt_rn(tl.maximum(logit, 0.0) + tail)
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    table,
+    token_ids,
+    positions,
+    chosen,
+    weights,
+    logits_stride,
+    route_scale,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_TILE: tl.constexpr,
+    BIASED: tl.constexpr,
+    FIXED: tl.constexpr,
+    BY_ID: tl.constexpr,
+    PADDED: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * logits_stride
+    if FIXED:
+        slot = tl.arange(0, TOP_TILE)
+        used = slot < TOP_K
+        row = tl.load(token_ids + token).to(tl.int64) if BY_ID else token
+        ids = tl.load(table + row * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
+        picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+        # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
+        before = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (slot[None, :] < slot[:, None]))
+        place = tl.sum(before.to(tl.int32), 1)
+    else:
+        ids = tl.arange(0, BLOCK)
+        inside = ids < EXPERTS
+        picked = _score(tl.load(logits + ids, mask=inside, other=0.0), GPU)
+        # Reference: (scores + bias_E).topk(top_k)
+        selection = picked
+        if BIASED:
+            selection += tl.load(bias + ids, mask=inside, other=0.0)
+        # Floats as integers of the same order.
+        key = selection.to(tl.int32, bitcast=True)
+        key = tl.where(inside, key ^ ((key >> 31) & 0x7FFFFFFF), -0x80000000)
+        used = ids < 0
+        for _ in tl.static_range(TOP_K):
+            best = tl.max(key)
+            first = tl.min(tl.where((key == best) & inside & (used == 0), ids, BLOCK))
+            used = used | (ids == first)
+            key = tl.where(ids == first, -0x80000000, key)
+        place = tl.cumsum(used.to(tl.int32)) - 1
+    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
+    total = tl.sum(tl.where(used, picked, 0.0))
+    weight = tl.div_rn(picked, tl.zeros_like(picked) + total) * route_scale
+    if PADDED:
+        padding = tl.load(positions + token) < 0
+        ids = tl.where(padding, EXPERTS, ids)
+        weight = tl.where(padding, 0.0, weight)
+    tl.store(chosen + token * TOP_K + place, ids.to(tl.int64), mask=used)
+    tl.store(weights + token * TOP_K + place, weight, mask=used)
+
+
+def route_triton(
+    logits_TE: Tensor,
+    top_k: int,
+    route_scale: float,
+    bias_E: Tensor | None = None,
+    chosen_TK: Tensor | None = None,
+    token_ids_T: Tensor | None = None,
+    positions_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch ``route``."""
+    tokens, experts = logits_TE.shape
+    assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
+    assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
+    assert chosen_TK is None or (chosen_TK.is_contiguous() and chosen_TK.shape[1] == top_k)
+    assert token_ids_T is None or token_ids_T.is_contiguous()
+    assert positions_T is None or positions_T.is_contiguous()
+    chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    if tokens:
+        route_kernel[(tokens,)](
+            logits_TE,
+            logits_TE if bias_E is None else bias_E,
+            chosen if chosen_TK is None else chosen_TK,
+            chosen if token_ids_T is None else token_ids_T,
+            chosen if positions_T is None else positions_T,
+            chosen,
+            weights,
+            logits_TE.stride(0),
+            route_scale,
+            EXPERTS=experts,
+            BLOCK=triton.next_power_of_2(experts),
+            TOP_K=top_k,
+            TOP_TILE=triton.next_power_of_2(top_k),
+            BIASED=bias_E is not None,
+            FIXED=chosen_TK is not None,
+            BY_ID=token_ids_T is not None,
+            PADDED=positions_T is not None,
+            GPU=logits_TE.is_cuda,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return chosen, weights
+
+
+def variants() -> list[Variant]:
+    """Return every launch, for compilation ahead of time."""
+    floats = dict.fromkeys(("logits", "bias", "weights"), "*fp32")
+    return [
+        Variant(
+            kernel=route_kernel,
+            signature={
+                **floats,
+                "table": "*i64",
+                "token_ids": token_ids,
+                "positions": "*i32" if padded else "*i64",
+                "chosen": "*i64",
+                "logits_stride": "i32",
+                "route_scale": "fp32",
+            },
+            constants={
+                "EXPERTS": experts,
+                "BLOCK": triton.next_power_of_2(experts),
+                "TOP_K": 6,
+                "TOP_TILE": 8,
+                "BIASED": not fixed,
+                "FIXED": fixed,
+                "BY_ID": fixed,
+                "PADDED": padded,
+                "GPU": True,
+            },
+            num_warps=1,
+        )
+        for experts in (256, 384)
+        for fixed, token_ids in ((False, "*i64"), (True, "*i64"), (True, "*i32"))
+        for padded in (True, False)
+    ]

@@ -1,0 +1,79 @@
+"""Kernel of ``quantize_fp8``: the reference's codes and scale bytes, bit for bit; a group with a NaN keeps the scale of the rest."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+
+_TILE = 2048  # channels per program
+
+
+@triton.jit
+def quantize_kernel(
+    x, codes, scales, row_stride, N: tl.constexpr, GROUP: tl.constexpr, GROUPS_TILE: tl.constexpr, NATIVE: tl.constexpr
+):
+    GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
+    TILES: tl.constexpr = (GROUPS + GROUPS_TILE - 1) // GROUPS_TILE
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    group = (tl.program_id(0) % TILES) * GROUPS_TILE + tl.arange(0, GROUPS_TILE)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    # Reference: codes, bits = _fp8_groups(x, group)
+    y = tl.load(x + row * row_stride + column, mask=column < N, other=0.0).to(tl.float32)
+    bits = fp8_scale_bits(y)
+    tl.store(codes + row * N + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=column < N)
+    tl.store(scales + row * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return ``x`` [..., N] as rows [M, N] whose channels lie side by side, copied only where that takes a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def _tile(width: int, group: int) -> int:
+    """Return how many groups one program takes."""
+    return min(max(1, _TILE // group), triton.next_power_of_2(triton.cdiv(width, group)))
+
+
+def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Launch ``quantize_fp8``; ``group`` is a power of two."""
+    assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
+    rows = rows_of(x)
+    count, width = rows.shape
+    groups, tile = triton.cdiv(width, group), _tile(width, group)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(*x.shape[:-1], groups, dtype=torch.uint8, device=x.device)
+    if codes.numel():
+        quantize_kernel[(count * triton.cdiv(groups, tile),)](
+            rows,
+            codes,
+            scales,
+            rows.stride(0),
+            N=width,
+            GROUP=group,
+            GROUPS_TILE=tile,
+            NATIVE=native_e4m3(x),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def variants() -> list[Variant]:
+    """Return every launch, for compilation ahead of time."""
+    return [
+        Variant(
+            kernel=quantize_kernel,
+            signature={"x": x, "codes": "*u8", "scales": "*u8", "row_stride": "i32"},
+            constants={"N": width, "GROUP": group, "GROUPS_TILE": _tile(width, group), "NATIVE": native},
+            capabilities=capabilities,
+        )
+        for width, group in ((4096, 128), (7168, 128), (1024, 128), (8192, 128), (448, 64))
+        for x in ("*bf16", "*fp32")
+        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+    ]

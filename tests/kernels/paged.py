@@ -1,0 +1,63 @@
+"""Steps on paged state for tests of kernels: random tables, stores full of random rows, and what a store must not lack poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import RowFormat, RowStore
+
+GROW, WINDOW = 256, 64
+
+
+def make_paging(steps: Sequence[tuple[int, int]], device: torch.device, *, padding: int = 0, seed: int = 0) -> Paging:
+    """Return the places of sequences given by first position and number of tokens, pages in random order; then padding tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = [length for _, length in steps]
+    ends = [first + length for first, length in steps]
+    columns = max((-(-end // GROW) for end in ends), default=1)
+    grow = torch.randperm(len(steps) * columns + 1, generator=generator)[: len(steps) * columns].view(len(steps), columns)
+    firsts = [max(0, first - 130) // WINDOW for first, _ in steps]
+    width = max((-(-end // WINDOW) - page for end, page in zip(ends, firsts)), default=1)
+    window = torch.randperm(len(steps) * width + 1, generator=generator)[: len(steps) * width].view(len(steps), width)
+    positions = [first + i for first, length in steps for i in range(length)] + [-1] * padding
+    sequences = [s for s, length in enumerate(lens) for _ in range(length)] + [0] * padding
+
+    def ints(values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    return Paging(
+        positions_T=ints(positions),
+        sequence_T=ints(sequences),
+        slots_S=ints(list(range(len(steps)))),
+        first_S=ints([first for first, _ in steps]),
+        rows_S=ints([sum(lens[:s]) for s in range(len(steps))]),
+        lens_S=ints(lens),
+        grow_SP=ints(grow),
+        window_SP=ints(window),
+        window_first_S=ints(firsts),
+        singles=not padding and all(length == 1 for length in lens),
+    )
+
+
+def fill_store(fmt: RowFormat, pages: int, rows_per_page: int, device: torch.device, *, seed: int = 0) -> RowStore:
+    """Return a store whose every row is random, of random size."""
+    store = RowStore(fmt, pages, rows_per_page, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    count = pages * rows_per_page
+    rows = torch.randn(count, fmt.width, generator=generator)
+    rows *= 2.0 ** torch.randint(-2, 3, (count, 1), generator=generator)
+    store.write(torch.arange(count), rows.to(torch.bfloat16))
+    if device.type == "cpu":
+        return store
+    moved = RowStore(fmt, pages, rows_per_page, device)
+    moved.memory.copy_(store.memory)
+    return moved
+
+
+def pages_of(tables: Tensor) -> int:
+    """Return how many pages a store must have."""
+    return int(tables.max()) + 1 if tables.numel() else 1

@@ -1,0 +1,43 @@
+"""FP8 codes made inside kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4lite.kernels.quantize import quantize_fp8
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3  # noqa: E402
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def quantize_rows(x, codes, scales, ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, 128)
+    y = tl.load(x + row[:, None] * 128 + column[None, :])
+    bits = fp8_scale_bits(y)
+    tl.store(codes + row[:, None] * 128 + column[None, :], e4m3_bytes(fp8_scaled(y, bits), NATIVE))
+    tl.store(scales + row, (bits >> 23).to(tl.uint8))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_codes_and_scales_are_the_references(native: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 128, generator=generator) * torch.exp2(torch.randint(-30, 20, (64, 1), generator=generator))
+    x[0] = 0.0
+    x[1] = torch.arange(128) / 2**9 - 0.1  # ties, and codes below the normal ones
+    x[1, 0] = 448.0
+    x[2, 1:] = torch.ldexp(x[2, 1:], torch.tensor(-14))
+    x = x.to(DEVICE)
+    if native and not native_e4m3(x):
+        pytest.skip("this chip has no e4m3")
+    codes, scales = torch.empty(64, 128, dtype=torch.uint8, device=DEVICE), torch.empty(64, dtype=torch.uint8, device=DEVICE)
+    quantize_rows[(1,)](x, codes, scales, ROWS=64, NATIVE=native)
+    expected, expected_scales = quantize_fp8(x, 128)
+    assert torch.equal(scales, expected_scales[:, 0]) and torch.equal(codes, expected.view(torch.uint8))
