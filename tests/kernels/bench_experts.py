@@ -1,0 +1,71 @@
+"""Times routed experts at V4-Flash's shapes: ``python tests/kernels/bench_experts.py [--sweep]`` on a CUDA device.
+
+Checks the result first. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from dsv4lite.kernels.experts import Tiles, experts_forward_ref
+from dsv4lite.kernels.experts_triton import Block, experts_forward_triton
+from dsv4lite.kernels.quantize import quantize_fp8
+from tests.kernels.bench_gemm import BANDWIDTH, distance, microseconds
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
+COPIES = 3
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048, 8192)
+
+
+def tiles(rows: int, columns: int) -> Tiles:
+    """Return random FP4 matrices."""
+    codes, scales = Tiles.shapes(EXPERTS, rows, columns, fp4=True)
+    return Tiles(
+        torch.randint(0, 256, codes, dtype=torch.uint8, device="cuda"),
+        torch.randint(118, 120, (*scales, 4), dtype=torch.uint8, device="cuda").view(torch.int32)[..., 0],
+    )
+
+
+def main() -> None:
+    """Print a table; with ``--sweep`` also other blocks."""
+    layers = [(tiles(2 * WIDTH, HIDDEN), tiles(HIDDEN, WIDTH)) for _ in range(COPIES)]
+    print(f"{'tokens':>7}{'experts':>9}{'us':>9}{'TB/s':>7}{'floor':>7}{'TFLOP/s':>9}{'error':>10}")
+    for tokens in TOKENS:
+        x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
+        chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices.sort(-1).values
+        weight = torch.rand(tokens, TOP_K, device="cuda")
+        used = len(chosen.unique())
+        error = 0.0
+        if tokens <= 64:
+            wanted = experts_forward_ref(*x, chosen, weight, *layers[0], 10.0)
+            error = distance(experts_forward_triton(*x, chosen, weight, *layers[0], 10.0), wanted)
+            assert error < 5e-3, error
+
+        def run(i: int, block: Block | None = None, args: tuple = (*x, chosen, weight)) -> torch.Tensor:  # type: ignore[type-arg]
+            return experts_forward_triton(*args, *layers[i], 10.0, block=block)
+
+        us = microseconds(run, COPIES)
+        moved = used * 3 * HIDDEN * WIDTH * (0.5 + 1 / 32)
+        rate, operations = moved / us * 1e6, 6 * tokens * TOP_K * HIDDEN * WIDTH
+        speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
+        print(f"{tokens:>7}{used:>9}{speed}{error:>10.1e}", flush=True)
+        if "--sweep" in sys.argv:
+            found = []
+            for rows, count, warps, stages in itertools.product((16, 32, 64, 128), (1, 2), (4, 8), (2, 3, 4, 5, 6)):
+                if rows > 16 and tokens <= 16 or rows > 32 and tokens <= 64 or rows < 64 and tokens >= 2048:
+                    continue
+                block = Block(rows=rows, tiles=count, num_warps=warps, num_stages=stages)
+                try:
+                    found.append((microseconds(lambda i, block=block: run(i, block), COPIES), block))
+                except Exception as error:  # too much shared memory for this block
+                    if "OutOfResources" not in type(error).__name__:
+                        raise
+            for us, block in sorted(found, key=lambda pair: pair[0])[:3]:
+                print(f"    {us:>8.1f} us  {block}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
