@@ -55,7 +55,7 @@ def main() -> None:
         if "--sweep" in sys.argv:
             found = []
             for rows, count, warps, stages in itertools.product((16, 32, 64, 128), (1, 2), (4, 8), (2, 3, 4, 5, 6)):
-                if rows > 16 and tokens <= 16 or rows > 32 and tokens <= 64 or rows < 64 and tokens >= 2048:
+                if (rows > 16 and tokens <= 16) or (rows > 32 and tokens <= 64) or (rows < 64 and tokens >= 2048):
                     continue
                 block = Block(rows=rows, tiles=count, num_warps=warps, num_stages=stages)
                 try:
