@@ -368,7 +368,14 @@ class MoE(nn.Module):
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
 
-    def forward(self, x_TD: Tensor, token_ids_T: Tensor, routed_TK: Tensor | None = None, rounded: Rounded | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        token_ids_T: Tensor,
+        routed_TK: Tensor | None = None,
+        rounded: Rounded | None = None,
+        positions_T: Tensor | None = None,
+    ) -> Tensor:
         """Return [T, D].
 
         Args:
@@ -376,11 +383,18 @@ class MoE(nn.Module):
             token_ids_T: For the hash.
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
+            positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
         """
         c = self.config
-        logits_TE = linear(x_TD, self.gate, torch.float32)
-        chosen = None if self.tid2eid is None else self.tid2eid[token_ids_T]
-        chosen_TK, weight_TK = route(logits_TE, c.experts_per_token, c.route_scale, bias_E=self.bias, chosen_TK=chosen)
+        chosen_TK, weight_TK = route(
+            linear(x_TD, self.gate, torch.float32),
+            c.experts_per_token,
+            c.route_scale,
+            bias_E=self.bias,
+            chosen_TK=self.tid2eid,
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+        )
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
         if isinstance(self.experts, WideExperts):
