@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, StateCache
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.plan import empty_last_token
 from dsv4lite.engine.step import SequencePlan, StepPlan
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.models.batch import WINDOW_PAGE, PagedBatch
+from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 _FEW = (1, 2, 4, 8)
@@ -154,7 +154,9 @@ class DecodeGraphs:
             singles=True,
         )
         tokens = torch.where(token_ids < 0, self.last_token[places], token_ids)
-        batch = PagedBatch.of(tokens, paging, model.config, model.rotary, max_tokens=self._max_model_len)
+        batch = PagedBatch.of(
+            tokens, paging, model.config, model.rotary, max_tokens=self._max_model_len, deterministic=model.numerics.deterministic
+        )
         logits = model.logits(model(batch, self._cache.layers))
         _, best, finite = argmax_finite(logits)
         self.last_token.index_copy_(0, places.long(), best)

@@ -92,9 +92,9 @@ class Runner:
         """Start a step; on a device with a stream of its own this returns before the step ends."""
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        if self._graphs is not None and self._graphs.covers(plan):
-            if not any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences):
-                return self._replay(plan, self._graphs)
+        wanted = any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences)
+        if self._graphs is not None and self._graphs.covers(plan) and not wanted:
+            return self._replay(plan, self._graphs)
         batch = pack(plan, self.model, self._last_token)
         routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
         if routing:

@@ -23,6 +23,7 @@ class Variant:
         signature: Type of each argument that is not a constant, as Triton spells them: ``*bf16``, ``*fp8e4nv``, ``i32`` …
         constants: The ``tl.constexpr`` arguments.
         num_warps, num_stages: Launch options.
+        max_registers: Per thread, where the launch limits them.
         capabilities: Compute capabilities this variant is launched on.
     """
 
@@ -31,4 +32,5 @@ class Variant:
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     capabilities: tuple[int, ...] = (80, 89, 90, 100, 120)

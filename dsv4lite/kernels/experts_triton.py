@@ -647,7 +647,7 @@ def variants() -> list[Variant]:
                 constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
             )
         )
-    for block, fp4 in product((FEW, *(block for _, block in BLOCKS)), (True, False)):
+    for block, fp4 in product((FEW, *(block for _, block in BLOCKS)), (False, True)):
         for native, capabilities in _BY_E4M3:
             found += _products(block, fp4, native, capabilities)
     return found
@@ -667,6 +667,7 @@ def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ..
             constants={**constants, "FP4": fp4, "NATIVE": native, **more},
             num_warps=block.num_warps,
             num_stages=block.num_stages,
+            max_registers=block.max_registers,
             capabilities=capabilities,
         )
         for kernel, signature, more in ((_gate_up_kernel, gate_up, {"TOP_K": _TOP_K}), (_down_kernel, down, {}))

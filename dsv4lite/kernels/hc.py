@@ -7,10 +7,11 @@
     x    = sum_j pre_j X_j           X'_k = post_k y + sum_j C_jk X_j
 
 Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree
-with the official kernel to 1e-5.
+with the official kernel to 1e-5, and so do those of our kernels, which take four streams in bfloat16, with the references.
 
 The two ops follow the data: ``hc_leave_enter`` writes one sub-layer's output into the streams and projects them for the next one
-(one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input.
+(one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input. Between
+them goes the projection as partial sums [parts, T, rows of fn + 1], the last of each row that of the squares.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.gemm import matmul_rows
-from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.norm import rms_norm_ref
+from dsv4lite.kernels.quantize import quantize_fp8_ref
 
 SCALAR_TOKENS = 2
+FP8_GROUP = 128
+KERNEL_STREAMS = 4
 
 
 class HcWeights(NamedTuple):
@@ -81,10 +86,25 @@ def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
     return torch.tensor(done, dtype=torch.float32, device=mix_TNN.device).view_as(mix_TNN)
 
 
+def _has_kernel(streams_TND: Tensor) -> bool:
+    return use_triton(streams_TND) and streams_TND.dtype == torch.bfloat16 and streams_TND.shape[1] == KERNEL_STREAMS
+
+
+def hc_sums(streams_TND: Tensor, fn: Tensor, row_tile: int | None = None) -> Tensor:
+    """Return the projection of the streams and the sum of their squares, float32 [1, T, rows of fn + 1]."""
+    z = streams_TND.flatten(1).float()
+    return torch.cat([matmul_rows(z, fn, row_tile), z.square().sum(-1, keepdim=True)], -1)[None]
+
+
+def hc_normalise(sums: Tensor, width: int, norm_eps: float) -> Tensor:
+    """Return the normalised projection, float32 [T, rows of fn], from partial sums over ``width`` numbers per token."""
+    total = sums[0] if len(sums) == 1 else sums.sum(0)
+    return total[:, :-1] * torch.rsqrt(total[:, -1:] / width + norm_eps)
+
+
 def hc_project(streams_TND: Tensor, fn: Tensor, norm_eps: float, row_tile: int | None = None) -> Tensor:
     """Return the normalised projection of the streams, float32 [T, rows of fn]."""
-    z = streams_TND.flatten(1).float()
-    return matmul_rows(z, fn, row_tile) * torch.rsqrt(z.square().mean(-1, keepdim=True) + norm_eps)
+    return hc_normalise(hc_sums(streams_TND, fn, row_tile), fn.shape[1], norm_eps)
 
 
 def hc_split(
@@ -102,10 +122,28 @@ def hc_split(
     return pre, post, (sinkhorn_scalar if few else sinkhorn)(comb, iters, eps)
 
 
-def hc_expand(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
-    """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
+def hc_expand_ref(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
+    """See ``hc_expand``."""
     written = mix.post[..., None] * y_TD.float()[:, None]
     return torch.baddbmm(written, mix.comb.transpose(1, 2), streams_TND.float()).to(streams_TND.dtype)
+
+
+def hc_expand(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
+    """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
+    if _has_kernel(streams_TND):
+        from dsv4lite.kernels.hc_triton import expand_triton
+
+        return expand_triton(y_TD, streams_TND, *mix)
+    return hc_expand_ref(y_TD, streams_TND, mix)
+
+
+def hc_leave_enter_ref(
+    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``hc_leave_enter``."""
+    if pending is not None:
+        streams_TND = hc_expand_ref(pending[0], streams_TND, pending[1])
+    return streams_TND, hc_sums(streams_TND, fn, row_tile)
 
 
 def hc_leave_enter(
@@ -114,16 +152,18 @@ def hc_leave_enter(
     """Apply the pending output of the previous sub-layer, if any, and project for the next one.
 
     Returns:
-        The streams [T, N, D] and their projection float32 [T, rows of fn].
+        The streams [T, N, D] and partial sums of their projection, float32 [parts, T, rows of fn + 1], for ``hc_collapse``.
     """
-    if pending is not None:
-        streams_TND = hc_expand(pending[0], streams_TND, pending[1])
-    return streams_TND, hc_project(streams_TND, fn, norm_eps, row_tile)
+    if _has_kernel(streams_TND):
+        from dsv4lite.kernels.hc_triton import leave_enter_triton
+
+        return leave_enter_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn)
+    return hc_leave_enter_ref(streams_TND, pending, fn, row_tile)
 
 
-def hc_collapse(
+def hc_collapse_ref(
     streams_TND: Tensor,
-    projected: Tensor,
+    sums: Tensor,
     base: Tensor,
     scale: Tensor,
     norm_weight: Tensor,
@@ -133,10 +173,63 @@ def hc_collapse(
     norm_eps: float,
     exact: bool = True,
 ) -> tuple[Tensor, HcMix]:
-    """Return the sub-layer's normed input [T, D] and the mix for its output."""
+    """See ``hc_collapse``."""
+    projected = hc_normalise(sums, streams_TND.shape[1] * streams_TND.shape[2], norm_eps)
     pre, post, comb = hc_split(projected, base, scale, iters, eps, exact=exact)
-    x = weighted_sum(streams_TND, pre)
-    return rms_norm(x, norm_weight, norm_eps), HcMix(post, comb)
+    return rms_norm_ref(weighted_sum(streams_TND, pre), norm_weight, norm_eps), HcMix(post, comb)
+
+
+def hc_collapse(
+    streams_TND: Tensor,
+    sums: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    exact: bool = True,
+) -> tuple[Tensor, HcMix]:
+    """Return the sub-layer's normed input [T, D] and the mix for its output.
+
+    Unless ``exact``, the last bits may depend on the number of tokens; those of the kernel never do.
+    """
+    if _has_kernel(streams_TND):
+        from dsv4lite.kernels.hc_triton import collapse_triton
+
+        x_TD, _, _, *mix = collapse_triton(
+            streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=False
+        )
+        return x_TD, HcMix(*mix)
+    return hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=exact)
+
+
+def hc_collapse_quantize(
+    streams_TND: Tensor,
+    sums: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, HcMix]:
+    """Collapse, and quantize what comes of it.
+
+    Returns:
+        The sub-layer's normed input [T, D], its codes float8_e4m3fn [T, D] and scale bytes uint8 [T, ceil(D / 128)], and the mix.
+    """
+    if _has_kernel(streams_TND):
+        from dsv4lite.kernels.hc_triton import collapse_triton
+
+        x_TD, codes, scales, *mix = collapse_triton(
+            streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=True
+        )
+        return x_TD, codes.view(torch.float8_e4m3fn), scales, HcMix(*mix)
+    x_TD, returned = hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
+    return x_TD, *quantize_fp8_ref(x_TD, FP8_GROUP), returned
 
 
 def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:
@@ -144,7 +237,19 @@ def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:
     return torch.bmm(weights_TN[:, None], streams_TND.float())[:, 0].to(streams_TND.dtype)
 
 
-def hc_head(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps: float, row_tile: int | None = None) -> Tensor:
-    """Collapse the streams at the end of the model, [T, D]."""
+def hc_head_ref(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps: float, row_tile: int | None = None) -> Tensor:
+    """See ``hc_head``."""
     projected = hc_project(streams_TND, weights.fn, norm_eps, row_tile)
     return weighted_sum(streams_TND, sigmoid(projected * weights.scale + weights.base) + eps)
+
+
+def hc_head(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps: float, row_tile: int | None = None) -> Tensor:
+    """Collapse the streams at the end of the model, [T, D]."""
+    if _has_kernel(streams_TND):
+        from dsv4lite.kernels.hc_triton import collapse_triton, leave_enter_triton
+
+        _, sums = leave_enter_triton(streams_TND, None, weights.fn)
+        return collapse_triton(
+            streams_TND, sums, weights.base, weights.scale, None, iters=1, eps=eps, norm_eps=norm_eps, fp8=False
+        )[0]
+    return hc_head_ref(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)

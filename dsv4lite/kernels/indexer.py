@@ -5,7 +5,8 @@
 
 Source: DeepSeek-V4 specification 3.6 and 4.5.  Numerics: in bfloat16 every step rounds, as in the official code (products, weighted
 products and the sum over heads); ties at the threshold are common then and go to the older entry. The chosen entries are returned
-in ascending order, so what is attended, and in which order, is a function of the scores alone.
+in ascending order, so what is attended, and in which order, is a function of the scores alone. On packed pages scores equal the
+reference but for the order of the sum over heads; the selection is exact, whatever the scores.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import RowStore
 
 KEY_BLOCK = 64
+PAGE_TOKENS = 256
+SCORE_BYTES = 256 << 20  # that the scores of one round of tokens may take
 
 
 def index_scores(queries_NHC: Tensor, weights_NH: Tensor, keys: Tensor, *, row_tile: int | None = None) -> Tensor:
@@ -70,3 +76,91 @@ def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
     mask_NU = torch.zeros(len(chosen_NK), len(union_U), dtype=torch.bool, device=chosen_NK.device).scatter_(1, place_NK, True)
     first = int(union_U[0] < 0)
     return union_U[first:], mask_NU[:, first:]
+
+
+def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int) -> Tensor:
+    """Return the entries that each token attends to, int32 [T, top_k] ascending, as many tokens at a time as scores have room for.
+
+    See ``index_scores_paged`` and ``select_paged``.
+    """
+    tokens = len(iq_THC)
+    round_tokens = max(1, SCORE_BYTES // (2 * max(1, entries_max)))
+    selected_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=iq_THC.device)
+    for begin in range(0, tokens, round_tokens):
+        part = slice(begin, min(begin + round_tokens, tokens))
+        scores = index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, begin=begin)
+        select_paged(scores, paging, top_k, PAGE_TOKENS // keys.rows_per_page, begin=begin, out=selected_TK[part])
+    return selected_TK
+
+
+def index_scores_paged(
+    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, *, begin: int = 0
+) -> Tensor:
+    """Score the visible entries of tokens ``begin`` to ``begin + N`` of a step.
+
+    Args:
+        iq_NHC: bfloat16 index queries, already rounded to FP4.
+        weights_NH: bfloat16 head weights, any stride.
+        keys: Packed FP4 index keys.
+        paging: Where the tokens and keys are.
+        top_k: Tokens that see no more entries than this need no scores.
+        entries_max: Most entries that any token sees, as far as the host knows.
+        begin: First token.
+
+    Returns:
+        bfloat16 [N, entries_max]; anything where the entry is not visible or the token needs no scores.
+    """
+    if use_triton(iq_NHC):
+        from dsv4lite.kernels.indexer_triton import index_scores_paged_triton
+
+        return index_scores_paged_triton(iq_NHC, weights_NH, keys, paging, top_k, entries_max, begin)
+    return index_scores_paged_ref(iq_NHC, weights_NH, keys, paging, entries_max, begin=begin)
+
+
+def index_scores_paged_ref(
+    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, entries_max: int, *, begin: int = 0
+) -> Tensor:
+    """See ``index_scores_paged``; scores every entry of every token, one token at a time."""
+    scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=torch.bfloat16, device=iq_NHC.device)
+    visible_N = _visible(paging, PAGE_TOKENS // keys.rows_per_page, begin, len(iq_NHC)).tolist()
+    for n, count in enumerate(visible_N):
+        entry_E = torch.arange(count, device=scores.device)
+        page = paging.grow_SP[paging.sequence_T[begin + n], entry_E // keys.rows_per_page].long()
+        rows = keys.read(page * keys.rows_per_page + entry_E % keys.rows_per_page, torch.bfloat16)
+        scores[n, :count] = index_scores(iq_NHC[n : n + 1], weights_NH[n : n + 1], rows)[0].to(torch.bfloat16)
+    return scores
+
+
+def select_paged(scores_NE: Tensor, paging: Paging, top_k: int, ratio: int, *, begin: int = 0, out: Tensor | None = None) -> Tensor:
+    """Return the best visible entries of tokens ``begin`` to ``begin + N`` of a step; of equals the older.
+
+    Args:
+        scores_NE: bfloat16; what is not visible may hold anything.
+        paging: Where the tokens are.
+        top_k: How many are wanted.
+        ratio: Tokens of an entry.
+        begin: First token.
+        out: Where to, contiguous int32 [N, top_k].
+
+    Returns:
+        int32 [N, top_k] ascending; anything where a token sees no more than ``top_k``.
+    """
+    chosen = torch.empty(len(scores_NE), top_k, dtype=torch.int32, device=scores_NE.device) if out is None else out
+    if use_triton(scores_NE):
+        from dsv4lite.kernels.indexer_triton import select_paged_triton
+
+        return select_paged_triton(scores_NE, paging, ratio, begin, chosen)
+    return select_paged_ref(scores_NE, paging, ratio, begin, chosen)
+
+
+def select_paged_ref(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
+    """See ``select_paged``; sorts."""
+    visible_N = _visible(paging, ratio, begin, len(scores_NE))
+    chosen, _ = select_entries(scores_NE.float(), visible_N, out.shape[1])
+    out[:, : chosen.shape[1]] = chosen.int()
+    return out
+
+
+def _visible(paging: Paging, ratio: int, begin: int, count: int) -> Tensor:
+    """Return how many entries tokens see, int64; none for padding."""
+    return (paging.positions_T[begin : begin + count].long() + 1) // ratio

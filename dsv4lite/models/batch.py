@@ -21,6 +21,8 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
 
 QUERY_BLOCK = 256  # tokens of a chunk that gather their rows together
+SPREAD_TOKENS = 256  # tokens whose rows, one program each, fill the largest chips
+MOST_SPLITS = 16
 BAND_BLOCK = 64  # tokens of a chunk that share the rows of all their windows
 
 
@@ -158,25 +160,30 @@ class PagedBatch:
         rope_T: cos and sin of sliding-window layers.
         compress_rope_T: cos and sin of compressed layers.
         group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
+        splits: How many programs share a token's rows in attention; results depend on it in their last bits.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
     """
 
     token_ids_T: Tensor
     paging: Paging
     max_tokens: int
+    splits: int
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
     routed_TLK: Tensor | None = None
 
     @classmethod
-    def of(cls, token_ids_T: Tensor, paging: Paging, config: V4Config, rotary: Rotary, *, max_tokens: int) -> PagedBatch:
-        """Work out the angles."""
+    def of(
+        cls, token_ids_T: Tensor, paging: Paging, config: V4Config, rotary: Rotary, *, max_tokens: int, deterministic: bool
+    ) -> PagedBatch:
+        """Work out the angles, and how many programs to spread attention over: one for all tokens if bits must not depend on it."""
         positions_T = paging.positions_T
         return cls(
             token_ids_T=token_ids_T,
             paging=paging,
             max_tokens=max_tokens,
+            splits=1 if deterministic else max(1, min(MOST_SPLITS, SPREAD_TOKENS // len(token_ids_T))),
             rope_T=rope_angles(positions_T, rotary.main),
             compress_rope_T=rope_angles(positions_T, rotary.compress),
             group_rope_T={
@@ -253,7 +260,9 @@ def make_batch(
     )
 
 
-def make_paged_batch(sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device) -> PagedBatch:
+def make_paged_batch(
+    sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device, *, deterministic: bool = False
+) -> PagedBatch:
     """Work out a step for the kernels, with one copy to the device."""
     lens = [len(s.token_ids) for s in sequences]
     starts = [s.start for s in sequences]
@@ -286,7 +295,8 @@ def make_paged_batch(sequences: Sequence[SequenceInput], config: V4Config, rotar
         window_first_S=window_first,
         singles=max(lens) == 1,
     )
-    return PagedBatch.of(token_ids.long(), paging, config, rotary, max_tokens=max(s.start + len(s.token_ids) for s in sequences))
+    longest = max(s.start + len(s.token_ids) for s in sequences)
+    return PagedBatch.of(token_ids.long(), paging, config, rotary, max_tokens=longest, deterministic=deterministic)
 
 
 def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:

@@ -19,13 +19,13 @@ from dsv4lite.kernels.experts import can_tile, experts_forward
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
 from dsv4lite.kernels.heads import head_norms
-from dsv4lite.kernels.indexer import index_scores, index_scores_paged, select_entries, select_paged, union_of
+from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
 from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
+from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard, quantize_fp8
 from dsv4lite.kernels.rope import rope, rope_frequencies
-from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         """The same on packed rows, in ops that know a step's tokens only from the device."""
         c, paging = self.config, batch.paging
         window, entries = cache.window, cache.entries
-        assert isinstance(window, RowStore) and not isinstance(entries, DenseStore)
+        assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent = rounded_linear(rounded, self.wq_a_wkv, x_TD.dtype)
         qr_codes, qr_scales, fresh_TB = latent_norms(
@@ -228,7 +228,8 @@ class Attention(nn.Module):
                 self.key_compressor.step(part, cache.key_carry, keys, *group, hadamard=True)
                 weights_TH = self._index_weights(projected, x_TD.dtype)
                 count = batch.max_tokens // self.ratio
-                selected_TK = select_entries_paged(iq_THC, weights_TH, keys, paging, c.index_topk, count)
+                if count > c.index_topk:
+                    selected_TK = choose_paged(iq_THC, weights_TH, keys, paging, c.index_topk, count)
         o_THC = paged_attention(
             q_THC,
             fresh_TB,
@@ -459,17 +460,16 @@ class MoE(nn.Module):
             token_ids_T: For the hash.
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
-            positions_T: Where -1 marks padding, which no expert needs to see.
+            positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
         """
         c = self.config
-        logits_TE = linear(x_TD, self.gate, torch.float32)
         chosen_TK, weight_TK = route(
-            logits_TE,
+            linear(x_TD, self.gate, torch.float32),
             c.experts_per_token,
             c.route_scale,
             bias_E=self.bias,
             chosen_TK=self.tid2eid,
-            token_ids_T=None if self.tid2eid is None else token_ids_T,
+            token_ids_T=token_ids_T,
             positions_T=positions_T,
         )
         if routed_TK is not None:

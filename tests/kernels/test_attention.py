@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.attention import BLOCK, sparse_attention
+from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
+from dsv4lite.kernels.rope import rope, rope_angles
+from dsv4lite.kernels.rows import Fp8Kv
+from tests.kernels.paged import fill_store, make_paging, pages_of
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -128,3 +131,44 @@ def test_blocks_of_invalid_rows_change_no_bit(dtype: torch.dtype) -> None:
     longer = torch.cat([kv, torch.full((7, 3 * BLOCK, 32), float("nan"), dtype=dtype)], 1)
     more = torch.cat([valid, torch.zeros(7, 3 * BLOCK, dtype=torch.bool)], 1)
     assert torch.equal(sparse_attention(q, longer, more, sink, 0.2), sparse_attention(q, kv, valid, sink, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "top_k", "steps"),
+    [(0, None, [(5, 3), (200, 2)]), (128, None, [(127, 2), (700, 1), (3, 1)]), (4, 9, [(30, 12), (500, 1), (0, 2)])],
+)
+def test_pages_are_read_as_the_formula_says(ratio: int, top_k: int | None, steps: list[tuple[int, int]]) -> None:
+    """Row by row in plain Python: which rows a token sees, and where they are."""
+    cpu, fmt, limit = torch.device("cpu"), Fp8Kv(64, 64), 128
+    paging = make_paging(steps, cpu, padding=1)
+    window = fill_store(fmt, pages_of(paging.window_SP), 64, cpu, seed=2)
+    entries = fill_store(fmt, pages_of(paging.grow_SP), 256 // ratio, cpu, seed=3) if ratio else None
+    tokens = len(paging.positions_T)
+    new = random(tokens, 128, seed=4).to(torch.bfloat16)
+    q, sink = random(tokens, 4, 128, seed=5).to(torch.bfloat16), random(4, seed=6)
+    cos, sin = rope_angles(paging.positions_T, torch.rand(32))
+    chosen = {t: sorted(range(0, 3 * (top_k or 0), 3)) for t in range(tokens)}
+    selected = None if top_k is None else torch.tensor([chosen[t] for t in range(tokens)], dtype=torch.int32)
+    got = paged_attention(
+        q, torch.cat(fmt.pack(new), -1), window, entries, paging, sink, 0.1, cos, sin, ratio, selected, window_size=limit
+    )
+    assert got[-1].eq(0).all()
+    t = 0
+    for s, (first, length) in enumerate(steps):
+        for position in range(first, first + length):
+            rows = []
+            for at in range(max(0, position - limit + 1), position + 1):
+                page = int(paging.window_SP[s, at // 64 - int(paging.window_first_S[s])]) if at < first else 0
+                stored = window.read(torch.tensor(page * 64 + at % 64), torch.bfloat16)
+                rows.append(stored if at < first else fmt.simulate(new[t + at - position]))
+            visible = (position + 1) // ratio if ratio else 0
+            for e in chosen[t] if top_k is not None and visible > top_k else range(visible):
+                assert entries is not None
+                address = int(paging.grow_SP[s, e * ratio // 256]) * (256 // ratio) + e % (256 // ratio)
+                rows.append(entries.read(torch.tensor(address), torch.bfloat16))
+            every = torch.stack(rows)[None]
+            wanted = attention_of(q[t : t + 1], every, torch.ones(1, len(rows), dtype=torch.bool), sink, 0.1)
+            turned = rope(wanted.to(torch.bfloat16), cos[t : t + 1], sin[t : t + 1], inverse=True)
+            bound = 2**-7 * float(turned.abs().max())
+            torch.testing.assert_close(got[t : t + 1].float(), turned.float(), rtol=2**-7, atol=bound)
+            t += 1

@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, empty_carry, make_segments
+from dsv4lite.kernels.compress import (
+    OVERLAP_RATIO,
+    compress,
+    compress_step,
+    compress_step_ref,
+    empty_carry,
+    make_segments,
+)
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import hadamard
+from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
+from tests.kernels.steps import step_of
 
 WIDTH = 6
 RATIOS = (1, 4, 8, 128)
@@ -170,3 +182,60 @@ def test_segments_name_places_groups_and_borders() -> None:
     assert s.missing_GL is not None
     rows = [row[~gone].tolist() for row, gone in zip(s.tokens_GL, s.missing_GL, strict=True)]
     assert rows == [[0, 1], [2, 3, 4, 5], [6], [7], [8, 9, 10, 11]]
+
+
+# ---------------------------------------------------------------------------------------------------------- a step into the store
+
+
+def step_inputs(tokens: int, width: int, ratio: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return projections with columns to spare, the position term and the norm's weight."""
+    columns = width * sets_of(ratio)
+    projected = random(tokens, 2 * columns + 32, seed=seed, scale=2.0)[:, 16 : 16 + 2 * columns]
+    return projected, random(ratio, columns, seed=seed + 1), random(width, seed=seed + 2).abs() + 0.5
+
+
+FORMATS: list[tuple[RowFormat, bool]] = [(Fp8Kv(64, 64), False), (Fp4Key(128), True), (Fp8Key(128), False)]
+
+
+@pytest.mark.parametrize(("fmt", "transformed"), FORMATS)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat, transformed: bool) -> None:
+    """Chunks, singles and padding; entries and carries equal those of each sequence pooled, normed and packed at once."""
+    width, slots = fmt.width, [2, 0, 3]
+    carry = empty_carry(5, sets_of(ratio), width)
+    stranger = carry[1:2].fill_(7.0).clone()
+    store = RowStore(fmt, 3 * 16, 256 // ratio, torch.device("cpu"))
+    lens = [2 * ratio + 3, ratio, 1]
+    whole = [step_inputs(3 * ratio + 6, width, ratio, seed=i)[0] for i in range(len(lens))]
+    _, ape, norm = step_inputs(1, width, ratio)
+    freq = rope_frequencies(64, 10000.0)
+    starts = [0, 0, 0]
+    for turn, counts in enumerate([lens, [1, 1, 1], [ratio - 1, 2, ratio + 1]]):
+        paging = step_of(starts, counts, slots=slots, padding=2, singles=turn == 1)
+        parts = [w[start : start + count] for w, start, count in zip(whole, starts, counts, strict=True)]
+        projected = torch.cat([*parts, torch.full((2, parts[0].shape[1]), float("nan"))])
+        group = paging.positions_T // ratio * ratio
+        compress_step(projected, ape, norm, carry, store, paging, ratio, *rope_angles(group, freq), 1e-6, transformed)
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    assert torch.equal(carry[1:2], stranger)
+    for i, (end, slot) in enumerate(zip(starts, slots, strict=True)):
+        segments = make_segments(torch.tensor([0]), torch.tensor([end]), ratio)
+        columns = ape.shape[1]
+        scores = whole[i][:end, columns:] + ape[torch.arange(end) % ratio]
+        pooled, after = compress(whole[i][:end, :columns], scores, empty_carry(1, sets_of(ratio), width), segments)
+        assert torch.equal(carry[slot], after[0])
+        rows = rope(rms_norm(pooled.bfloat16(), norm, 1e-6), *rope_angles(segments.positions_E, freq))
+        entry = torch.arange(len(rows))
+        per_page = 256 // ratio
+        addresses = paging.grow_SP[i][entry // per_page].long() * per_page + entry % per_page
+        wanted = fmt.simulate(hadamard(rows) if transformed else rows)
+        assert torch.equal(store.read(addresses, torch.bfloat16), wanted)
+
+
+def test_compress_step_of_nothing_but_padding_changes_nothing() -> None:
+    projected, ape, norm = step_inputs(2, 128, 4)
+    carry, store = empty_carry(1, 2, 128), RowStore(Fp8Kv(64, 64), 1, 64, torch.device("cpu"))
+    before = carry.clone()
+    paging = step_of([], [], padding=2)
+    compress_step_ref(projected, ape, norm, carry, store, paging, 4, torch.ones(2, 32), torch.zeros(2, 32), 1e-6, False)
+    assert torch.equal(carry, before) and not store.memory.any()

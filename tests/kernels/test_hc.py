@@ -11,15 +11,18 @@ from dsv4lite.kernels.hc import (
     HcMix,
     HcWeights,
     hc_collapse,
+    hc_collapse_quantize,
     hc_expand,
     hc_head,
     hc_leave_enter,
     hc_project,
     hc_split,
+    hc_sums,
     sinkhorn,
     sinkhorn_scalar,
     weighted_sum,
 )
+from dsv4lite.kernels.quantize import quantize_fp8
 
 ITERS, EPS = 20, 1e-6
 COUNTS = (0, 1, 2, 63, 257)
@@ -95,8 +98,8 @@ def test_leaving_and_entering_equal_the_formula(count: int) -> None:
     mix = HcMix(random(count, 4, seed=6).sigmoid(), random(count, 4, 4, seed=7).softmax(-1))
     expected = mix.post.double()[..., None] * y.double()[:, None] + torch.einsum("tjk,tjd->tkd", mix.comb.double(), x.double())
     torch.testing.assert_close(hc_expand(y, x, mix).double(), expected, rtol=0, atol=2e-6)
-    streams, projected = hc_leave_enter(x, (y, mix), w.fn, EPS)
-    assert torch.equal(streams, hc_expand(y, x, mix)) and torch.equal(projected, hc_project(streams, w.fn, EPS))
+    streams, sums = hc_leave_enter(x, (y, mix), w.fn, EPS)
+    assert torch.equal(streams, hc_expand(y, x, mix)) and torch.equal(sums, hc_sums(streams, w.fn))
     assert hc_leave_enter(x, None, w.fn, EPS)[0] is x
 
 
@@ -106,10 +109,30 @@ def test_collapse_sums_by_pre_and_norms(count: int) -> None:
     pre, post, comb = coefficients(x, w)
     summed = (pre[..., None] * x.double()).sum(1)
     expected = summed / (summed.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-    got, mix = hc_collapse(x, hc_project(x, w.fn, EPS), w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
+    got, mix = hc_collapse(x, hc_sums(x, w.fn), w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
     torch.testing.assert_close(mix.post.double(), post, rtol=0, atol=3e-6)
     torch.testing.assert_close(mix.comb.double(), comb, rtol=0, atol=3e-6)
+
+
+def test_sums_may_come_in_parts() -> None:
+    x, w, norm = random(5, 4, 48), weights_of(4, 48), 1 + random(48, seed=8, scale=0.3)
+    sums = hc_sums(x, w.fn)
+    options = {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
+    whole, mix = hc_collapse(x, sums, w.base, w.scale, norm, **options)
+    halves, mix_of_halves = hc_collapse(x, torch.cat([0.25 * sums, 0.75 * sums]), w.base, w.scale, norm, **options)
+    torch.testing.assert_close(halves, whole)
+    torch.testing.assert_close(mix_of_halves, mix)
+
+
+def test_collapse_quantizes_what_it_returns() -> None:
+    x, w, norm = random(5, 4, 320).bfloat16(), weights_of(4, 320), 1 + random(320, seed=8, scale=0.3)
+    given, options = (x, hc_sums(x, w.fn), w.base, w.scale, norm), {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
+    expected, mix = hc_collapse(*given, **options)
+    entered, codes, scales, same_mix = hc_collapse_quantize(*given, **options)
+    assert torch.equal(entered, expected) and all(torch.equal(a, b) for a, b in zip(same_mix, mix, strict=True))
+    wanted_codes, wanted_scales = quantize_fp8(expected, 128)
+    assert torch.equal(codes.float(), wanted_codes.float()) and torch.equal(scales, wanted_scales) and scales.shape == (5, 3)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -138,10 +161,10 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, width: int) -
     head = weights_of(4, width, head=True)
 
     def run(part: slice) -> list[Tensor]:
-        projected = hc_project(x[part], w.fn, EPS, ROW_TILE)
-        entered, mix = hc_collapse(x[part], projected, w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
+        sums = hc_sums(x[part], w.fn, ROW_TILE)
+        entered, mix = hc_collapse(x[part], sums, w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
         left = hc_expand(y[part], x[part], mix)
-        return [projected, entered, mix.post, mix.comb, left, hc_head(left, head, eps=EPS, norm_eps=EPS, row_tile=ROW_TILE)]
+        return [sums[0], entered, mix.post, mix.comb, left, hc_head(left, head, eps=EPS, norm_eps=EPS, row_tile=ROW_TILE)]
 
     everything = run(slice(0, 100))
     for a in range(0, 100, 7):

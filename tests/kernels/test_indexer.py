@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4lite.kernels import indexer
 from dsv4lite.kernels.gemm import ROW_TILE
-from dsv4lite.kernels.indexer import index_scores, select_entries, union_of
+from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
+from dsv4lite.kernels.rows import Fp4Key
+from tests.kernels.paged import fill_store, make_paging, pages_of
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -103,3 +106,21 @@ def test_union_holds_what_anyone_has_chosen(data: st.DataObject) -> None:
     union, mask = union_of(chosen, seen)
     assert union.tolist() == sorted(set().union(*rows))
     assert [{int(e) for e in union[row]} for row in mask] == rows
+
+
+@pytest.mark.parametrize("score_bytes", [1, 1000, 1 << 20])
+def test_choice_on_pages_is_that_of_gathered_keys(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "SCORE_BYTES", score_bytes)
+    paging = make_paging([(70, 9), (300, 1), (0, 2)], torch.device("cpu"), padding=2)
+    keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, torch.device("cpu"), seed=7)
+    queries = Fp4Key(128).simulate(random(14, 8, 128).to(torch.bfloat16))
+    weights = random(14, 8, seed=1).to(torch.bfloat16)
+    got = choose_paged(queries, weights, keys, paging, 6, 80)
+    assert got.shape == (14, 6) and got.dtype == torch.int32
+    for t in range(12):
+        visible = (int(paging.positions_T[t]) + 1) // 4
+        if visible > 6:
+            addresses = [int(paging.grow_SP[paging.sequence_T[t], e // 64]) * 64 + e % 64 for e in range(visible)]
+            rows = keys.read(torch.tensor(addresses), torch.bfloat16)
+            scores = index_scores(queries[t : t + 1], weights[t : t + 1], rows)
+            assert torch.equal(got[t], select_entries(scores, torch.tensor([visible]), 6)[0][0].int())

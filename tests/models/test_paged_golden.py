@@ -1,6 +1,7 @@
 """The model on packed rows and resident FP8 and FP4 weights against stored outputs of the official code, from the stored inputs.
 
-On a CPU this is the references of the paged ops; on CUDA (``-m gpu``) the kernels. The limits are those that the data's own page suggests.
+On a CPU this is the references of the paged ops; on CUDA (``-m gpu``) the kernels. The limits are those that the data's own page
+suggests.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
+from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.memory import weight_bytes
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4, TiledExperts, WideExperts
@@ -45,6 +46,19 @@ def test_tiled_experts_give_what_widened_ones_do(form: ExpertFormat, tokens: int
         assert torch.equal(*routed) and routed[0].min() >= 0
         assert expected.isfinite().all() and (got != expected).float().mean() < 0.02
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_padding_gets_the_shared_expert_alone() -> None:
+    model = fill(poisoned(SMALL, resident("fp4")), checkpoint(SMALL, "fp4"))
+    x = torch.randn(5, SMALL.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ids, positions = torch.arange(5), torch.tensor([7, -1, 3, 4, -1])
+    for layer in model.layers:
+        ffn, routed = layer.ffn, torch.zeros(5, SMALL.experts_per_token, dtype=torch.int64)
+        whole, got = ffn(x, ids), ffn(x, ids, routed, rounded=quantize_fp8(x, 128), positions_T=positions)
+        assert torch.equal(got[[0, 2, 3]], whole[[0, 2, 3]])
+        assert torch.equal(got[[1, 4]], ffn.shared(x, None)[[1, 4]])
+        assert ((routed == SMALL.num_experts) == (positions < 0)[:, None]).all()
 
 
 def test_planned_bytes_are_those_of_the_checkpoint() -> None:

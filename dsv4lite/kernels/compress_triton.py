@@ -1,0 +1,441 @@
+"""Kernels of ``compress.py``: a vector of C channels lies in rows of 64.
+
+With one token a sequence, one program does everything for it. Otherwise a program per token makes the entry that closes there, if
+one does, from the group's tokens of this step and what was carried from before; then programs of their own write what is carried.
+All pour tokens in the same order with the same operations, so how a prompt is cut changes no bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.compress import OVERLAP_RATIO
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
+from dsv4lite.kernels.rows_triton import bf16, hadamard_rows, inverse_rms, only_if, rotate, store_fp4_key, store_fp8_key, store_kv
+
+UNROLL = 8  # tokens of a long group whose loads are under way together
+CARRY_ROWS = 2  # of 64 channels, in one program that writes what is carried
+_KV, _FP4_KEY, _FP8_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr):
+    # empty_carry: peak, sum, weighted sum
+    zero = tl.zeros((ROWS, 64), tl.float32)
+    return zero - float("inf"), zero, zero
+
+
+@triton.jit
+def _choose(condition, p, t, w, other_p, other_t, other_w):
+    return tl.where(condition, p, other_p), tl.where(condition, t, other_t), tl.where(condition, w, other_w)
+
+
+@triton.jit
+def _carried(carry, at, mask, wanted, p, t, w, WIDTH: tl.constexpr):
+    """Return what is carried if that is wanted, else p, t and w."""
+    wanted = wanted != 0  # the interpreter hands on integers
+    mask = only_if(wanted, mask)
+    here = carry + at
+    peak = tl.load(here, mask=mask, other=0.0)
+    total = tl.load(here + WIDTH, mask=mask, other=0.0)
+    weighted = tl.load(here + 2 * WIDTH, mask=mask, other=0.0)
+    return _choose(wanted, peak, total, weighted, p, t, w)
+
+
+@triton.jit
+def _store_set(carry, at, mask, p, t, w, WIDTH: tl.constexpr):
+    tl.store(carry + at, p, mask=mask)
+    tl.store(carry + WIDTH + at, t, mask=mask)
+    tl.store(carry + 2 * WIDTH + at, w, mask=mask)
+
+
+@triton.jit
+def _store_carry(
+    carry, at, mask, closed, p, t, w, lower_p, lower_t, lower_w, A: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    closed = closed != 0
+    # after = torch.stack([where(is_open, done, last_lower), where(is_open, last_lower, fresh)]); without overlap, lower is fresh
+    fresh_p, fresh_t, fresh_w = _empty(ROWS)
+    p, t, w = _choose(closed, lower_p, lower_t, lower_w, p, t, w)
+    tl.debug_barrier()  # the same program has read what it now overwrites
+    _store_set(carry, at, mask, p, t, w, WIDTH)
+    if A == 2:
+        p, t, w = _choose(closed, fresh_p, fresh_t, fresh_w, lower_p, lower_t, lower_w)
+        _store_set(carry + 3 * WIDTH, at, mask, p, t, w, WIDTH)
+
+
+@triton.jit
+def _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin, end, phase, SCORES: tl.constexpr, TURNS: tl.constexpr):
+    """Take rows from ``begin`` to ``end``, TURNS at most; ``phase`` is that of row ``begin``."""
+    for i in tl.static_range(TURNS):
+        valid = begin + i < end
+        here = only_if(valid, mask)
+        row = projected + (begin + i).to(tl.int64) * row_stride + at
+        # scores_TK + ape[phase]
+        score = tl.load(row + SCORES, mask=here, other=0.0) + tl.load(ape + (phase + i) * SCORES + at, mask=here, other=0.0)
+        value = tl.load(row, mask=here, other=0.0)
+        # accumulate; what is not valid changes nothing
+        peak = tl.maximum(p, score)
+        shrink = tl.exp(p - peak)
+        gain = tl.exp(score - peak)
+        p, t, w = _choose(valid, peak, t * shrink + gain, w * shrink + gain * value, p, t, w)
+    return p, t, w
+
+
+@triton.jit
+def _pour(
+    p,
+    t,
+    w,
+    projected,
+    ape,
+    at,
+    mask,
+    row_stride,
+    begin,
+    end,
+    phase,
+    SCORES: tl.constexpr,
+    RATIO: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Take rows ``begin`` to ``end`` of one group; ``phase`` is that of row ``begin``."""
+    if RATIO <= UNROLL:
+        p, t, w = _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin, end, phase, SCORES, RATIO)
+    else:
+        for turn in range(tl.cdiv(end - begin, UNROLL)):
+            done = turn * UNROLL
+            p, t, w = _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin + done, end, phase + done, SCORES, UNROLL)
+    return p, t, w
+
+
+@triton.jit
+def _in_progress(
+    projected,
+    ape,
+    carry,
+    at,
+    mask,
+    row_stride,
+    position,
+    row,
+    first,
+    A: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Return the accumulators of the entry in progress once the token at ``position``, in the step's ``row``, is in.
+
+    ``carry`` is the sequence's before this step, in which its tokens begin at position ``first``.
+    """
+    SCORES: tl.constexpr = A * WIDTH
+    UPPER: tl.constexpr = (A - 1) * WIDTH
+    group = position // RATIO * RATIO
+    begin = tl.maximum(group, first)
+    shift = row - position
+    p, t, w = _empty(ROWS)
+    if A == 2:
+        # previous = torch.cat([fresh, lower[:-1]]): the group before, as far as it lies in this step
+        before = tl.maximum(group - RATIO, first)
+        end = tl.maximum(group, before)
+        cut = (before == first) & (end > before)
+        p, t, w = _carried(carry + 3 * WIDTH, at, mask, cut, p, t, w, WIDTH)
+        p, t, w = _pour(
+            p, t, w, projected, ape, at, mask, row_stride, before + shift, end + shift, before % RATIO, SCORES, RATIO, UNROLL
+        )
+    # torch.where(started, carried_GA3C[:, 0], previous)
+    p, t, w = _carried(carry, at, mask, begin == first, p, t, w, WIDTH)
+    projected += UPPER
+    ape += UPPER
+    return _pour(p, t, w, projected, ape, at, mask, row_stride, begin + shift, row + 1, begin % RATIO, SCORES, RATIO, UNROLL)
+
+
+@triton.jit
+def _store_entry(
+    total,
+    weighted,
+    norm_weight,
+    memory,
+    grow_row,
+    cos,
+    sin,
+    token,
+    position,
+    page_stride,
+    eps,
+    at,
+    mask,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    LOG: tl.constexpr,
+    KIND: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """Norm, rotate, transform, pack and store the entry that the token at ``position`` closes."""
+    # rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
+    x = tl.where(mask, bf16(tl.math.div_rn(weighted, total), GPU), 0.0)
+    y = bf16(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), GPU)
+    pair = token.to(tl.int64) * 32 + tl.arange(0, 32)
+    last = tl.arange(0, ROWS)[:, None] == WIDTH // 64 - 1
+    y = rotate(y, tl.load(cos + pair)[None, :], tl.load(sin + pair)[None, :], last, ROWS, 64, GPU)
+    if LOG:
+        y = hadamard_rows(tl.reshape(y, (1, WIDTH)), 1, LOG, GPU)
+    # page_E * store.rows_per_page + index_E % store.rows_per_page
+    entry = position // RATIO
+    home = memory + tl.load(grow_row + entry // PLACES).to(tl.int64) * page_stride
+    place = entry % PLACES
+    if KIND == _KV:
+        DATA: tl.constexpr = WIDTH + 64
+        SCALES: tl.constexpr = (WIDTH // 64 + 6) // 8 * 8
+        y = tl.reshape(y, (ROWS, 64))
+        store_kv(y, home + place * DATA, home + PLACES * DATA + place * SCALES, position, ROWS, WIDTH - 64, 64)
+    elif KIND == _FP4_KEY:
+        scales = home + PLACES * (WIDTH // 2) + place * (WIDTH // 32)
+        store_fp4_key(tl.reshape(y, (WIDTH // 32, 32)), home + place * (WIDTH // 2), scales, WIDTH)
+    else:
+        store_fp8_key(tl.reshape(y, (1, WIDTH)), home + place * WIDTH, home + PLACES * WIDTH + place * 4, WIDTH)
+
+
+@triton.jit
+def _single_kernel(
+    projected,
+    ape,
+    norm_weight,
+    carry,
+    memory,
+    cos,
+    sin,
+    positions,
+    slots,
+    grow,
+    row_stride,
+    page_stride,
+    pages,
+    eps,
+    A: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    LOG: tl.constexpr,
+    KIND: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """One program per sequence, whose number is that of its only token."""
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (position >= 0) & (slot >= 0):
+        at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        mask = at < WIDTH
+        carry += slot * (A * 3 * WIDTH)
+        phase = position % RATIO
+        closed = phase == RATIO - 1
+        SCORES: tl.constexpr = A * WIDTH
+        UPPER: tl.constexpr = (A - 1) * WIDTH
+        p, t, w = _empty(ROWS)
+        lp, lt, lw = _empty(ROWS)
+        p, t, w = _carried(carry, at, mask, slot >= 0, p, t, w, WIDTH)
+        p, t, w = _pour_few(p, t, w, projected + UPPER, ape + UPPER, at, mask, row_stride, token, token + 1, phase, SCORES, 1)
+        if A == 2:
+            lp, lt, lw = _carried(carry + 3 * WIDTH, at, mask, slot >= 0, lp, lt, lw, WIDTH)
+            lp, lt, lw = _pour_few(lp, lt, lw, projected, ape, at, mask, row_stride, token, token + 1, phase, SCORES, 1)
+        _store_carry(carry, at, mask, closed, p, t, w, lp, lt, lw, A, WIDTH, ROWS)
+        if closed:
+            row = grow + token.to(tl.int64) * pages
+            _store_entry(
+                t, w, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
+                LOG, KIND, GPU,
+            )  # fmt: skip
+
+
+@triton.jit
+def _entry_kernel(
+    projected,
+    ape,
+    norm_weight,
+    carry,
+    memory,
+    cos,
+    sin,
+    positions,
+    sequences,
+    slots,
+    first,
+    grow,
+    row_stride,
+    page_stride,
+    pages,
+    eps,
+    A: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    LOG: tl.constexpr,
+    KIND: tl.constexpr,
+    GPU: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program per token; those that close no entry have nothing to do."""
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    if (position >= 0) & (position % RATIO == RATIO - 1):
+        sequence = tl.load(sequences + token).to(tl.int64)
+        slot = tl.load(slots + sequence).to(tl.int64)
+        if slot >= 0:
+            at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+            mask = at < WIDTH
+            carry += slot * (A * 3 * WIDTH)
+            begin = tl.load(first + sequence)
+            _, t, w = _in_progress(
+                projected, ape, carry, at, mask, row_stride, position, token, begin, A, RATIO, WIDTH, ROWS, UNROLL
+            )
+            row = grow + sequence * pages
+            _store_entry(
+                t, w, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
+                LOG, KIND, GPU,
+            )  # fmt: skip
+
+
+@triton.jit
+def _carry_kernel(
+    projected,
+    ape,
+    carry,
+    slots,
+    first,
+    rows,
+    lens,
+    row_stride,
+    A: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program per sequence and block of channels: what is carried after the step."""
+    sequence = tl.program_id(0)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    length = tl.load(lens + sequence)
+    if (slot >= 0) & (length > 0):
+        at = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]) * 64 + tl.arange(0, 64)[None, :]
+        mask = at < WIDTH
+        carry += slot * (A * 3 * WIDTH)
+        begin = tl.load(first + sequence)
+        position = begin + length - 1
+        row = tl.load(rows + sequence) + length - 1
+        closed = position % RATIO == RATIO - 1
+        p, t, w = _empty(ROWS)
+        lp, lt, lw = _empty(ROWS)
+        # Without overlap a closed group leaves nothing; with it, its lower half is all that is left.
+        p, t, w = _in_progress(projected, ape, carry, at, mask, row_stride, position, row, begin, A, RATIO, WIDTH, ROWS, UNROLL)
+        if A == 2:
+            start = tl.maximum(position // RATIO * RATIO, begin)
+            lp, lt, lw = _carried(carry + 3 * WIDTH, at, mask, start == begin, lp, lt, lw, WIDTH)
+            from_row = row - (position - start)
+            lp, lt, lw = _pour(
+                lp, lt, lw, projected, ape, at, mask, row_stride, from_row, row + 1, start % RATIO, A * WIDTH, RATIO, UNROLL
+            )
+        _store_carry(carry, at, mask, closed, p, t, w, lp, lt, lw, A, WIDTH, ROWS)
+
+
+def _kind(fmt: RowFormat) -> int:
+    if isinstance(fmt, Fp8Kv):
+        assert fmt.rope == 64, fmt
+        return 0
+    assert isinstance(fmt, Fp4Key | Fp8Key) and fmt.width & (fmt.width - 1) == 0, fmt
+    return 1 if isinstance(fmt, Fp4Key) else 2
+
+
+def compress_step_triton(
+    projected: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    carry: Tensor,
+    store: RowStore,
+    paging: Paging,
+    ratio: int,
+    cos_T: Tensor,
+    sin_T: Tensor,
+    eps: float,
+    hadamard: bool,
+) -> None:
+    """See ``compress.compress_step``; widths are multiples of 64, and 64 channels rotate."""
+    tokens, width, sets = projected.shape[0], norm_weight.shape[0], 2 if ratio == OVERLAP_RATIO else 1
+    assert width % 64 == 0 and width == store.format.width and (not hadamard or width & (width - 1) == 0), width
+    assert projected.dtype == torch.float32 and projected.stride(1) == 1 and projected.shape[1] >= 2 * sets * width
+    assert ape.shape == (ratio, sets * width) and ape.is_contiguous()
+    assert carry.shape[1:] == (sets, 3, width) and carry.is_contiguous()
+    assert cos_T.shape == sin_T.shape == (tokens, 32) and cos_T.is_contiguous() and sin_T.is_contiguous()
+    if tokens == 0:
+        return
+    rows = triton.next_power_of_2(width // 64)
+    shape = {"A": sets, "RATIO": ratio, "WIDTH": width}
+    entry = {
+        "ROWS": rows,
+        "PLACES": store.rows_per_page,
+        "LOG": width.bit_length() - 1 if hadamard else 0,
+        "KIND": _kind(store.format),
+        "GPU": projected.is_cuda,
+        "num_warps": _warps(width),
+    }
+    grow = paging.grow_SP
+    strides = (projected.stride(0), store.memory.stride(0), grow.stride(0), eps)
+    places = (projected, ape, norm_weight, carry, store.memory, cos_T, sin_T, paging.positions_T)
+    if paging.singles:
+        _single_kernel[(tokens,)](*places, paging.slots_S, grow, *strides, **shape, **entry, enable_fp_fusion=False)
+        return
+    of_sequences = (paging.sequence_T, paging.slots_S, paging.first_S, grow)
+    _entry_kernel[(tokens,)](*places, *of_sequences, *strides, **shape, **entry, UNROLL=UNROLL, enable_fp_fusion=False)
+    _carry_kernel[(len(paging.slots_S), triton.cdiv(width, 64 * CARRY_ROWS))](
+        projected,
+        ape,
+        carry,
+        paging.slots_S,
+        paging.first_S,
+        paging.rows_S,
+        paging.lens_S,
+        projected.stride(0),
+        **shape,
+        ROWS=CARRY_ROWS,
+        UNROLL=UNROLL,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _warps(width: int) -> int:
+    """Return how many warps hold a vector, four channels a thread."""
+    return 4 if width > 256 else 2 if width > 128 else 1
+
+
+def variants() -> list[Variant]:
+    """Return the launches of csa and hca layers of the released models, and of FP8 keys."""
+    floats = dict.fromkeys(("projected", "ape", "norm_weight", "carry"), "*fp32")
+    where = dict.fromkeys(("positions", "sequences", "slots", "first", "grow"), "*i32")
+    sizes = dict.fromkeys(("row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
+    signature = floats | {"memory": "*u8", "cos": "*fp32", "sin": "*fp32"} | where | sizes
+    single = {name: kind for name, kind in signature.items() if name not in ("sequences", "first")}
+    carry = {name: floats[name] for name in ("projected", "ape", "carry")}
+    carry |= dict.fromkeys(("slots", "first", "rows", "lens"), "*i32") | {"row_stride": "i32"}
+    found = []
+    for ratio, width, log, kind in ((4, 512, 0, 0), (4, 128, 7, 1), (4, 128, 7, 2), (128, 512, 0, 0), (4, 128, 0, 0)):
+        shape = {"A": 2 if ratio == OVERLAP_RATIO else 1, "RATIO": ratio, "WIDTH": width}
+        entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "GPU": True}
+        warps = _warps(width)
+        found.append(Variant(kernel=_single_kernel, signature=single, constants=entry, num_warps=warps))
+        entry = {**entry, "UNROLL": UNROLL}
+        found.append(Variant(kernel=_entry_kernel, signature=signature, constants=entry, num_warps=warps))
+        shape |= {"ROWS": CARRY_ROWS, "UNROLL": UNROLL}
+        found.append(Variant(kernel=_carry_kernel, signature=carry, constants=shape, num_warps=1))
+    return found

@@ -1,0 +1,571 @@
+"""Kernels of ``hc.py``, for four streams in bfloat16.
+
+    leave_enter   tokens x channels: writes a sub-layer's output into the streams, and sums of the projection over these channels
+    mix           one program per token for the next sub-layer's input, and one for some tokens' ``post`` and ``comb``
+
+A sum over the channels has one order whatever the number of tokens: 64 channels of all streams on the tensor cores, such units in
+order within each of eight (or fewer) parts, parts in order. With few tokens a unit has a program of its own and ``mix`` adds them;
+with many a program takes a part. Streams are bfloat16, so weights in three bfloat16 terms make exact products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+
+STREAMS = 4
+_UNIT = 64  # channels
+_PARTS = 8
+_GROUP = 128  # channels that share an FP8 scale
+_FEW = 64  # tokens, up to which each has a program of its own for its coefficients
+_MIX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How ``leave_enter`` runs.
+
+    Attributes:
+        tokens: Of one program.
+        whole: A program takes a whole part of the channels, not a unit.
+    """
+
+    tokens: int
+    whole: bool
+    num_warps: int
+    num_stages: int
+
+
+# By the most tokens each is for.
+TILES: tuple[tuple[int | None, Tile], ...] = (
+    (64, Tile(tokens=16, whole=False, num_warps=4, num_stages=1)),
+    (1024, Tile(tokens=32, whole=False, num_warps=4, num_stages=1)),
+    (None, Tile(tokens=64, whole=True, num_warps=8, num_stages=2)),
+)
+
+
+def tile_for(tokens: int) -> Tile:
+    """Return how to run for a number of tokens."""
+    return next(tile for most, tile in TILES if most is None or tokens <= most)
+
+
+def parts_of(width: int) -> tuple[int, int]:
+    """Return how many parts the channels have, and units each; the last ones may be empty."""
+    units = triton.cdiv(width, _UNIT)
+    parts = min(_PARTS, units)
+    return parts, triton.cdiv(units, parts)
+
+
+@triton.jit
+def _weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
+    """Return ``sum_i a_i w_i + rest`` in one order."""
+    return tl.fma(a3, w3, tl.fma(a2, w2, tl.fma(a1, w1, tl.fma(a0, w0, rest))))
+
+
+@triton.jit
+def _project(fn, inside, x, total, GPU: tl.constexpr):
+    """Add ``fn @ x.T`` to ``total`` [ROWS, TOKENS]; ``fn`` points to float32 [ROWS, _UNIT], ``x`` is bfloat16 [TOKENS, _UNIT]."""
+    f = tl.load(fn, mask=inside, other=0.0)
+    high = f.to(tl.bfloat16)
+    rest = f - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    x = tl.trans(x)
+    if not GPU:  # the interpreter multiplies bfloat16 as integers
+        x, high, middle, low = x.to(tl.float32), high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
+    return tl.dot(high, x, tl.dot(middle, x, tl.dot(low, x, total)))
+
+
+@triton.jit(do_not_specialize=["tokens", "units"])
+def leave_enter_kernel(
+    streams,
+    y,
+    post,
+    comb,
+    fn,
+    out,
+    sums,
+    tokens,
+    units,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LEAVE: tl.constexpr,
+    ENTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    part = tl.program_id(0) % PROGRAMS
+    first = (tl.program_id(0) // PROGRAMS).to(tl.int64) * TOKENS
+    token = tl.arange(0, TOKENS)
+    here = first + token < tokens
+    streams += first * (4 * WIDTH)
+    out += first * (4 * WIDTH)
+    row = tl.arange(0, ROWS_TILE)
+    if LEAVE:
+        y += first * WIDTH
+        p = post + first * 4 + token * 4
+        p0 = tl.load(p, mask=here, other=0.0)[:, None]
+        p1 = tl.load(p + 1, mask=here, other=0.0)[:, None]
+        p2 = tl.load(p + 2, mask=here, other=0.0)[:, None]
+        p3 = tl.load(p + 3, mask=here, other=0.0)[:, None]
+        c = comb + first * 16 + token * 16
+        c00 = tl.load(c, mask=here, other=0.0)[:, None]
+        c01 = tl.load(c + 1, mask=here, other=0.0)[:, None]
+        c02 = tl.load(c + 2, mask=here, other=0.0)[:, None]
+        c03 = tl.load(c + 3, mask=here, other=0.0)[:, None]
+        c10 = tl.load(c + 4, mask=here, other=0.0)[:, None]
+        c11 = tl.load(c + 5, mask=here, other=0.0)[:, None]
+        c12 = tl.load(c + 6, mask=here, other=0.0)[:, None]
+        c13 = tl.load(c + 7, mask=here, other=0.0)[:, None]
+        c20 = tl.load(c + 8, mask=here, other=0.0)[:, None]
+        c21 = tl.load(c + 9, mask=here, other=0.0)[:, None]
+        c22 = tl.load(c + 10, mask=here, other=0.0)[:, None]
+        c23 = tl.load(c + 11, mask=here, other=0.0)[:, None]
+        c30 = tl.load(c + 12, mask=here, other=0.0)[:, None]
+        c31 = tl.load(c + 13, mask=here, other=0.0)[:, None]
+        c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
+        c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
+    total = tl.zeros((ROWS_TILE, TOKENS), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for unit in tl.range(0, units, num_stages=STAGES):
+        column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
+        inside = here[:, None] & (column < WIDTH)[None, :]
+        at = token[:, None] * (4 * WIDTH) + column[None, :]
+        x0 = tl.load(streams + at, mask=inside, other=0.0)
+        x1 = tl.load(streams + at + WIDTH, mask=inside, other=0.0)
+        x2 = tl.load(streams + at + 2 * WIDTH, mask=inside, other=0.0)
+        x3 = tl.load(streams + at + 3 * WIDTH, mask=inside, other=0.0)
+        if LEAVE:
+            # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
+            w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            x0 = to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU)
+            x1 = to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU)
+            x2 = to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU)
+            x3 = to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU)
+            tl.store(out + at, x0, mask=inside)
+            tl.store(out + at + WIDTH, x1, mask=inside)
+            tl.store(out + at + 2 * WIDTH, x2, mask=inside)
+            tl.store(out + at + 3 * WIDTH, x3, mask=inside)
+        if ENTER:
+            # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
+            wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+            weights = fn + row[:, None] * (4 * WIDTH) + column[None, :]
+            product = tl.zeros((ROWS_TILE, TOKENS), tl.float32)
+            product = _project(weights, wanted, x0, product, GPU)
+            product = _project(weights + WIDTH, wanted, x1, product, GPU)
+            product = _project(weights + 2 * WIDTH, wanted, x2, product, GPU)
+            product = _project(weights + 3 * WIDTH, wanted, x3, product, GPU)
+            total += product
+            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            squares += tl.sum(_weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
+    if ENTER:
+        sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
+        tl.store(sums + token[None, :] * (ROWS + 1) + row[:, None], total, mask=here[None, :] & (row < ROWS)[:, None])
+        tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
+
+
+@triton.jit
+def _normed(sums, inside, tokens, norm_eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr):
+    """Return the normalised projection, float32 [TOKENS, ROWS_TILE]; ``sums`` points to the first unit's."""
+    # Reference: sums.sum(0)
+    stride = tokens.to(tl.int64) * (ROWS + 1)
+    total = tl.zeros_like(inside).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        partial = tl.load(sums + part * UNITS * stride, mask=inside, other=0.0)
+        for unit in tl.static_range(1, UNITS):
+            partial += tl.load(sums + (part * UNITS + unit) * stride, mask=inside, other=0.0)
+        total += partial
+    # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
+    squares = _column(total, ROWS)
+    return total * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)[:, None]
+
+
+@triton.jit
+def _column(x, i):
+    """Return column ``i`` of a tile."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0), 1)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softmax(a, b, c, d, eps):
+    """Return a row's softmax plus ``eps``."""
+    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
+    share = 1.0 / (a + b + c + d)
+    return a * share + eps, b * share + eps, c * share + eps, d * share + eps
+
+
+@triton.jit
+def _mix(
+    sums,
+    base,
+    scale,
+    post,
+    comb,
+    tokens,
+    eps,
+    norm_eps,
+    block,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ITERS: tl.constexpr,
+):
+    """Write ``post`` and ``comb`` of some tokens; a number of a token's matrix is in one register."""
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here = token < tokens
+    row = tl.arange(0, ROWS_TILE)
+    inside = here[:, None] & (row <= ROWS)[None, :]
+    m = _normed(sums + token[:, None] * (ROWS + 1) + row[None, :], inside, tokens, norm_eps, WIDTH, ROWS, PARTS, UNITS)
+    bias = tl.load(base + row, mask=row < ROWS, other=0.0)
+    # Reference: post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    written = 2.0 * _sigmoid(m * tl.load(scale + 1) + bias[None, :])
+    tl.store(post + token[:, None] * 4 + row[None, :] - 4, written, mask=inside & ((row >= 4) & (row < 8))[None, :])
+    # Reference: comb = (projected[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + eps
+    m = m * tl.load(scale + 2) + bias[None, :]
+    a00, a01, a02, a03 = _softmax(_column(m, 8), _column(m, 9), _column(m, 10), _column(m, 11), eps)
+    a10, a11, a12, a13 = _softmax(_column(m, 12), _column(m, 13), _column(m, 14), _column(m, 15), eps)
+    a20, a21, a22, a23 = _softmax(_column(m, 16), _column(m, 17), _column(m, 18), _column(m, 19), eps)
+    a30, a31, a32, a33 = _softmax(_column(m, 20), _column(m, 21), _column(m, 22), _column(m, 23), eps)
+    # Reference: sinkhorn
+    one = tl.full((TOKENS,), 1.0, tl.float32)
+    r0, r1, r2, r3 = one, one, one, one
+    c0 = _weigh(a00, a10, a20, a30, one, one, one, one, eps * one)
+    c1 = _weigh(a01, a11, a21, a31, one, one, one, one, eps * one)
+    c2 = _weigh(a02, a12, a22, a32, one, one, one, one, eps * one)
+    c3 = _weigh(a03, a13, a23, a33, one, one, one, one, eps * one)
+    for _ in range(ITERS - 1):
+        w0, w1, w2, w3 = 1.0 / c0, 1.0 / c1, 1.0 / c2, 1.0 / c3
+        r0 = _weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
+        r1 = _weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
+        r2 = _weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
+        r3 = _weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
+        w0, w1, w2, w3 = 1.0 / r0, 1.0 / r1, 1.0 / r2, 1.0 / r3
+        c0 = _weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
+        c1 = _weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
+        c2 = _weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
+        c3 = _weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
+    at = comb + token * 16
+    tl.store(at, a00 / (r0 * c0), mask=here)
+    tl.store(at + 1, a01 / (r0 * c1), mask=here)
+    tl.store(at + 2, a02 / (r0 * c2), mask=here)
+    tl.store(at + 3, a03 / (r0 * c3), mask=here)
+    tl.store(at + 4, a10 / (r1 * c0), mask=here)
+    tl.store(at + 5, a11 / (r1 * c1), mask=here)
+    tl.store(at + 6, a12 / (r1 * c2), mask=here)
+    tl.store(at + 7, a13 / (r1 * c3), mask=here)
+    tl.store(at + 8, a20 / (r2 * c0), mask=here)
+    tl.store(at + 9, a21 / (r2 * c1), mask=here)
+    tl.store(at + 10, a22 / (r2 * c2), mask=here)
+    tl.store(at + 11, a23 / (r2 * c3), mask=here)
+    tl.store(at + 12, a30 / (r3 * c0), mask=here)
+    tl.store(at + 13, a31 / (r3 * c1), mask=here)
+    tl.store(at + 14, a32 / (r3 * c2), mask=here)
+    tl.store(at + 15, a33 / (r3 * c3), mask=here)
+
+
+@triton.jit(do_not_specialize=["tokens", "mixers"])
+def collapse_kernel(
+    streams,
+    sums,
+    base,
+    scale,
+    norm_weight,
+    x,
+    codes,
+    scales,
+    post,
+    comb,
+    tokens,
+    mixers,
+    eps,
+    norm_eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    MIX_TOKENS: tl.constexpr,
+    ITERS: tl.constexpr,
+    HEAD: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < mixers:
+        if not HEAD:
+            _mix(
+                sums,
+                base,
+                scale,
+                post,
+                comb,
+                tokens,
+                eps,
+                norm_eps,
+                program,
+                WIDTH,
+                ROWS,
+                ROWS_TILE,
+                PARTS,
+                UNITS,
+                MIX_TOKENS,
+                ITERS,
+            )
+    else:
+        token = (program - mixers).to(tl.int64)
+        group = tl.arange(0, GROUPS_TILE)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = column < WIDTH
+        at = streams + token * (4 * WIDTH) + column
+        x0 = tl.load(at, mask=inside, other=0.0)
+        x1 = tl.load(at + WIDTH, mask=inside, other=0.0)
+        x2 = tl.load(at + 2 * WIDTH, mask=inside, other=0.0)
+        x3 = tl.load(at + 3 * WIDTH, mask=inside, other=0.0)
+        row = tl.arange(0, ROWS_TILE)[None, :]
+        m = _normed(sums + token * (ROWS + 1) + row, row <= ROWS, tokens, norm_eps, WIDTH, ROWS, PARTS, UNITS)
+        # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
+        pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
+        # Reference: x = weighted_sum(streams_TND, pre)
+        summed = x0.to(tl.float32) * _column(pre, 0)[:, None]
+        summed = tl.fma(x1.to(tl.float32), _column(pre, 1)[:, None] + tl.zeros_like(summed), summed)
+        summed = tl.fma(x2.to(tl.float32), _column(pre, 2)[:, None] + tl.zeros_like(summed), summed)
+        summed = tl.fma(x3.to(tl.float32), _column(pre, 3)[:, None] + tl.zeros_like(summed), summed)
+        rounded = to_bf16(summed, NATIVE)
+        if not HEAD:
+            # Reference: rms_norm(x, norm_weight, norm_eps)
+            weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+            v = rounded.to(tl.float32)
+            rounded = to_bf16(v * tl.rsqrt(tl.sum(v * v) / WIDTH + norm_eps) * weight, NATIVE)
+        tl.store(x + token * WIDTH + column, rounded, mask=inside)
+        if FP8:
+            # Reference: quantize_fp8(x, 128)
+            v = rounded.to(tl.float32)
+            bits = fp8_scale_bits(v)
+            tl.store(codes + token * WIDTH + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=inside)
+            GROUPS: tl.constexpr = (WIDTH + 127) // 128
+            tl.store(scales + token * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
+
+
+def _launch_leave_enter(
+    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Leave (unless ``pending`` is ``None``) and enter (unless ``fn`` is); return the streams and the sums of the projection."""
+    tokens, streams, width = streams_TND.shape
+    assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    y, post, comb = pending or (streams_TND,) * 3
+    assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
+    rows = 1 if fn is None else fn.shape[0]
+    assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width)
+    tile, (parts, units) = tile_for(tokens), parts_of(width)
+    programs = parts if tile.whole else parts * units
+    out = streams_TND if pending is None else torch.empty_like(streams_TND)
+    sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
+    if tokens:
+        leave_enter_kernel[(triton.cdiv(tokens, tile.tokens) * programs,)](
+            streams_TND,
+            y,
+            post,
+            comb,
+            sums if fn is None else fn,
+            out,
+            sums,
+            tokens,
+            units if tile.whole else 1,
+            WIDTH=width,
+            ROWS=rows,
+            ROWS_TILE=_rows_tile(rows),
+            TOKENS=tile.tokens,
+            UNIT=_UNIT,
+            PROGRAMS=programs,
+            LEAVE=pending is not None,
+            ENTER=fn is not None,
+            STAGES=tile.num_stages,
+            GPU=streams_TND.is_cuda,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=False,
+        )
+    return out, sums
+
+
+def _rows_tile(rows: int) -> int:
+    """Return how many rows of weights a program multiplies by, at least one tensor-core instruction's."""
+    return max(16, triton.next_power_of_2(rows))
+
+
+def leave_enter_triton(streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``."""
+    return _launch_leave_enter(streams_TND, pending, fn)
+
+
+def expand_triton(y_TD: Tensor, streams_TND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Launch ``hc_expand``."""
+    return _launch_leave_enter(streams_TND, (y_TD, post, comb), None)[0]
+
+
+def collapse_triton(
+    streams_TND: Tensor,
+    sums: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch ``hc_collapse`` and its likes.
+
+    Args:
+        streams_TND, sums, base, scale: As there.
+        norm_weight: ``None`` for the head of the model, which neither norms nor returns.
+        fp8: Quantize, too.
+
+    Returns:
+        x [T, D], its codes uint8 [T, D] and scale bytes [T, ceil(D / 128)] (empty unless ``fp8``), post [T, N], comb [T, N, N].
+    """
+    tokens, streams, width = streams_TND.shape
+    rows, device, head = base.shape[0], streams_TND.device, norm_weight is None
+    parts, units = parts_of(width)
+    assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
+    assert sums.shape[0] in (parts, parts * units), sums.shape
+    assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
+    x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
+    quantized = tokens if fp8 else 0
+    codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
+    scales = torch.empty(quantized, triton.cdiv(width, _GROUP), dtype=torch.uint8, device=device)
+    mixed = 0 if head else tokens
+    post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
+    comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
+    mix_tokens = 1 if tokens <= _FEW else _MIX_TOKENS
+    mixers = triton.cdiv(mixed, mix_tokens)
+    groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
+    if tokens:
+        collapse_kernel[(mixers + tokens,)](
+            streams_TND,
+            sums,
+            base,
+            scale,
+            x if norm_weight is None else norm_weight,
+            x,
+            codes,
+            scales,
+            post,
+            comb,
+            tokens,
+            mixers,
+            eps,
+            norm_eps,
+            WIDTH=width,
+            ROWS=rows,
+            ROWS_TILE=triton.next_power_of_2(rows + 1),
+            GROUPS_TILE=groups_tile,
+            PARTS=parts,
+            UNITS=sums.shape[0] // parts,
+            MIX_TOKENS=mix_tokens,
+            ITERS=iters,
+            HEAD=head,
+            FP8=fp8,
+            NATIVE=native_e4m3(x),
+            num_warps=_collapse_warps(groups_tile),
+            enable_fp_fusion=False,
+        )
+    return x, codes, scales, post, comb
+
+
+def _collapse_warps(groups_tile: int) -> int:
+    """Return how many warps share a token's channels."""
+    return min(8, max(1, groups_tile // 4))
+
+
+def variants() -> list[Variant]:
+    """Return every launch, for compilation ahead of time."""
+    found = []
+    for width in (4096, 7168):
+        parts, units = parts_of(width)
+        groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
+        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
+            for _, tile in TILES:
+                for leave, rows in ((True, 24), (False, 24), (False, 4), (True, 0)):
+                    found.append(
+                        Variant(
+                            kernel=leave_enter_kernel,
+                            signature={
+                                **dict.fromkeys(("streams", "y", "out"), "*bf16"),
+                                **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
+                                **dict.fromkeys(("fn", "sums"), "*fp32"),
+                                "tokens": "i32",
+                                "units": "i32",
+                            },
+                            constants={
+                                "WIDTH": width,
+                                "ROWS": rows or 1,
+                                "ROWS_TILE": _rows_tile(rows or 1),
+                                "TOKENS": tile.tokens,
+                                "UNIT": _UNIT,
+                                "PROGRAMS": parts if tile.whole else parts * units,
+                                "LEAVE": leave,
+                                "ENTER": rows > 0,
+                                "STAGES": tile.num_stages,
+                                "GPU": True,
+                            },
+                            num_warps=tile.num_warps,
+                            num_stages=tile.num_stages,
+                            capabilities=capabilities,
+                        )
+                    )
+            for rows, fp8 in ((24, True), (24, False), (4, False)):
+                for several, mix_tokens in ((units, 1), (units, _MIX_TOKENS), (1, _MIX_TOKENS)):
+                    found.append(
+                        Variant(
+                            kernel=collapse_kernel,
+                            signature={
+                                **dict.fromkeys(("streams", "x"), "*bf16"),
+                                **dict.fromkeys(("sums", "base", "scale", "norm_weight", "post", "comb"), "*fp32"),
+                                **({"norm_weight": "*bf16"} if rows == 4 else {}),
+                                **dict.fromkeys(("codes", "scales"), "*u8"),
+                                **dict.fromkeys(("tokens", "mixers"), "i32"),
+                                **dict.fromkeys(("eps", "norm_eps"), "fp32"),
+                            },
+                            constants={
+                                "WIDTH": width,
+                                "ROWS": rows,
+                                "ROWS_TILE": triton.next_power_of_2(rows + 1),
+                                "GROUPS_TILE": groups_tile,
+                                "PARTS": parts,
+                                "UNITS": several,
+                                "MIX_TOKENS": mix_tokens,
+                                "ITERS": 20,
+                                "HEAD": rows == 4,
+                                "FP8": fp8,
+                                "NATIVE": native,
+                            },
+                            num_warps=_collapse_warps(groups_tile),
+                            capabilities=capabilities,
+                        )
+                    )
+    return found

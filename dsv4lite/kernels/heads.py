@@ -1,0 +1,53 @@
+"""The norm and the rotation of every query head, and what the indexer's heads go through.
+
+    q  = rope(rms_norm_heads(query[:H C]))
+    iq = round_fp4(hadamard(rope(query[H C:])))
+
+Source: DeepSeek-V4 specification 3.3, 3.6 and 4.3.  Numerics: those of ``rms_norm_heads``, ``rope``, ``hadamard`` and
+``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: where the sum lies at a border,
+a head's factor is the neighbouring bfloat16 (seen in one of 10^4 heads), and the head differs by one unit in the last place.
+Index heads are equal.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.norm import rms_norm_heads
+from dsv4lite.kernels.quantize import hadamard, round_fp4
+from dsv4lite.kernels.rope import rope
+
+
+def head_norms_ref(
+    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """See ``head_norms``."""
+    q_THC = query_TK[:, : heads * channels].unflatten(1, (heads, channels))
+    q_THC = rope(rms_norm_heads(q_THC, eps), cos, sin)
+    if not index_heads:
+        return q_THC, None
+    iq_THC = query_TK[:, heads * channels :].unflatten(1, (index_heads, index_dim))
+    return q_THC, round_fp4(hadamard(rope(iq_THC, cos, sin)))
+
+
+def head_norms(
+    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Normalise and rotate query heads; rotate, transform and round index heads.
+
+    Args:
+        query_TK: bfloat16 [T, H C + Hi Ci].
+        heads, channels: H and C.
+        index_heads, index_dim: Hi and Ci; no index heads if Hi is 0.
+        cos, sin: float32 [T, rope / 2].
+        eps: Of the norm.
+
+    Returns:
+        Queries bfloat16 [T, H, C], and index queries bfloat16 [T, Hi, Ci] or ``None``.
+    """
+    if use_triton(query_TK):
+        from dsv4lite.kernels.heads_triton import head_norms_triton
+
+        return head_norms_triton(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
+    return head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)

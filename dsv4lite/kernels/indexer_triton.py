@@ -1,0 +1,430 @@
+"""Kernels of ``indexer.py`` on packed pages.
+
+    scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all of them
+    select      one token whose scores fit into one program's registers: bisection for the threshold, then one running sum
+    segment     the same for more scores, cut into segments, in three passes: two histograms, one of each byte of the scores'
+                ordered bits; each program then knows the threshold and how many entries the segments before its own give
+
+Tokens that see no more entries than are wanted are passed over.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import Fp4Key, RowStore
+
+PAGE_TOKENS = 256
+KEYS = 128  # of a piece
+TOKENS = 32  # that share a piece
+PROGRAMS = 4096  # that scores are spread over at most
+SEGMENT = 4096  # scores of one program, where there are too many for one
+MOST = 8192  # scores that one program holds
+_STAGES = 2  # of the tokens' queries
+
+
+@triton.jit
+def _round(x, GPU: tl.constexpr):
+    """Round float32 to the nearest bfloat16, as float32."""
+    if GPU:
+        rounded = x.to(tl.bfloat16).to(tl.float32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
+    return rounded
+
+
+# Bytes 0 and 1, then 2 and 3: their low nibbles, then their high ones.
+_WIDEN = tl.constexpr("""{
+.reg .b32 t, s, m, f, z;
+mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;
+prmt.b32 t, $4, 0, 0x4140;
+shl.b32 s, t, 12; shl.b32 m, t, 6; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $0, s, $5, z;
+shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $2, s, $5, z;
+prmt.b32 t, $4, 0, 0x4342;
+shl.b32 s, t, 12; shl.b32 m, t, 6; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $1, s, $5, z;
+shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $5, z;
+}""")
+
+
+@triton.jit
+def _e2m1(nibble, factor):
+    bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * factor
+
+
+@triton.jit
+def _keys(
+    keys, pages, piece, count,
+    PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return a piece of keys [KEYS, C], bfloat16 (float32 in the interpreter); zeros from entry ``count`` on."""
+    # Reference: Fp4Key.unpack
+    entry = piece * KEYS + tl.arange(0, KEYS)
+    live = entry < count
+    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
+    base = keys + page * PAGE_BYTES
+    place = entry % PAGE_ROWS
+    DATA: tl.constexpr = GROUPS * 16
+    data = tl.multiple_of(base + place * DATA, 16)
+    group = tl.arange(0, GROUPS)
+    at = data[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    codes = tl.load(at, mask=live[:, None, None], other=0)
+    scales = base + PAGE_ROWS * DATA + place * GROUPS
+    scale = tl.load(scales[:, None] + group[None, :], mask=live[:, None], other=0).to(tl.int32)
+    # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
+    if GPU:
+        bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
+        both = (bits | (bits << 16))[:, :, None]
+        low, high = tl.inline_asm_elementwise(
+            _WIDEN, "=r,=r,=r,=r,r,r,r,r,r", [codes, both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
+        factor = bits.to(tl.float32, bitcast=True)[:, :, None]
+        low = _e2m1(codes.to(tl.int32) & 15, factor)
+        high = _e2m1(codes.to(tl.int32) >> 4, factor)
+    return tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32))
+
+
+@triton.jit
+def _query(iq, weights, row, weight_stride, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GPU: tl.constexpr):
+    """Return a token's queries [HEADS, C] and the weights of its heads, float32."""
+    head = tl.arange(0, HEADS)
+    q = tl.load(iq + (row * H + head[:, None]) * C + tl.arange(0, C)[None, :], mask=(head < H)[:, None], other=0.0)
+    if not GPU:
+        q = q.to(tl.float32)
+    return q, tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _score(k, q, weight, GPU: tl.constexpr):
+    # Reference: _weigh(dots, weights, dtype)
+    closed = tl.maximum(_round(tl.dot(k, tl.trans(q)), GPU), 0.0)
+    return _round(tl.sum(_round(closed * weight[None, :], GPU), 1), GPU)
+
+
+@triton.jit(do_not_specialize=["grow_columns", "weight_stride", "begin", "count", "columns"])
+def scores_kernel(
+    iq,
+    weights,
+    keys,
+    positions,
+    sequences,
+    first_rows,
+    lens,
+    grow,
+    scores,
+    grow_columns,
+    weight_stride,
+    begin,
+    count,
+    columns,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GPU: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    C: tl.constexpr = GROUPS * 32
+    e = tl.arange(0, KEYS)
+    step = tl.num_programs(1)
+    n = tl.program_id(0) * TOKENS
+    stop = tl.minimum(n + TOKENS, count)
+    if TOKENS == 1:
+        position = tl.load(positions + begin + n)
+        sequence = tl.load(sequences + begin + n).to(tl.int64)
+        visible = (position + 1) // RATIO
+        if visible > TOP_K:
+            row = n.to(tl.int64)
+            q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
+            out = scores + row * columns
+            for piece in range(tl.program_id(1), (visible + KEYS - 1) // KEYS, step):
+                k = _keys(keys, grow + sequence * grow_columns, piece, visible, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+                at = piece * KEYS + e
+                tl.store(out + at, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
+    else:
+        while n < stop:
+            # Tokens from n to end are of one sequence; padding is passed over one by one.
+            position = tl.load(positions + begin + n)
+            sequence = tl.load(sequences + begin + n).to(tl.int64)
+            ends = tl.load(first_rows + sequence) + tl.load(lens + sequence) - begin
+            end = tl.minimum(stop, tl.where(position < 0, n + 1, ends))
+            most = (position + end - n) // RATIO
+            pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
+            for piece in range(tl.program_id(1), pieces, step):
+                k = _keys(keys, grow + sequence * grow_columns, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+                # The first that needs scores and sees an entry of the piece.
+                needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
+                for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
+                    row = token + tl.zeros((), tl.int64)
+                    q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
+                    at = piece * KEYS + e
+                    visible = (position + token - n + 1) // RATIO
+                    out = scores + row * columns + at
+                    tl.store(out, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
+            n = end
+
+
+@triton.jit
+def _ordered(scores, at, visible):
+    """Return numbers in [0, 65536) in the order of the scores, -1 for what is not visible."""
+    # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
+    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    bits = tl.where(bits == 0x8000, 0, bits)
+    return tl.where(at < visible, bits ^ tl.where(bits >= 0x8000, 0xFFFF, 0x8000), -1)
+
+
+@triton.jit
+def _gather(selected, at, number, threshold, above, equal, wanted):
+    """Store the entries ``at`` above the threshold, and of those equal to it the first ``wanted``; some lie before these."""
+    # Reference: order = scores.sort(descending=True, stable=True).indices[:, :top_k]; order.sort()
+    more = (number > threshold).to(tl.int32)
+    same = (number == threshold).to(tl.int32)
+    both = tl.cumsum(more + (same << 16), 0)
+    equals = equal + (both >> 16)
+    take = (more != 0) | ((same != 0) & (equals <= wanted))
+    tl.store(selected + above + (both & 0xFFFF) + tl.minimum(equals, wanted) - 1, at, mask=take)
+
+
+@triton.jit(do_not_specialize=["begin", "columns"])
+def select_kernel(
+    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(positions + begin + n) + 1) // RATIO
+    if visible <= TOP_K:
+        return
+    at = tl.arange(0, BLOCK)
+    number = _ordered(scores + n * columns, at, visible)
+    # The largest number that TOP_K scores reach, bit by bit.
+    threshold = 0
+    for i in range(16):
+        higher = threshold | (0x8000 >> i)
+        threshold = tl.where(tl.sum((number >= higher).to(tl.int32)) >= TOP_K, higher, threshold)
+    wanted = TOP_K - tl.sum((number > threshold).to(tl.int32))
+    _gather(selected + n * TOP_K, at, number, threshold, 0, 0, wanted)
+
+
+@triton.jit
+def _reach(count, wanted):
+    """Return the highest of 256 bins that, with those above, holds ``wanted``, and how many those above hold."""
+    bins = tl.arange(0, 256)
+    from_here = tl.sum(count) - tl.cumsum(count, 0) + count
+    found = tl.max(tl.where(from_here >= wanted, bins, 0))
+    return found, tl.sum(tl.where(bins > found, count, 0))
+
+
+@triton.jit
+def _sums(counts, used, segment, SEGMENTS: tl.constexpr):
+    """Return the sum of the histograms [used, 256], and of those before ``segment``."""
+    each = tl.arange(0, SEGMENTS)[:, None]
+    count = tl.load(counts + each * 256 + tl.arange(0, 256)[None, :], mask=each < used, other=0)
+    return tl.sum(count, 0), tl.sum(tl.where(each < segment, count, 0), 0)
+
+
+@triton.jit
+def _count(counts, number):
+    """Store how often each of [0, 256) occurs."""
+    bins = tl.arange(0, 512)
+    tl.store(counts + bins, tl.histogram(number, 512), mask=bins < 256)
+
+
+@triton.jit(do_not_specialize=["begin", "columns"])
+def segment_kernel(
+    scores,
+    positions,
+    highs,
+    lows,
+    selected,
+    begin,
+    columns,
+    TOP_K: tl.constexpr,
+    RATIO: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
+    visible = (tl.load(positions + begin + n) + 1) // RATIO
+    used = (visible + SEGMENT - 1) // SEGMENT
+    if (visible <= TOP_K) | (segment >= used):
+        return
+    at = segment * SEGMENT + tl.arange(0, SEGMENT)
+    number = _ordered(scores + n * columns, at, visible)
+    row = n * tl.num_programs(1)
+    if PASS == 0:
+        _count(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
+    else:
+        total, before = _sums(highs + row * 256, used, segment, SEGMENTS)
+        high, above = _reach(total, TOP_K)
+        if PASS == 1:
+            _count(lows + (row + segment) * 256, tl.where(number >> 8 == high, number & 255, 256))
+        else:
+            bins = tl.arange(0, 256)
+            more = tl.sum(tl.where(bins > high, before, 0))
+            total, before = _sums(lows + row * 256, used, segment, SEGMENTS)
+            low, between = _reach(total, TOP_K - above)
+            more += tl.sum(tl.where(bins > low, before, 0))
+            equal = tl.sum(tl.where(bins == low, before, 0))
+            _gather(selected + n * TOP_K, at, number, high * 256 + low, more, equal, TOP_K - above - between)
+
+
+def index_scores_paged_triton(
+    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, begin: int
+) -> Tensor:
+    """See ``indexer.index_scores_paged``."""
+    count, heads, channels = iq_NHC.shape
+    assert isinstance(keys.format, Fp4Key) and keys.format.width == channels and channels & (channels - 1) == 0, keys.format
+    assert iq_NHC.is_contiguous() and weights_NH.shape == (count, heads) and weights_NH.stride(1) == 1
+    scores = torch.empty(count, entries_max, dtype=torch.bfloat16, device=iq_NHC.device)
+    if count == 0 or entries_max <= top_k:
+        return scores
+    tokens = 1 if paging.singles else TOKENS
+    tiles = triton.cdiv(count, tokens)
+    pieces = min(triton.cdiv(entries_max, KEYS), max(1, PROGRAMS // tiles))
+    scores_kernel[(tiles, pieces)](
+        iq_NHC,
+        weights_NH,
+        keys.memory,
+        paging.positions_T,
+        paging.sequence_T,
+        paging.rows_S,
+        paging.lens_S,
+        paging.grow_SP,
+        scores,
+        paging.grow_SP.stride(0),
+        weights_NH.stride(0),
+        begin,
+        count,
+        entries_max,
+        H=heads,
+        HEADS=max(16, triton.next_power_of_2(heads)),
+        GROUPS=keys.format.scale_bytes,
+        RATIO=PAGE_TOKENS // keys.rows_per_page,
+        TOP_K=top_k,
+        PAGE_BYTES=keys.memory.shape[1],
+        PAGE_ROWS=keys.rows_per_page,
+        KEYS=KEYS,
+        TOKENS=tokens,
+        GPU=iq_NHC.is_cuda,
+        STAGES=_STAGES,
+        num_warps=4,
+        num_stages=_STAGES,
+        enable_fp_fusion=True,
+    )
+    return scores
+
+
+def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
+    """See ``indexer.select_paged``."""
+    (count, columns), top_k = scores_NE.shape, out.shape[1]
+    assert scores_NE.is_contiguous() and out.is_contiguous() and out.shape[0] == count and out.dtype == torch.int32
+    if count == 0 or columns <= top_k:
+        return out
+    if columns <= MOST:
+        block = block_for(columns)
+        select_kernel[(count,)](
+            scores_NE,
+            paging.positions_T,
+            out,
+            begin,
+            columns,
+            TOP_K=top_k,
+            RATIO=ratio,
+            BLOCK=block,
+            num_warps=block // 512,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+        return out
+    segments = triton.cdiv(columns, SEGMENT)
+    highs, lows = torch.empty(2, count, segments, 256, dtype=torch.int32, device=out.device)
+    for number in range(3):
+        segment_kernel[(count, segments)](
+            scores_NE,
+            paging.positions_T,
+            highs,
+            lows,
+            out,
+            begin,
+            columns,
+            TOP_K=top_k,
+            RATIO=ratio,
+            SEGMENT=SEGMENT,
+            SEGMENTS=triton.next_power_of_2(segments),
+            PASS=number,
+            num_warps=8,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def block_for(columns: int) -> int:
+    """Return how many scores one program takes, from a small set of sizes."""
+    return max(1024, 1 << (columns - 1).bit_length())
+
+
+def variants() -> list[Variant]:
+    """Return the kernels at V4-Flash's sizes and small ones, for every number of scores."""
+    found = []
+    pointers = {
+        "iq": "*bf16",
+        "weights": "*bf16",
+        "keys": "*u8",
+        **dict.fromkeys(("positions", "sequences", "first_rows", "lens", "grow"), "*i32"),
+        "scores": "*bf16",
+    }
+    sizes = dict.fromkeys(("grow_columns", "weight_stride", "begin", "count", "columns"), "i32")
+    for heads, tokens in product((64, 16), (1, TOKENS)):
+        constants = {
+            "H": heads,
+            "HEADS": heads,
+            "GROUPS": 4,
+            "RATIO": 4,
+            "TOP_K": 512,
+            "PAGE_BYTES": 64 * 68,
+            "PAGE_ROWS": 64,
+            "KEYS": KEYS,
+            "TOKENS": tokens,
+            "GPU": True,
+            "STAGES": _STAGES,
+        }
+        found.append(
+            Variant(
+                kernel=scores_kernel,
+                signature={**pointers, **sizes},
+                constants=constants,
+                num_warps=4,
+                num_stages=_STAGES,
+            )
+        )
+    signature = {"scores": "*bf16", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
+    for block in (1024, 2048, 4096, 8192):
+        constants = {"TOP_K": 512, "RATIO": 4, "BLOCK": block}
+        found.append(Variant(kernel=select_kernel, signature=signature, constants=constants, num_warps=block // 512, num_stages=1))
+    tables = {"highs": "*i32", "lows": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
+    for number, segments in product(range(3), (4, 64)):
+        constants = {"TOP_K": 512, "RATIO": 4, "SEGMENT": SEGMENT, "SEGMENTS": segments, "PASS": number}
+        signature = {"scores": "*bf16", "positions": "*i32", **tables}
+        found.append(Variant(kernel=segment_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
+    return found

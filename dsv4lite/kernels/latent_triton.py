@@ -1,0 +1,172 @@
+"""Kernel of ``latent.py``: two programs a token, one for each latent."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.e4m3 import e4m3_bytes
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rows import Fp8Kv, RowStore
+from dsv4lite.kernels.rows_triton import bf16, fp8_scale, inverse_rms, only_if, rotate, store_kv
+
+
+@triton.jit
+def _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK: tl.constexpr, GROUPS: tl.constexpr, GPU: tl.constexpr):
+    # quantize_fp8(rms_norm(latent_TK[:, :rank], q_norm, eps), QUERY_GROUP)
+    group = tl.arange(0, GROUPS)
+    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = at < RANK
+    x = tl.load(latent + at, mask=only_if(position >= 0, inside), other=0.0).to(tl.float32)
+    weight = tl.load(q_norm + at, mask=inside, other=0.0)
+    y = bf16(x * inverse_rms(x, eps, RANK) * weight, GPU)
+    byte, inverse = fp8_scale(y, 1)
+    tl.store(q_codes + t * RANK + at, e4m3_bytes(y * inverse[:, None], False), mask=inside)
+    SCALES: tl.constexpr = (RANK + 127) // 128
+    tl.store(q_scales + t * SCALES + group, byte.to(tl.uint8), mask=group < SCALES)
+
+
+@triton.jit
+def _latent_kernel(
+    latent,
+    q_norm,
+    kv_norm,
+    cos,
+    sin,
+    q_codes,
+    q_scales,
+    fresh,
+    memory,
+    positions,
+    sequences,
+    first,
+    lens,
+    window_pages,
+    window_first,
+    row_stride,
+    page_stride,
+    pages,
+    window_tokens,
+    eps,
+    RANK: tl.constexpr,
+    QUERY_GROUPS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + t)
+    real = position >= 0
+    latent += t * row_stride
+    if tl.program_id(1) == 0:
+        _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK, QUERY_GROUPS, GPU)
+    else:
+        WIDTH: tl.constexpr = NOPE + ROPE
+        at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        inside = at < WIDTH
+        x = tl.load(latent + RANK + at, mask=only_if(real, inside), other=0.0).to(tl.float32)
+        weight = tl.load(kv_norm + at, mask=inside, other=0.0)
+        pair = tl.arange(0, ROPE // 2)
+        c = tl.load(cos + t * (ROPE // 2) + pair)
+        s = tl.load(sin + t * (ROPE // 2) + pair)
+        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
+        sequence = tl.load(sequences + t).to(tl.int64)
+        kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
+        index = position // PLACES - tl.load(window_first + sequence)
+        page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
+        # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
+        y = bf16(x * inverse_rms(x, eps, WIDTH) * weight, GPU)
+        last = tl.arange(0, ROWS)[:, None] == NOPE // 64
+        y = rotate(y, c[None, :], s[None, :], last, ROWS, 64, GPU)
+        # fresh_TB = torch.cat(window.format.pack(kv_TC), -1); window.write(page * rows + position % rows, kv_TC)
+        DATA: tl.constexpr = NOPE + 2 * ROPE
+        SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
+        fresh += t * (DATA + SCALES)
+        store_kv(y, fresh, fresh + DATA, t, ROWS, NOPE, ROPE)
+        place = tl.maximum(position, 0) % PLACES
+        home = memory + page * page_stride
+        store_kv(y, home + place * DATA, home + PLACES * DATA + place * SCALES, page, ROWS, NOPE, ROPE)
+
+
+def latent_norms_triton(
+    latent_TK: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    window: RowStore,
+    paging: Paging,
+    window_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``latent.latent_norms``; the format is Fp8Kv with 64 rotated channels after a multiple of 64 others."""
+    fmt, tokens, rank = window.format, latent_TK.shape[0], q_norm.shape[0]
+    assert isinstance(fmt, Fp8Kv) and fmt.nope % 64 == 0 and fmt.rope == 64, fmt
+    assert latent_TK.dtype == torch.bfloat16 and latent_TK.shape[1] == rank + fmt.width and latent_TK.stride(1) == 1
+    assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, fmt.rope // 2)
+    groups = triton.cdiv(rank, 128)
+    q_codes = torch.empty(tokens, rank, dtype=torch.float8_e4m3fn, device=latent_TK.device)
+    q_scales = torch.empty(tokens, groups, dtype=torch.uint8, device=latent_TK.device)
+    fresh_TB = torch.empty(tokens, fmt.data_bytes + fmt.scale_bytes, dtype=torch.uint8, device=latent_TK.device)
+    if tokens:
+        _latent_kernel[(tokens, 2)](
+            latent_TK,
+            q_norm,
+            kv_norm,
+            cos,
+            sin,
+            q_codes.view(torch.uint8),
+            q_scales,
+            fresh_TB,
+            window.memory,
+            paging.positions_T,
+            paging.sequence_T,
+            paging.first_S,
+            paging.lens_S,
+            paging.window_SP,
+            paging.window_first_S,
+            latent_TK.stride(0),
+            window.memory.stride(0),
+            paging.window_SP.stride(0),
+            window_tokens,
+            eps,
+            RANK=rank,
+            QUERY_GROUPS=triton.next_power_of_2(groups),
+            NOPE=fmt.nope,
+            ROPE=fmt.rope,
+            ROWS=triton.next_power_of_2(fmt.width // 64),
+            PLACES=window.rows_per_page,
+            GPU=latent_TK.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return q_codes, q_scales, fresh_TB
+
+
+def variants() -> list[Variant]:
+    """Return the launches of V4-Flash, V4-Pro and a small model."""
+    signature = {"latent": "*bf16", **dict.fromkeys(("q_norm", "kv_norm", "cos", "sin"), "*fp32")}
+    signature |= dict.fromkeys(("q_codes", "q_scales", "fresh", "memory"), "*u8")
+    signature |= dict.fromkeys(("positions", "sequences", "first", "lens", "window_pages", "window_first"), "*i32")
+    signature |= dict.fromkeys(("row_stride", "page_stride", "pages", "window_tokens"), "i32") | {"eps": "fp32"}
+    return [
+        Variant(
+            kernel=_latent_kernel,
+            signature=signature,
+            constants={
+                "RANK": rank,
+                "QUERY_GROUPS": triton.next_power_of_2(rank // 128),
+                "NOPE": nope,
+                "ROPE": 64,
+                "ROWS": triton.next_power_of_2(nope // 64 + 1),
+                "PLACES": 64,
+                "GPU": True,
+            },
+        )
+        for rank, nope in ((1024, 448), (1536, 448), (128, 64))
+    ]

@@ -1,0 +1,161 @@
+"""What kernels that write packed rows share: scales, codes, norms, rotation and the Hadamard transform, on blocks in registers.
+
+Blocks are float32 and hold bfloat16 numbers where the references round. Everything is elementwise or exact, so it equals the
+references bit for bit, but for the sums of squares, whose order is the compiler's: ``inverse_rms`` is within two units in the last
+place of ``torch.rsqrt``'s. That may move a rounding to bfloat16 by one unit (seen in one of 10^4 numbers).
+
+Launch with ``enable_fp_fusion=False``: the references round products before they add them. GPU is false in the interpreter, which
+does not round to bfloat16 but cuts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
+
+
+@triton.jit
+def only_if(condition, mask):
+    # ``mask & condition`` with one condition for all, which the interpreter would make integers of
+    return mask & (tl.broadcast_to(condition.to(tl.int32), mask.shape) != 0)
+
+
+@triton.jit
+def bf16(x, GPU: tl.constexpr):
+    # .to(torch.bfloat16), and wide again
+    return to_bf16(x, GPU).to(tl.float32)
+
+
+@triton.jit
+def power_scale(amax, QMAX: tl.constexpr):
+    # scale_bits: 2^ceil(log2(amax / qmax)); returns its e8m0 byte and its inverse
+    bits = ((amax * (1.0 / QMAX)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits >> 23, (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_scale(y, AXIS: tl.constexpr):
+    # y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)
+    return power_scale(tl.maximum(tl.max(tl.abs(y), axis=AXIS), 1e-4), 448.0)
+
+
+@triton.jit
+def fp4_scale(y, AXIS: tl.constexpr):
+    # y.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), which is 6 * 2^-126
+    return power_scale(tl.maximum(tl.max(tl.abs(y), axis=AXIS), 7.052966104933725e-38), 6.0)
+
+
+@triton.jit
+def e2m1_codes(x):
+    # e2m1_codes, one per byte
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - (126 << 1)
+    # Below 1 codes are multiples of 0.5: the spacing of floats at 2^22.
+    small = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    code = tl.where(magnitude < 0x3F800000, small, normal)
+    return (tl.minimum(code, 7) | ((bits >> 28) & 8)).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_round(x):
+    # e2m1_values(e2m1_codes(x)), the sign of zero included
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) & 0x7FC00000
+    small = ((tl.abs(x) + 4194304.0) - 4194304.0).to(tl.int32, bitcast=True)
+    value = tl.where(magnitude < 0x3F800000, small, normal)
+    return (value | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_root(mean):
+    # torch.rsqrt, both operations rounded to nearest
+    return tl.math.div_rn(1.0, tl.math.sqrt_rn(mean))
+
+
+@triton.jit
+def inverse_rms(x, eps, WIDTH: tl.constexpr):
+    # torch.rsqrt(y.square().mean() + eps), of a whole block of two dimensions
+    return inverse_root(tl.math.div_rn(tl.sum(tl.sum(x * x, axis=1), axis=0), WIDTH * 1.0) + eps)
+
+
+@triton.jit
+def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, GPU: tl.constexpr):
+    # (a, b) -> (a cos - b sin, a sin + b cos) where ``turned``; cos, sin, turned are of [ROWS, WIDTH / 2], or broadcast to it
+    a, b = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
+    c = tl.where(turned, bf16(a * cos - b * sin, GPU), a)
+    d = tl.where(turned, bf16(a * sin + b * cos, GPU), b)
+    return tl.reshape(tl.join(c, d), (ROWS, WIDTH))
+
+
+@triton.jit
+def _butterflies(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    pair = tl.reshape(x, (ROWS, WIDTH // (2 * HALF), 2, HALF))
+    a, b = tl.split(tl.permute(pair, (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, WIDTH))
+
+
+@triton.jit
+def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
+    # hadamard, of rows of 2^LOG; the same additions in the same order, one rounding to bfloat16
+    WIDTH: tl.constexpr = 1 << LOG
+    for stage in tl.static_range(LOG):
+        x = _butterflies(x, ROWS, WIDTH, 1 << stage)
+    SCALE: tl.constexpr = WIDTH**-0.5
+    return bf16(x * SCALE, GPU)
+
+
+# Codes come by integer arithmetic on every chip: they are few. A scaled number exceeds 448 by a rounding error at most, which
+# rounds back to 448: nothing needs to be clamped.
+
+
+@triton.jit
+def store_kv(x, data, scales, page, ROWS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr):
+    """Fp8Kv.pack, of a vector in rows of 64: codes of NOPE channels, then ROPE in bfloat16 at ``data``, bytes at ``scales``.
+
+    Nothing is stored if ``page`` is negative.
+    """
+    wanted = page >= 0
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * 64 + tl.arange(0, 64)[None, :]
+    byte, inverse = fp8_scale(x, 1)
+    tl.store(data + at, e4m3_bytes(x * inverse[:, None], False), mask=only_if(wanted, at < NOPE))
+    tail = (data + NOPE).to(tl.pointer_type(tl.bfloat16))
+    tl.store(tail + (at - NOPE), x.to(tl.bfloat16), mask=only_if(wanted, (at >= NOPE) & (at < NOPE + ROPE)))
+    # scales padded with zeros to a multiple of eight
+    GROUPS: tl.constexpr = NOPE // 64
+    BYTES: tl.constexpr = (GROUPS + 7) // 8 * 8
+    byte = tl.where(row < GROUPS, byte, 0).to(tl.uint8)
+    tl.store(scales + row, byte, mask=only_if(wanted, row < BYTES))
+    if BYTES > ROWS:
+        # ROWS is a power of two, so what is missing is a whole number of times ROWS
+        for more in tl.static_range(ROWS, BYTES, ROWS):
+            tl.store(scales + more + row, tl.zeros((ROWS,), tl.uint8), mask=only_if(wanted, more + row < BYTES))
+
+
+@triton.jit
+def store_fp4_key(x, data, scales, WIDTH: tl.constexpr):
+    """Fp4Key.pack, of a vector in rows of 32."""
+    GROUPS: tl.constexpr = WIDTH // 32
+    group = tl.arange(0, GROUPS)
+    byte, inverse = fp4_scale(x, 1)
+    low, high = tl.split(tl.reshape(e2m1_codes(x * inverse[:, None]), (GROUPS, 16, 2)))
+    tl.store(data + group[:, None] * 16 + tl.arange(0, 16)[None, :], low | (high << 4))
+    tl.store(scales + group, byte.to(tl.uint8))
+
+
+@triton.jit
+def store_fp8_key(x, data, scales, WIDTH: tl.constexpr):
+    """Fp8Key.pack, of a vector in one row."""
+    byte, inverse = fp8_scale(x, 1)
+    tl.store(data + tl.arange(0, WIDTH)[None, :], e4m3_bytes(x * inverse[:, None], False))
+    tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.arange(0, 1), byte << 23)
+
+
+def variants() -> list[Variant]:
+    """Return nothing: these are parts of other kernels."""
+    return []

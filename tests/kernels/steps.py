@@ -1,0 +1,65 @@
+"""Steps of several sequences as ``Paging``, with pages and slots in a shuffled order, for the tests of paged kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from dsv4lite.kernels.paging import Paging
+
+GROW, WINDOW, REACH = 256, 64, 128
+
+
+def step_of(
+    starts: Sequence[int],
+    lens: Sequence[int],
+    *,
+    slots: Sequence[int] | None = None,
+    padding: int = 0,
+    singles: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Paging:
+    """Describe a step of sequences with ``lens`` new tokens from positions ``starts``, followed by tokens of padding.
+
+    A sequence keeps its pages from step to step as long as ``seed`` and the number of sequences stay. With singles, padding is
+    sequences of one token each; without, there is one more sequence, an empty one.
+    """
+    count = len(starts)
+    assert not singles or all(length == 1 for length in lens)
+    slots = list(range(count)) if slots is None else list(slots)
+    ends = [start + length for start, length in zip(starts, lens, strict=True)]
+    grow_pages, window_pages = 4096 // GROW, 4096 // WINDOW
+    grow = random.Random(seed).sample(range(count * grow_pages), count * grow_pages)
+    window = random.Random(seed + 1).sample(range(count * window_pages), count * window_pages)
+    firsts = [max(0, start - REACH + 1) // WINDOW for start in starts]
+    tables = []
+    for i, (start, end, first) in enumerate(zip(starts, ends, firsts, strict=True)):
+        pages = range(first, (max(end, 1) - 1) // WINDOW + 1)
+        used = [(page + 1) * WINDOW > end - REACH or page * WINDOW < start for page in pages]
+        tables.append([window[i * window_pages + page] if u else -1 for page, u in zip(pages, used, strict=True)])
+    blank = padding if singles else min(padding, 1)
+    rows = [sum(lens[:i]) for i in range(count)]
+    positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)] + [-1] * padding
+    sequences = [i for i, length in enumerate(lens) for _ in range(length)]
+    sequences += list(range(count, count + padding)) if singles else [0] * padding
+    pages_of = [grow[i * grow_pages : (i + 1) * grow_pages] for i in range(count)] + [[0] * grow_pages] * blank
+    wide = max([1, *(len(table) for table in tables)])
+
+    def ints(values: Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Paging(
+        positions_T=ints(positions),
+        sequence_T=ints(sequences),
+        slots_S=ints(slots + [-1] * blank),
+        first_S=ints([*starts, *[0] * blank]),
+        rows_S=ints([*rows, *range(sum(lens), sum(lens) + blank)]),
+        lens_S=ints([*lens, *([1] if singles else [0]) * blank]),
+        grow_SP=ints(pages_of).view(-1, grow_pages),
+        window_SP=ints([table + [-1] * (wide - len(table)) for table in tables] + [[-1] * wide] * blank).view(-1, wide),
+        window_first_S=ints([*firsts, *[0] * blank]),
+        singles=singles,
+    )

@@ -1,0 +1,133 @@
+"""Index scores and the selection on packed pages: kernels against references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.indexer import index_scores_paged_ref, select_paged_ref
+from dsv4lite.kernels.rows import Fp4Key
+from tests.kernels.paged import fill_store, make_paging, pages_of
+
+triton = pytest.importorskip("triton")
+
+from dsv4lite.kernels.indexer_triton import MOST, index_scores_paged_triton, select_paged_triton  # noqa: E402
+
+pytestmark = pytest.mark.kernel
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+Steps = list[tuple[int, int]]
+SMALL: list[tuple[int, int, Steps, int]] = [
+    (16, 8, [(200, 1), (3, 1), (31, 1)], 0),
+    (16, 8, [(100, 37), (600, 2), (0, 3)], 2),
+    (64, 40, [(1000, 3)], 0),
+    (12, 1, [(5, 12)], 0),
+]
+REAL: list[tuple[int, int, Steps, int]] = [
+    (64, 512, [(2040, 70), (1 << 14, 40), (100, 30)], 3),
+    (64, 512, [(5000, 1), (70001, 1), (1 << 20, 1), (900, 1)], 0),
+    (64, 1024, [(4000, 1000)], 0),
+]
+
+
+def queries(tokens: int, heads: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    iq = Fp4Key(128).simulate(torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16))
+    weights = torch.randn(tokens, 3 * heads, generator=generator).to(torch.bfloat16)[:, heads : 2 * heads]
+    return iq.to(DEVICE), weights.to(DEVICE)
+
+
+def visible_of(positions_T: Tensor) -> list[int]:
+    return ((positions_T + 1) // 4).tolist()
+
+
+@pytest.mark.parametrize(("heads", "top_k", "steps", "padding"), SMALL + (REAL if CUDA else []))
+def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, padding: int) -> None:
+    paging = make_paging(steps, DEVICE, padding=padding)
+    visible = visible_of(paging.positions_T)
+    keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
+    iq, weights = queries(len(visible), heads)
+    got = index_scores_paged_triton(iq, weights, keys, paging, top_k, max(visible), 0)
+    wanted = index_scores_paged_ref(iq, weights, keys, paging, max(visible))
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype == torch.bfloat16
+    for t, count in enumerate(visible):
+        if count > top_k:
+            a, b = got[t, :count].float(), wanted[t, :count].float()
+            # The order of the sums over channels and heads: a few dots round to the other neighbour, and so does the result.
+            assert ((a - b).abs() <= 2**-7 * b.abs() + 2**-9 * b.abs().max()).all()
+            assert (a == b).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (5, 39), (38, 42)])
+def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
+    paging = make_paging([(100, 37), (600, 2), (0, 3)], DEVICE)
+    visible = visible_of(paging.positions_T)
+    keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
+    iq, weights = queries(len(visible), 16)
+    every = index_scores_paged_triton(iq, weights, keys, paging, 8, max(visible), 0)
+    some = index_scores_paged_triton(iq[first:last], weights[first:last], keys, paging, 8, max(visible), first)
+    for t in range(first, last):
+        if visible[t] > 8:
+            assert torch.equal(some[t - first, : visible[t]], every[t, : visible[t]])
+
+
+def numbers(kind: str, tokens: int, count: int) -> Tensor:
+    """Return scores: distinct, many equal, all equal, both zeros, infinities."""
+    generator = torch.Generator().manual_seed(6)
+    scores = torch.randn(tokens, count, generator=generator)
+    if kind == "equal":
+        scores = scores.round()
+    elif kind == "constant":
+        scores.fill_(-3.0)
+    elif kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    elif kind == "infinite":
+        scores = torch.where(scores > 0.5, float("inf"), torch.where(scores < -0.5, float("-inf"), scores))
+    return scores.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "equal", "constant", "zeros", "infinite"])
+@pytest.mark.parametrize(
+    ("columns", "top_k", "positions"),
+    [
+        (70, 64, [279, 260, 259, 258, 3]),
+        (1300, 64, [5199, 4000, 300]),
+        (1300, 1, [5199, -1, 3, 7]),
+        (3000, 512, [11999, 2051]),
+        (MOST + 1, 512, [4 * MOST + 3, 4 * 4096 - 1, 4 * 4096 + 3, 2047]),
+        *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if CUDA else []),
+    ],
+)
+def test_selection_equals_the_reference(columns: int, top_k: int, positions: list[int], kind: str) -> None:
+    paging = make_paging([(max(p, 0), 1) for p in positions], DEVICE)
+    paging.positions_T.copy_(torch.tensor(positions))
+    scores = numbers(kind, len(positions), columns).to(DEVICE)
+    for t, count in enumerate(visible_of(paging.positions_T)):
+        scores[t, count:] = float("nan")
+    got, wanted = (torch.full((len(positions), top_k + 1), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    got, wanted = got[:, :-1].contiguous(), wanted[:, :-1].contiguous()
+    select_paged_triton(scores, paging, 4, 0, got)
+    select_paged_ref(scores, paging, 4, 0, wanted)
+    for t, count in enumerate(visible_of(paging.positions_T)):
+        assert torch.equal(got[t], wanted[t]) if count > top_k else got[t].eq(-7).all()
+
+
+def test_selection_of_later_tokens_uses_their_positions() -> None:
+    paging = make_paging([(100, 1), (400, 1), (800, 1)], DEVICE)
+    scores = numbers("distinct", 2, 300).to(DEVICE)
+    got, wanted = (torch.zeros(2, 16, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    select_paged_triton(scores, paging, 4, 1, got)
+    select_paged_ref(scores, paging, 4, 1, wanted)
+    assert torch.equal(got, wanted) and got.max() > 150
+
+
+def test_no_tokens_give_nothing() -> None:
+    paging = make_paging([(100, 0)], DEVICE)
+    keys = fill_store(Fp4Key(128), 1, 64, DEVICE)
+    scores = index_scores_paged_triton(*queries(0, 16), keys, paging, 8, 50, 0)
+    assert scores.shape == (0, 50)
+    out = torch.empty(0, 8, dtype=torch.int32, device=DEVICE)
+    assert select_paged_triton(scores, paging, 4, 0, out).shape == (0, 8)
