@@ -126,7 +126,7 @@ class Runner:
 
     def _remember(self, slots: list[int], token_ids: Tensor) -> None:
         """Keep sampled tokens where the next step finds them."""
-        self._last_token[torch.tensor(slots, dtype=torch.int64).to(token_ids.device, non_blocking=True)] = token_ids
+        self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(token_ids.device, non_blocking=True)] = token_ids
 
     def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | None:
         sampling = [s for s in plan.sequences if s.sample]
