@@ -10,7 +10,7 @@ from dsv4lite.kernels.quantize import quantize_fp8
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3  # noqa: E402
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -41,3 +41,19 @@ def test_codes_and_scales_are_the_references(native: bool) -> None:
     quantize_rows[(1,)](x, codes, scales, ROWS=64, NATIVE=native)
     expected, expected_scales = quantize_fp8(x, 128)
     assert torch.equal(scales, expected_scales[:, 0]) and torch.equal(codes, expected.view(torch.uint8))
+
+
+@triton.jit
+def round_all(x, y, NATIVE: tl.constexpr):
+    at = tl.arange(0, 1024)
+    tl.store(y + at, to_bf16(tl.load(x + at), NATIVE))
+
+
+def test_bfloat16_is_the_nearest() -> None:
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    x[:512] = x[:512].bfloat16().float() * (1 + 2**-8)  # near ties
+    x[512:768] = (x[512:768].view(torch.int32) & ~0xFFFF | 0x8000).view(torch.float32)  # ties
+    x = x.to(DEVICE)
+    y = torch.full((1024,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    round_all[(1,)](x, y, NATIVE=native_e4m3(x))
+    assert torch.equal(y, x.bfloat16())
