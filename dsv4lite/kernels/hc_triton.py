@@ -3,8 +3,8 @@
     leave_enter   tokens x channels: writes a sub-layer's output into the streams, and sums of the projection over these channels
     mix           one program per token for the next sub-layer's input, and one for some tokens' ``post`` and ``comb``
 
-A sum over the channels has one order whatever the number of tokens: 64 channels of all streams on the tensor cores, such units in
-order within each of eight (or fewer) parts, parts in order. With few tokens a unit has a program of its own and ``mix`` adds them;
+A sum over the channels has one order whatever the number of tokens: 32 channels of all streams on the tensor cores, such units in
+order within each of eight parts, parts in pairs. With few tokens a unit has a program of its own and ``mix`` adds them;
 with many a program takes a part. Streams are bfloat16, so weights in three bfloat16 terms make exact products.
 """
 
@@ -21,11 +21,10 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 
 STREAMS = 4
-_UNIT = 64  # channels
+_UNIT = 32  # channels
 _PARTS = 8
 _GROUP = 128  # channels that share an FP8 scale
-_FEW = 64  # tokens, up to which each has a program of its own for its coefficients
-_MIX_TOKENS = 64
+_MIX_TOKENS = 32  # whose coefficients one program finds; where units have sums of their own, a token's are enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,8 @@ class Tile:
 
 # By the most tokens each is for.
 TILES: tuple[tuple[int | None, Tile], ...] = (
-    (64, Tile(tokens=16, whole=False, num_warps=4, num_stages=1)),
-    (1024, Tile(tokens=32, whole=False, num_warps=4, num_stages=1)),
-    (None, Tile(tokens=64, whole=True, num_warps=8, num_stages=2)),
+    (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=2)),
+    (None, Tile(tokens=64, whole=True, num_warps=4, num_stages=3)),
 )
 
 
@@ -56,11 +54,9 @@ def tile_for(tokens: int) -> Tile:
     return next(tile for most, tile in TILES if most is None or tokens <= most)
 
 
-def parts_of(width: int) -> tuple[int, int]:
-    """Return how many parts the channels have, and units each; the last ones may be empty."""
-    units = triton.cdiv(width, _UNIT)
-    parts = min(_PARTS, units)
-    return parts, triton.cdiv(units, parts)
+def units_of(width: int) -> int:
+    """Return how many units each part of the channels has; the last ones may be empty."""
+    return triton.cdiv(width, _UNIT * _PARTS)
 
 
 @triton.jit
@@ -71,16 +67,15 @@ def _weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
 
 @triton.jit
 def _project(fn, inside, x, total, GPU: tl.constexpr):
-    """Add ``fn @ x.T`` to ``total`` [ROWS, TOKENS]; ``fn`` points to float32 [ROWS, _UNIT], ``x`` is bfloat16 [TOKENS, _UNIT]."""
+    """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, _UNIT], ``x`` is bfloat16 [TOKENS, _UNIT]."""
     f = tl.load(fn, mask=inside, other=0.0)
     high = f.to(tl.bfloat16)
     rest = f - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    x = tl.trans(x)
     if not GPU:  # the interpreter multiplies bfloat16 as integers
         x, high, middle, low = x.to(tl.float32), high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
-    return tl.dot(high, x, tl.dot(middle, x, tl.dot(low, x, total)))
+    return tl.dot(x, tl.trans(high), tl.dot(x, tl.trans(middle), tl.dot(x, tl.trans(low), total)))
 
 
 @triton.jit(do_not_specialize=["tokens", "units"])
@@ -136,7 +131,7 @@ def leave_enter_kernel(
         c31 = tl.load(c + 13, mask=here, other=0.0)[:, None]
         c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
         c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
-    total = tl.zeros((ROWS_TILE, TOKENS), tl.float32)
+    total = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for unit in tl.range(0, units, num_stages=STAGES):
         column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
@@ -150,10 +145,12 @@ def leave_enter_kernel(
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
             w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
             f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-            x0 = to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU)
-            x1 = to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU)
-            x2 = to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU)
-            x3 = to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU)
+            x0, x1, x2, x3 = (
+                to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
+                to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
+                to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
+                to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+            )
             tl.store(out + at, x0, mask=inside)
             tl.store(out + at + WIDTH, x1, mask=inside)
             tl.store(out + at + 2 * WIDTH, x2, mask=inside)
@@ -162,7 +159,7 @@ def leave_enter_kernel(
             # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
             wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
             weights = fn + row[:, None] * (4 * WIDTH) + column[None, :]
-            product = tl.zeros((ROWS_TILE, TOKENS), tl.float32)
+            product = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
             product = _project(weights, wanted, x0, product, GPU)
             product = _project(weights + WIDTH, wanted, x1, product, GPU)
             product = _project(weights + 2 * WIDTH, wanted, x2, product, GPU)
@@ -172,24 +169,40 @@ def leave_enter_kernel(
             squares += tl.sum(_weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
     if ENTER:
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
-        tl.store(sums + token[None, :] * (ROWS + 1) + row[:, None], total, mask=here[None, :] & (row < ROWS)[:, None])
+        tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
         tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
 
 
 @triton.jit
-def _normed(sums, inside, tokens, norm_eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr):
-    """Return the normalised projection, float32 [TOKENS, ROWS_TILE]; ``sums`` points to the first unit's."""
+def _normed(
+    sums,
+    token,
+    here,
+    tokens,
+    norm_eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Return the normalised projection of tokens [TOKENS], float32 [TOKENS, ROWS_TILE]; a part has UNITS sums."""
     # Reference: sums.sum(0)
     stride = tokens.to(tl.int64) * (ROWS + 1)
-    total = tl.zeros_like(inside).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        partial = tl.load(sums + part * UNITS * stride, mask=inside, other=0.0)
-        for unit in tl.static_range(1, UNITS):
-            partial += tl.load(sums + (part * UNITS + unit) * stride, mask=inside, other=0.0)
-        total += partial
+    row = tl.arange(0, ROWS_TILE)[None, :, None]
+    p = sums + tl.arange(0, PARTS)[None, None, :] * (UNITS * stride) + token[:, None, None] * (ROWS + 1) + row
+    inside = here[:, None, None] & (row <= ROWS)
+    total = tl.load(p, mask=inside, other=0.0)
+    for unit in tl.static_range(1, UNITS):
+        total += tl.load(p + unit * stride, mask=inside, other=0.0)
+    # The parts in pairs, and so on: tl.sum would leave the order to the layout.
+    tl.static_assert(PARTS == 8)
+    a, b = tl.split(tl.reshape(total, (total.shape[0], ROWS_TILE, 4, 2)))
+    a, b = tl.split(tl.reshape(a + b, (total.shape[0], ROWS_TILE, 2, 2)))
+    a, b = tl.split(a + b)
+    projected = a + b
     # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
-    squares = _column(total, ROWS)
-    return total * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)[:, None]
+    return projected * tl.rsqrt(_column(projected, ROWS) / (4 * WIDTH) + norm_eps)[:, None]
 
 
 @triton.jit
@@ -236,7 +249,7 @@ def _mix(
     here = token < tokens
     row = tl.arange(0, ROWS_TILE)
     inside = here[:, None] & (row <= ROWS)[None, :]
-    m = _normed(sums + token[:, None] * (ROWS + 1) + row[None, :], inside, tokens, norm_eps, WIDTH, ROWS, PARTS, UNITS)
+    m = _normed(sums, token, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
     bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     # Reference: post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     written = 2.0 * _sigmoid(m * tl.load(scale + 1) + bias[None, :])
@@ -344,7 +357,8 @@ def collapse_kernel(
         x2 = tl.load(at + 2 * WIDTH, mask=inside, other=0.0)
         x3 = tl.load(at + 3 * WIDTH, mask=inside, other=0.0)
         row = tl.arange(0, ROWS_TILE)[None, :]
-        m = _normed(sums + token * (ROWS + 1) + row, row <= ROWS, tokens, norm_eps, WIDTH, ROWS, PARTS, UNITS)
+        one = token + tl.zeros((1,), tl.int64)
+        m = _normed(sums, one, one >= 0, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
         # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
         pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
         # Reference: x = weighted_sum(streams_TND, pre)
@@ -378,8 +392,8 @@ def _launch_leave_enter(
     assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     rows = 1 if fn is None else fn.shape[0]
     assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width)
-    tile, (parts, units) = tile_for(tokens), parts_of(width)
-    programs = parts if tile.whole else parts * units
+    tile, units = tile_for(tokens), units_of(width)
+    programs = _PARTS if tile.whole else _PARTS * units
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
     if tokens:
@@ -449,10 +463,9 @@ def collapse_triton(
     """
     tokens, streams, width = streams_TND.shape
     rows, device, head = base.shape[0], streams_TND.device, norm_weight is None
-    parts, units = parts_of(width)
     assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
     assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
-    assert sums.shape[0] in (parts, parts * units), sums.shape
+    assert sums.shape[0] in (_PARTS, _PARTS * units_of(width)), sums.shape
     assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
     x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
     quantized = tokens if fp8 else 0
@@ -461,7 +474,8 @@ def collapse_triton(
     mixed = 0 if head else tokens
     post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
     comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
-    mix_tokens = 1 if tokens <= _FEW else _MIX_TOKENS
+    units = sums.shape[0] // _PARTS
+    mix_tokens = _mix_tokens(units)
     mixers = triton.cdiv(mixed, mix_tokens)
     groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
     if tokens:
@@ -484,8 +498,8 @@ def collapse_triton(
             ROWS=rows,
             ROWS_TILE=triton.next_power_of_2(rows + 1),
             GROUPS_TILE=groups_tile,
-            PARTS=parts,
-            UNITS=sums.shape[0] // parts,
+            PARTS=_PARTS,
+            UNITS=units,
             MIX_TOKENS=mix_tokens,
             ITERS=iters,
             HEAD=head,
@@ -497,6 +511,11 @@ def collapse_triton(
     return x, codes, scales, post, comb
 
 
+def _mix_tokens(units: int) -> int:
+    """Return how many tokens' coefficients one program finds, from the number of sums of each part."""
+    return 1 if units > 1 else _MIX_TOKENS
+
+
 def _collapse_warps(groups_tile: int) -> int:
     """Return how many warps share a token's channels."""
     return min(8, max(1, groups_tile // 4))
@@ -506,7 +525,7 @@ def variants() -> list[Variant]:
     """Return every launch, for compilation ahead of time."""
     found = []
     for width in (4096, 7168):
-        parts, units = parts_of(width)
+        units = units_of(width)
         groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
             for _, tile in TILES:
@@ -527,7 +546,7 @@ def variants() -> list[Variant]:
                                 "ROWS_TILE": _rows_tile(rows or 1),
                                 "TOKENS": tile.tokens,
                                 "UNIT": _UNIT,
-                                "PROGRAMS": parts if tile.whole else parts * units,
+                                "PROGRAMS": _PARTS if tile.whole else _PARTS * units,
                                 "LEAVE": leave,
                                 "ENTER": rows > 0,
                                 "STAGES": tile.num_stages,
@@ -539,7 +558,7 @@ def variants() -> list[Variant]:
                         )
                     )
             for rows, fp8 in ((24, True), (24, False), (4, False)):
-                for several, mix_tokens in ((units, 1), (units, _MIX_TOKENS), (1, _MIX_TOKENS)):
+                for several in (units, 1):
                     found.append(
                         Variant(
                             kernel=collapse_kernel,
@@ -556,9 +575,9 @@ def variants() -> list[Variant]:
                                 "ROWS": rows,
                                 "ROWS_TILE": triton.next_power_of_2(rows + 1),
                                 "GROUPS_TILE": groups_tile,
-                                "PARTS": parts,
+                                "PARTS": _PARTS,
                                 "UNITS": several,
-                                "MIX_TOKENS": mix_tokens,
+                                "MIX_TOKENS": _mix_tokens(several),
                                 "ITERS": 20,
                                 "HEAD": rows == 4,
                                 "FP8": fp8,

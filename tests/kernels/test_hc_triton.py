@@ -34,7 +34,7 @@ OPTIONS = {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
 # Rounded numbers: apart by one rounding at most, and rarely.
 ROUNDED = {"rtol": 2.0**-7, "atol": 2.0**-9}
 
-SHAPES = [(0, 64), (1, 256), (3, 100), (17, 64)]
+SHAPES = [(0, 64), (1, 256), (3, 100)]
 if ON_GPU:
     SHAPES += [(1, 4096), (16, 4096), (63, 7168), (257, 4096), (1500, 4096), (8192, 4096), (1100, 7168)]
 shapes = pytest.mark.parametrize(("tokens", "width"), SHAPES)
@@ -141,15 +141,13 @@ def everything(x: Tensor, y: Tensor, mix: HcMix, w: HcWeights, norm: Tensor) -> 
 
 
 @pytest.mark.parametrize("tile", [tile for _, tile in TILES], ids=lambda tile: f"{tile.tokens}-{tile.whole}")
-@pytest.mark.parametrize("width", [640, 4096, 7168] if ON_GPU else [640])
+@pytest.mark.parametrize("width", [640, 4096, 7168] if ON_GPU else [288])
 def test_every_tile_and_number_of_tokens_gives_the_same_bits(width: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 130 if ON_GPU else 3
     x, (y, mix), w = streams_of(tokens, width), pending_of(tokens, width), weights_of(width)
     norm = 1 + random(width, seed=8, scale=0.3)
     expected = everything(x, y, mix, w, norm)
     monkeypatch.setattr(hc_triton, "tile_for", lambda tokens: tile)
-    for few in (0, 64):  # one way to find the coefficients, and the other
-        monkeypatch.setattr(hc_triton, "_FEW", few)
-        for part in (slice(0, tokens), slice(tokens - 1, tokens)):
-            got = everything(x[part], y[part], HcMix(mix.post[part], mix.comb[part]), w, norm)
-            assert all(torch.equal(a, b[part]) for a, b in zip(got, expected, strict=True))
+    for part in (slice(0, tokens), slice(tokens - 1, tokens)):
+        got = everything(x[part], y[part], HcMix(mix.post[part], mix.comb[part]), w, norm)
+        assert all(torch.equal(a, b[part]) for a, b in zip(got, expected, strict=True))
