@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import random
 import statistics
 import time
+from collections.abc import Coroutine
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +91,20 @@ async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) ->
     return count * length / (time.perf_counter() - started)
 
 
+async def profiled(name: str, work: Coroutine[Any, Any, Any]) -> list[dict[str, Any]]:
+    """Run something; print and return its kernels by the time they take in all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        await work
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
+    total = sum(row.device_time_total for row in rows) or 1.0
+    print(f"{name}: {total / 1e3:.1f} ms on the device\n{'share':>7}{'calls':>8}{'us each':>10}  kernel")
+    for row in rows[:40]:
+        share = row.device_time_total / total
+        print(f"{share:>7.1%}{row.count:>8}{row.device_time_total / row.count:>10.1f}  {row.key[:90]}", flush=True)
+    return [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
+
+
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything; print as it comes."""
     rng = random.Random(0)
@@ -103,6 +119,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         deterministic=args.deterministic,
     )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     result: dict[str, Any] = {"device": device, "layers": args.layers, "torch": torch.__version__, "decode": []}
     started = time.perf_counter()
     async with AsyncLLM(config) as llm:
@@ -126,6 +143,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
                     f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}",
                     flush=True,
                 )
+                if args.profile:
+                    name = f"decode, batch {batch}, context {context}"
+                    result[name] = await profiled(name, decode(llm, batch, context, 32, rng))
+        if args.profile:
+            result["prefill"] = await profiled("prefill, 8192 tokens", prefill(llm, 1, 8192, rng))
         for count, length in ((1, 8192), (64, 1024)):
             await prefill(llm, 1, length, rng)
             rate = await prefill(llm, count, length, rng)
@@ -142,6 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
     parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
+    parser.add_argument("--profile", action="store_true", help="list the kernels by their time")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     result = asyncio.run(run(args))

@@ -106,9 +106,7 @@ async def compare(deterministic: bool, tokens: int, requests: int, repeats: int)
                 prefill = await dsv4lite_batch(llm, [prompt], [1])
                 single["dsv4lite"].append((await dsv4lite_batch(llm, [prompt], [tokens + 1]) - prefill) / tokens)
             ours = await dsv4lite_batch(llm, prompts, lengths)
-            theirs = sum(
-                transformers_batch(model, prompts[i : i + 16], lengths[i : i + 16]) for i in range(0, requests, 16)
-            )
+            theirs = sum(transformers_batch(model, prompts[i : i + 16], lengths[i : i + 16]) for i in range(0, requests, 16))
     step_theirs, step_ours = (sorted(single[name])[repeats // 2] for name in ("transformers", "dsv4lite"))
     return {
         "decode_step_transformers_ms": step_theirs * 1000,
