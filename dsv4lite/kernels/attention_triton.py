@@ -43,16 +43,17 @@ class Tile:
     rows: int
     swap: bool
     num_warps: int
+    num_stages: int
 
 
 def tile_for(heads: int, splits: int, capability: int) -> Tile:
     """Return the tile, which follows from the layer and ``splits`` alone on one kind of chip."""
     most = max(16, triton.next_power_of_2(heads))
     if capability not in _HOPPER:
-        return Tile(heads=min(most, 16), rows=32, swap=False, num_warps=4)
+        return Tile(heads=min(most, 16), rows=32, swap=False, num_warps=4, num_stages=2)
     if most < 64 or splits >= FEW_SPLITS:
-        return Tile(heads=16, rows=64, swap=True, num_warps=4)
-    return Tile(heads=64, rows=64, swap=False, num_warps=8)
+        return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
+    return Tile(heads=64, rows=64, swap=False, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -96,47 +97,29 @@ def _widen(codes, scale, GPU: tl.constexpr):
 
 @triton.jit
 def _locate(
-    piece,
-    fresh,
-    window,
-    entries,
-    selected,
-    grow,
-    window_pages,
-    position,
-    first,
-    row,
-    page_first,
-    window_pieces,
-    window_rows,
-    entry_rows,
-    listed,
-    FRESH_ROW: tl.constexpr,
-    WINDOW_PAGE_BYTES: tl.constexpr,
-    WINDOW_PAGE_ROWS: tl.constexpr,
-    ENTRY_PAGE_BYTES: tl.constexpr,
-    ENTRY_PAGE_ROWS: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SELECTED: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    piece, stores, tables, at, counts, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr, ROWS: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
     """Return pointers to the data and the scales of a piece's rows, and which of them there are."""
+    ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8
+    SCALES: tl.constexpr = 8
+    fresh, window, entries = stores
+    selected, grow, window_pages = tables
+    position, first, row, page_first = at
+    window_rows, entry_rows, listed, window_pieces, _pieces = counts
     r = tl.arange(0, ROWS)
     in_window = piece < window_pieces
-    live = r < tl.where(in_window, window_rows - piece * ROWS, 0)
-    at = position + 1 - window_rows + piece * ROWS + r
-    since = at - first
     # Reference: _window_rows
-    column = at // WINDOW_PAGE_ROWS - page_first
-    page = tl.load(window_pages + column, mask=live & (since < 0), other=0).to(tl.int64)
-    base = window + page * WINDOW_PAGE_BYTES
+    live = r < tl.where(in_window, window_rows - piece * ROWS, 0)
+    place = position + 1 - window_rows + piece * ROWS + r
+    since = place - first
+    page = tl.load(window_pages + (place // WINDOW_ROWS - page_first), mask=live & (since < 0), other=0).to(tl.int64)
+    base = window + page * WINDOW_BYTES
     own = fresh + (row + since).to(tl.int64) * FRESH_ROW
-    place = at % WINDOW_PAGE_ROWS
+    place = place % WINDOW_ROWS
     data = tl.where(since >= 0, own, base + place * DATA)
-    scales = tl.where(since >= 0, own + DATA, base + WINDOW_PAGE_ROWS * DATA + place * SCALES)
-    if ENTRY_PAGE_ROWS > 0:
+    scales = tl.where(since >= 0, own + DATA, base + WINDOW_ROWS * DATA + place * SCALES)
+    if ENTRY_ROWS > 0:
         # Reference: _entry_rows
         done = (piece - window_pieces) * ROWS
         left = tl.where(in_window, 0, entry_rows - done)
@@ -144,11 +127,11 @@ def _locate(
         entry = done + r
         if SELECTED:
             entry = tl.where(listed, tl.load(selected + entry, mask=r < tl.where(listed, left, 0), other=0), entry)
-        page = tl.load(grow + entry // ENTRY_PAGE_ROWS, mask=more, other=0).to(tl.int64)
-        base = entries + page * ENTRY_PAGE_BYTES
-        place = entry % ENTRY_PAGE_ROWS
+        page = tl.load(grow + entry // ENTRY_ROWS, mask=more, other=0).to(tl.int64)
+        base = entries + page * ENTRY_BYTES
+        place = entry % ENTRY_ROWS
         data = tl.where(in_window, data, base + place * DATA)
-        scales = tl.where(in_window, scales, base + ENTRY_PAGE_ROWS * DATA + place * SCALES)
+        scales = tl.where(in_window, scales, base + ENTRY_ROWS * DATA + place * SCALES)
         live = live | more
     return tl.multiple_of(data, ALIGN), tl.multiple_of(scales, 8), live
 
@@ -159,9 +142,9 @@ def _group(data, live, number: tl.constexpr):
 
 
 @triton.jit
-def _fetch(data, scales, live, NOPE: tl.constexpr, ALIGN: tl.constexpr):
+def _fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr):
     """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
-    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), ALIGN)
+    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
     tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
     words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     c0 = _group(data, live, 0)
@@ -180,209 +163,194 @@ def _scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def _tile(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
-    """Return the rows [R, C], bfloat16 (float32 in the interpreter), from what ``_fetch`` has read."""
-    # Reference: RowFormat.unpack. Joining leaves every value with the thread that has read it.
+def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Return the first ``TILES`` tiles [R, 64] side by side; every value stays with its thread."""
+    if TILES == 1:
+        both = a
+    elif TILES == 2:
+        both = tl.permute(tl.join(a, b), (0, 2, 1))
+    else:
+        both = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    return tl.reshape(both, (ROWS, TILES * 64))
+
+
+@triton.jit
+def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+    """Return channels [0, C / 2) of a piece's rows, bfloat16 (float32 in the interpreter), from what ``_fetch`` has read."""
+    # Reference: RowFormat.unpack
+    words = raw[8]
+    k0 = _scaled(raw[0], words, 0, GPU)
+    k1 = _scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
+    k2 = _scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
+    k3 = _scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
+    return _joined(k0, k1, k2, k3, ROWS, (NOPE + 64) // 128)
+
+
+@triton.jit
+def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+    """Return channels [C / 2, C)."""
     words = raw[8]
     tail = raw[7] if GPU else raw[7].to(tl.float32)
-    k0 = _scaled(raw[0], words, 0, GPU)
     if NOPE == 64:
-        joined = tl.permute(tl.join(k0, tail), (0, 2, 1))
+        half = tail
     elif NOPE == 192:
-        k1 = _scaled(raw[1], words, 1, GPU)
-        k2 = _scaled(raw[2], words, 2, GPU)
-        joined = tl.permute(tl.join(tl.join(k0, k2), tl.join(k1, tail)), (0, 2, 3, 1))
+        half = _joined(_scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
     else:
-        k1 = _scaled(raw[1], words, 1, GPU)
-        k2 = _scaled(raw[2], words, 2, GPU)
-        k3 = _scaled(raw[3], words, 3, GPU)
         k4 = _scaled(raw[4], words, 4, GPU)
         k5 = _scaled(raw[5], words, 5, GPU)
         k6 = _scaled(raw[6], words, 6, GPU)
-        even = tl.join(tl.join(k0, k4), tl.join(k2, k6))
-        odd = tl.join(tl.join(k1, k5), tl.join(k3, tail))
-        joined = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
-    return tl.reshape(joined, (ROWS, NOPE + 64))
+        half = _joined(k4, k5, k6, tail, ROWS, 4)
+    return half
 
 
 @triton.jit
-def _rotated_back(o, cos, sin, NOPE: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
-    """Turn the last channels of ``o`` [H, C], rounded to bfloat16, by the token's angles."""
+def _rotated_back(o, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Turn the last 64 channels of the second half of results [H, C / 2] by the token's angles."""
     # Reference: rope(o, cos, sin, inverse=True)
-    pair = tl.arange(0, C // 2) - NOPE // 2
+    pair = tl.arange(0, HALF // 2) - (HALF // 2 - 32)
+    turns = (pair >= 0)[None, :]
     c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[None, :]
     s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[None, :]
-    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, C // 2, 2)))
-    turns = (pair >= 0)[None, :]
-    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, C))
+    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, HALF // 2, 2)))
+    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, HALF))
 
 
 @triton.jit
-def _counts(position, ratio, top_k, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, SELECTED: tl.constexpr):
+def _logits(raw, q0, q1, always, NOPE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, GPU: tl.constexpr):
+    """Return the products of queries and rows, [H, R] or, swapped, [R, H], and both halves of the rows; ``always`` is true."""
+    k0 = _first_half(raw, NOPE, ROWS, GPU)
+    if SWAP:
+        logits = tl.dot(k0, tl.trans(q0))
+        k1 = _second_half(raw, NOPE, ROWS, GPU)
+        logits = tl.dot(k1, tl.trans(q1), logits)
+    else:
+        k1 = _second_half(raw, NOPE, ROWS, GPU)
+        # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch
+        # hides that it does, so that the groups share it.
+        if always:
+            logits = tl.dot(q0, tl.trans(k0))
+            more = tl.dot(q1, tl.trans(k1))
+        else:
+            logits = tl.dot(q1, tl.trans(k1))
+            more = tl.dot(q0, tl.trans(k0))
+        logits += more
+    return logits, k0, k1
+
+
+@triton.jit
+def _added(
+    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, GPU: tl.constexpr
+):  # fmt: skip
+    """Return the sums with the first ``rows`` rows of a piece added."""
+    # Reference: sparse_attention, one block; exponentials of two instead of e.
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    inside = tl.arange(0, ROWS) < rows
+    logits = tl.where(inside[:, None] if SWAP else inside[None, :], logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
+    total = total * shrink + tl.sum(p, AXIS)
+    p = _bf16(p, GPU)
+    if SWAP:
+        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
+        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
+    else:
+        acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
+        acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
+    return acc0, acc1, new_peak, total
+
+
+@triton.jit
+def _counts(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
     """Return a token's rows in the window, its entries, whether these are listed, the window's pieces and all pieces."""
     window_rows = tl.minimum(position + 1, WINDOW)
     window_pieces = (window_rows + ROWS - 1) // ROWS
-    entry_rows = (position + 1) // ratio if ENTRIES else 0
-    listed = entry_rows > top_k
-    if SELECTED:
-        entry_rows = tl.minimum(entry_rows, top_k)
+    entry_rows = (position + 1) // RATIO if ENTRIES else 0
+    listed = entry_rows > TOP_K
+    if TOP_K > 0:
+        entry_rows = tl.minimum(entry_rows, TOP_K)
     return window_rows, entry_rows, listed, window_pieces, window_pieces + (entry_rows + ROWS - 1) // ROWS
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
-def attend_kernel(
-    q,
-    fresh,
-    window,
-    entries,
-    selected,
-    positions,
-    sequences,
-    firsts,
-    first_rows,
-    grow,
-    window_pages,
-    window_firsts,
-    sink,
-    cos,
-    sin,
-    out,
-    parts,
-    stats,
-    grow_columns,
-    window_columns,
-    scale,
-    H: tl.constexpr,
-    NOPE: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FRESH_ROW: tl.constexpr,
-    WINDOW_PAGE_BYTES: tl.constexpr,
-    WINDOW_PAGE_ROWS: tl.constexpr,
-    ENTRY_PAGE_BYTES: tl.constexpr,
-    ENTRY_PAGE_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SWAP: tl.constexpr,
-    GPU: tl.constexpr,
-):
+def _attend_kernel(
+    q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
+    sink, cos, sin, out, parts, stats, grow_columns, window_columns, scale,
+    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
+    FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
+    STAGES: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
     C: tl.constexpr = NOPE + 64
-    DATA: tl.constexpr = NOPE + 128
-    SCALES: tl.constexpr = 8
-    SELECTED: tl.constexpr = TOP_K > 0
-    ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8
+    HALF: tl.constexpr = C // 2
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
     position = tl.load(positions + token)
     sequence = tl.load(sequences + token).to(tl.int64)
-    window_rows, entry_rows, listed, window_pieces, pieces = _counts(
-        position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_PAGE_ROWS > 0, SELECTED
-    )
+    counts = _counts(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
             return
-    first = tl.load(firsts + sequence)
-    row = tl.load(first_rows + sequence)
-    page_first = tl.load(window_firsts + sequence)
-    selected += token * TOP_K
-    grow += sequence * grow_columns
-    window_pages += sequence * window_columns
+    stores = (fresh, window, entries)
+    tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
+    here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence), tl.load(window_firsts + sequence))
 
-    q_tile = tl.load(q + (token * H + head[:, None]) * C + tl.arange(0, C)[None, :], mask=(head < H)[:, None], other=0.0)
+    inside = (head < H)[:, None]
+    at = (token * H + head[:, None]) * C + tl.arange(0, HALF)[None, :]
+    q0 = tl.load(q + at, mask=inside, other=0.0)
+    q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
     if not GPU:
-        q_tile = q_tile.to(tl.float32)
-    acc = tl.zeros((C, HEADS) if SWAP else (HEADS, C), tl.float32)
+        q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
+    acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
+    acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    r = tl.arange(0, ROWS)
     data, scales, live = _locate(
-        split, fresh, window, entries, selected, grow, window_pages, position, first, row, page_first,
-        window_pieces, window_rows, entry_rows, listed,
-        FRESH_ROW, WINDOW_PAGE_BYTES, WINDOW_PAGE_ROWS, ENTRY_PAGE_BYTES, ENTRY_PAGE_ROWS, DATA, SCALES, ROWS, SELECTED, ALIGN,
+        split, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, NOPE + 128, ROWS,
+        TOP_K > 0,
     )  # fmt: skip
-    raw = _fetch(data, scales, live, NOPE, ALIGN)
-    data, scales, live = _locate(
-        split + SPLITS, fresh, window, entries, selected, grow, window_pages, position, first, row, page_first,
-        window_pieces, window_rows, entry_rows, listed,
-        FRESH_ROW, WINDOW_PAGE_BYTES, WINDOW_PAGE_ROWS, ENTRY_PAGE_BYTES, ENTRY_PAGE_ROWS, DATA, SCALES, ROWS, SELECTED, ALIGN,
-    )  # fmt: skip
-    for piece in range(split, pieces, SPLITS):
-        k = _tile(raw, NOPE, ROWS, GPU)
-        raw = _fetch(data, scales, live, NOPE, ALIGN)
+    for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
+        raw = _fetch(data, scales, live, NOPE, FRESH_ROW)
         data, scales, live = _locate(
-            piece + 2 * SPLITS, fresh, window, entries, selected, grow, window_pages, position, first, row, page_first,
-            window_pieces, window_rows, entry_rows, listed,
-            FRESH_ROW, WINDOW_PAGE_BYTES, WINDOW_PAGE_ROWS, ENTRY_PAGE_BYTES, ENTRY_PAGE_ROWS, DATA, SCALES, ROWS, SELECTED, ALIGN,
+            piece + SPLITS, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
+            NOPE + 128, ROWS, TOP_K > 0,
         )  # fmt: skip
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        # Reference: sparse_attention, one block; exponentials of two instead of e.
-        if SWAP:
-            logits = tl.where((r < rows)[:, None], tl.dot(k, tl.trans(q_tile)) * scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 0))
-            p = tl.exp2(logits - new_peak[None, :])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 0)
-            acc = tl.dot(tl.trans(k), _bf16(p, GPU), acc * shrink[None, :])
-        else:
-            logits = tl.where((r < rows)[None, :], tl.dot(q_tile, tl.trans(k)) * scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            p = tl.exp2(logits - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(_bf16(p, GPU), k, acc * shrink[:, None])
-        peak = new_peak
+        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, GPU)
+        acc0, acc1, peak, total = _added(acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, GPU)
 
+    if SWAP:
+        acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
     if SPLITS > 1:
-        at = (split * tl.num_programs(0).to(tl.int64) // BLOCKS + token) * H + head
-        column = tl.arange(0, C)
-        if SWAP:
-            tl.store(parts + at[None, :] * C + column[:, None], acc, mask=(head < H)[None, :])
-        else:
-            tl.store(parts + at[:, None] * C + column[None, :], acc, mask=(head < H)[:, None])
-        tl.store(stats + at * 2, peak, mask=head < H)
-        tl.store(stats + at * 2 + 1, total, mask=head < H)
+        place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
+        tl.store(parts + place * C + at, acc0, mask=inside)
+        tl.store(parts + place * C + HALF + at, acc1, mask=inside)
+        stat = stats + (place + token * H + head) * 2
+        tl.store(stat, peak, mask=head < H)
+        tl.store(stat + 1, total, mask=head < H)
     else:
         # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
-        o = _bf16(acc / (total[None, :] if SWAP else total[:, None]), GPU)
-        if SWAP:
-            o = tl.trans(o)
-        o = _rotated_back(o, cos + token * 32, sin + token * 32, NOPE, C, HEADS, GPU)
-        at = (token * H + head[:, None]) * C + tl.arange(0, C)[None, :]
-        tl.store(out + at, _bf16(o, GPU), mask=(head < H)[:, None])
+        o1 = _rotated_back(_bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, HEADS, HALF)
+        tl.store(out + at, _bf16(acc0 / total[:, None], GPU), mask=inside)
+        tl.store(out + HALF + at, _bf16(o1, GPU), mask=inside)
 
 
 @triton.jit
-def merge_kernel(
-    parts,
-    stats,
-    positions,
-    sink,
-    cos,
-    sin,
-    out,
-    H: tl.constexpr,
-    NOPE: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    GPU: tl.constexpr,
-):
+def _merge_kernel(
+    parts, stats, positions, sink, cos, sin, out,
+    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
     C: tl.constexpr = NOPE + 64
     at = tl.program_id(0).to(tl.int64)  # token and head
     token = at // H
     stride = tl.num_programs(0).to(tl.int64)
     position = tl.load(positions + token)
-    _rows, _entries, _listed, _window, pieces = _counts(position, RATIO, TOP_K, WINDOW, ROWS, ENTRIES, TOP_K > 0)
+    _rows, _entries, _listed, _window, pieces = _counts(position, RATIO, TOP_K, WINDOW, ROWS, ENTRIES)
     used = tl.minimum(pieces, SPLITS)
     every = tl.arange(0, PADDED)
     peak = tl.max(tl.load(stats + (every * stride + at) * 2, mask=every < used, other=float("-inf")))
@@ -398,7 +366,7 @@ def merge_kernel(
         total += tl.sum(tl.load(stats + place * 2 + 1, mask=live, other=0.0) * weight)
         share = tl.load(parts + place[:, None] * C + column[None, :], mask=live[:, None], other=0.0)
         acc += tl.sum(share * weight[:, None], 0)
-    o = _rotated_back(_bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, NOPE, C, 1, GPU)
+    o = _rotated_back(_bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
     tl.store(out + at * C + column[None, :], _bf16(o, GPU))
 
 
@@ -436,66 +404,30 @@ def paged_attention_triton(
         parts = torch.empty(splits, tokens, heads, channels, dtype=torch.float32, device=q.device)
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=q.device)
     layer = {
-        "H": heads,
-        "NOPE": fmt.nope,
-        "RATIO": max(ratio, 1),
-        "TOP_K": 0 if selected_TK is None else selected_TK.shape[1],
-        "WINDOW": window_size,
-        "SPLITS": splits,
-        "ROWS": tile.rows,
-        "GPU": q.is_cuda,
-    }
-    attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        q,
-        fresh_TB,
-        window.memory,
-        entry_store.memory,
-        paging.positions_T if selected_TK is None else selected_TK,
-        paging.positions_T,
-        paging.sequence_T,
-        paging.first_S,
-        paging.rows_S,
-        paging.grow_SP,
-        paging.window_SP,
-        paging.window_first_S,
-        sink_H,
-        cos,
-        sin,
-        out,
-        parts,
-        stats,
-        paging.grow_SP.stride(0),
-        paging.window_SP.stride(0),
-        scale * LOG2_E,
-        **layer,
+        "H": heads, "NOPE": fmt.nope, "RATIO": max(ratio, 1), "TOP_K": 0 if selected_TK is None else selected_TK.shape[1],
+        "WINDOW": window_size, "SPLITS": splits, "ROWS": tile.rows, "GPU": q.is_cuda,
+    }  # fmt: skip
+    selected = paging.positions_T if selected_TK is None else selected_TK
+    rows = (paging.positions_T, paging.sequence_T, paging.first_S, paging.rows_S)
+    pages = (paging.grow_SP, paging.window_SP, paging.window_first_S)
+    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+        q, fresh_TB, window.memory, entry_store.memory, selected, *rows, *pages, sink_H, cos, sin, out, parts, stats,
+        paging.grow_SP.stride(0), paging.window_SP.stride(0), scale * LOG2_E, **layer,
         FRESH_ROW=fresh_TB.stride(0),
-        WINDOW_PAGE_BYTES=window.memory.shape[1],
-        WINDOW_PAGE_ROWS=window.rows_per_page,
-        ENTRY_PAGE_BYTES=entry_store.memory.shape[1],
-        ENTRY_PAGE_ROWS=0 if entries is None else entries.rows_per_page,
-        HEADS=tile.heads,
-        SWAP=tile.swap,
-        num_warps=tile.num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+        WINDOW_BYTES=window.memory.shape[1],
+        WINDOW_ROWS=window.rows_per_page,
+        ENTRY_BYTES=entry_store.memory.shape[1],
+        ENTRY_ROWS=0 if entries is None else entries.rows_per_page,
+        HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
     if splits > 1:
-        merge_kernel[(tokens * heads,)](
-            parts,
-            stats,
-            paging.positions_T,
-            sink_H,
-            cos,
-            sin,
-            out,
-            **layer,
-            ENTRIES=entries is not None,
-            PADDED=triton.next_power_of_2(splits),
-            CHUNK=min(_MERGED, triton.next_power_of_2(splits)),
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        padded = triton.next_power_of_2(splits)
+        _merge_kernel[(tokens * heads,)](
+            parts, stats, paging.positions_T, sink_H, cos, sin, out, **layer,
+            ENTRIES=entries is not None, PADDED=padded, CHUNK=min(_MERGED, padded),
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -507,7 +439,7 @@ def variants() -> list[Variant]:
         **dict.fromkeys(("sink", "cos", "sin"), "*fp32"), "out": "*bf16", "parts": "*fp32", "stats": "*fp32",
         "grow_columns": "i32", "window_columns": "i32", "scale": "fp32",
     }  # fmt: skip
-    order = attend_kernel.arg_names
+    order = _attend_kernel.arg_names
     signature = {name: signature[name] for name in order if name in signature}
     merged = {
         "parts": "*fp32",
@@ -526,14 +458,14 @@ def variants() -> list[Variant]:
             "GPU": True,
         }  # fmt: skip
         places = {
-            "FRESH_ROW": nope + 136 if splits == 1 else nope + 144, "WINDOW_PAGE_BYTES": 65 * (nope + 128), "WINDOW_PAGE_ROWS": 64,
-            "ENTRY_PAGE_BYTES": 65 * (nope + 128), "ENTRY_PAGE_ROWS": 256 // ratio if ratio else 0, "HEADS": tile.heads,
-            "SWAP": tile.swap,
+            "FRESH_ROW": nope + 136 if splits == 1 else nope + 144, "WINDOW_BYTES": 65 * (nope + 128), "WINDOW_ROWS": 64,
+            "ENTRY_BYTES": 65 * (nope + 128), "ENTRY_ROWS": 256 // ratio if ratio else 0, "HEADS": tile.heads,
+            "SWAP": tile.swap, "STAGES": tile.num_stages,
         }  # fmt: skip
         only = (capability,)
         found.append(
             Variant(
-                kernel=attend_kernel,
+                kernel=_attend_kernel,
                 signature=signature,
                 constants={**layer, **places},
                 num_warps=tile.num_warps,
@@ -544,6 +476,6 @@ def variants() -> list[Variant]:
         if splits > 1:
             constants = {**layer, "ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
             found.append(
-                Variant(kernel=merge_kernel, signature=merged, constants=constants, num_warps=4, num_stages=1, capabilities=only)
+                Variant(kernel=_merge_kernel, signature=merged, constants=constants, num_warps=4, num_stages=1, capabilities=only)
             )
     return found

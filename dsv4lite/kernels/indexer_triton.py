@@ -116,7 +116,7 @@ def _score(k, q, weight, GPU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["grow_columns", "weight_stride", "begin", "count", "columns"])
-def scores_kernel(
+def _scores_kernel(
     iq,
     weights,
     keys,
@@ -205,7 +205,7 @@ def _gather(selected, at, number, threshold, above, equal, wanted):
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
-def select_kernel(
+def _select_kernel(
     scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -248,7 +248,7 @@ def _count(counts, number):
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
-def segment_kernel(
+def _segment_kernel(
     scores,
     positions,
     highs,
@@ -301,7 +301,7 @@ def index_scores_paged_triton(
     tokens = 1 if paging.singles else TOKENS
     tiles = triton.cdiv(count, tokens)
     pieces = min(triton.cdiv(entries_max, KEYS), max(1, PROGRAMS // tiles))
-    scores_kernel[(tiles, pieces)](
+    _scores_kernel[(tiles, pieces)](
         iq_NHC,
         weights_NH,
         keys.memory,
@@ -341,8 +341,8 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     if count == 0 or columns <= top_k:
         return out
     if columns <= MOST:
-        block = block_for(columns)
-        select_kernel[(count,)](
+        block = _block_for(columns)
+        _select_kernel[(count,)](
             scores_NE,
             paging.positions_T,
             out,
@@ -359,7 +359,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     segments = triton.cdiv(columns, SEGMENT)
     highs, lows = torch.empty(2, count, segments, 256, dtype=torch.int32, device=out.device)
     for number in range(3):
-        segment_kernel[(count, segments)](
+        _segment_kernel[(count, segments)](
             scores_NE,
             paging.positions_T,
             highs,
@@ -379,7 +379,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     return out
 
 
-def block_for(columns: int) -> int:
+def _block_for(columns: int) -> int:
     """Return how many scores one program takes, from a small set of sizes."""
     return max(1024, 1 << (columns - 1).bit_length())
 
@@ -411,7 +411,7 @@ def variants() -> list[Variant]:
         }
         found.append(
             Variant(
-                kernel=scores_kernel,
+                kernel=_scores_kernel,
                 signature={**pointers, **sizes},
                 constants=constants,
                 num_warps=4,
@@ -421,10 +421,10 @@ def variants() -> list[Variant]:
     signature = {"scores": "*bf16", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
     for block in (1024, 2048, 4096, 8192):
         constants = {"TOP_K": 512, "RATIO": 4, "BLOCK": block}
-        found.append(Variant(kernel=select_kernel, signature=signature, constants=constants, num_warps=block // 512, num_stages=1))
+        found.append(Variant(kernel=_select_kernel, signature=signature, constants=constants, num_warps=block // 512, num_stages=1))
     tables = {"highs": "*i32", "lows": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
     for number, segments in product(range(3), (4, 64)):
         constants = {"TOP_K": 512, "RATIO": 4, "SEGMENT": SEGMENT, "SEGMENTS": segments, "PASS": number}
         signature = {"scores": "*bf16", "positions": "*i32", **tables}
-        found.append(Variant(kernel=segment_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
+        found.append(Variant(kernel=_segment_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
     return found
