@@ -1,7 +1,7 @@
 """Kernels of ``compress.py``: a vector of C channels lies in rows of 64.
 
-With one token a sequence, one program does everything for it. Otherwise a program per token makes the entry that closes there, if
-one does, from the group's tokens of this step and what was carried from before; then programs of their own write what is carried.
+With one token a sequence, one program does everything for it. Otherwise an entry that closes is made from its group's tokens of
+this step and what was carried from before; then programs of their own write what is carried.
 All pour tokens in the same order with the same operations, so how a prompt is cut changes no bit.
 """
 
@@ -18,7 +18,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
 from dsv4lite.kernels.rows_triton import bf16, hadamard_rows, inverse_rms, only_if, rotate, store_fp4_key, store_fp8_key, store_kv
 
-UNROLL = 8  # tokens of a long group whose loads are under way together
+STAGES = 12  # how many tokens of a long group are read ahead, and one
 CARRY_ROWS = 2  # of 64 channels, in one program that writes what is carried
 _KV, _FP4_KEY, _FP8_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -36,15 +36,12 @@ def _choose(condition, p, t, w, other_p, other_t, other_w):
 
 
 @triton.jit
-def _carried(carry, at, mask, wanted, p, t, w, WIDTH: tl.constexpr):
-    """Return what is carried if that is wanted, else p, t and w."""
-    wanted = wanted != 0  # the interpreter hands on integers
-    mask = only_if(wanted, mask)
-    here = carry + at
-    peak = tl.load(here, mask=mask, other=0.0)
-    total = tl.load(here + WIDTH, mask=mask, other=0.0)
-    weighted = tl.load(here + 2 * WIDTH, mask=mask, other=0.0)
-    return _choose(wanted, peak, total, weighted, p, t, w)
+def _carried(carry, at, mask, wanted, WIDTH: tl.constexpr):
+    """Return a set of accumulators; zeros where it is not wanted."""
+    here = only_if(wanted, mask)
+    peak = tl.load(carry + at, mask=here, other=0.0)
+    total = tl.load(carry + WIDTH + at, mask=here, other=0.0)
+    return peak, total, tl.load(carry + 2 * WIDTH + at, mask=here, other=0.0)
 
 
 @triton.jit
@@ -70,47 +67,31 @@ def _store_carry(
 
 
 @triton.jit
-def _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin, end, phase, SCORES: tl.constexpr, TURNS: tl.constexpr):
-    """Take rows from ``begin`` to ``end``, TURNS at most; ``phase`` is that of row ``begin``."""
-    for i in tl.static_range(TURNS):
-        valid = begin + i < end
-        here = only_if(valid, mask)
-        row = projected + (begin + i).to(tl.int64) * row_stride + at
-        # scores_TK + ape[phase]
-        score = tl.load(row + SCORES, mask=here, other=0.0) + tl.load(ape + (phase + i) * SCORES + at, mask=here, other=0.0)
-        value = tl.load(row, mask=here, other=0.0)
-        # accumulate; what is not valid changes nothing
-        peak = tl.maximum(p, score)
-        shrink = tl.exp(p - peak)
-        gain = tl.exp(score - peak)
-        p, t, w = _choose(valid, peak, t * shrink + gain, w * shrink + gain * value, p, t, w)
-    return p, t, w
+def _accumulate(p, t, w, score, value):
+    # accumulate, one token
+    peak = tl.maximum(p, score)
+    shrink = tl.exp(p - peak)
+    gain = tl.exp(score - peak)
+    return peak, t * shrink + gain, w * shrink + gain * value
 
 
 @triton.jit
-def _pour(
-    p,
-    t,
-    w,
-    projected,
-    ape,
-    at,
-    mask,
-    row_stride,
-    begin,
-    end,
-    phase,
-    SCORES: tl.constexpr,
-    RATIO: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Take rows ``begin`` to ``end`` of one group; ``phase`` is that of row ``begin``."""
-    if RATIO <= UNROLL:
-        p, t, w = _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin, end, phase, SCORES, RATIO)
-    else:
-        for turn in range(tl.cdiv(end - begin, UNROLL)):
-            done = turn * UNROLL
-            p, t, w = _pour_few(p, t, w, projected, ape, at, mask, row_stride, begin + done, end, phase + done, SCORES, UNROLL)
+def _token(projected, ape, at, mask, row_stride, row, phase, SCORES: tl.constexpr):
+    # scores_TK + ape[phase] and values_TK of one row
+    here = projected + row.to(tl.int64) * row_stride + at
+    term = tl.load(ape + phase * SCORES + at, mask=mask, other=0.0)
+    return tl.load(here + SCORES, mask=mask, other=0.0) + term, tl.load(here, mask=mask, other=0.0)
+
+
+@triton.jit
+def _pour(p, t, w, projected, ape, at, mask, row_stride, begin, end, phase, SCORES: tl.constexpr, STAGES: tl.constexpr):
+    """Take rows ``begin`` to ``end``, in order; ``phase`` is that of row ``begin``."""
+    values = projected + begin.to(tl.int64) * row_stride + at
+    terms = ape + phase * SCORES + at
+    for i in tl.range(0, end - begin, num_stages=STAGES):
+        here = values + i * row_stride
+        score = tl.load(here + SCORES, mask=mask, other=0.0) + tl.load(terms + i * SCORES, mask=mask, other=0.0)
+        p, t, w = _accumulate(p, t, w, score, tl.load(here, mask=mask, other=0.0))
     return p, t, w
 
 
@@ -129,32 +110,32 @@ def _in_progress(
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Return the accumulators of the entry in progress once the token at ``position``, in the step's ``row``, is in.
 
     ``carry`` is the sequence's before this step, in which its tokens begin at position ``first``.
     """
-    SCORES: tl.constexpr = A * WIDTH
-    UPPER: tl.constexpr = (A - 1) * WIDTH
     group = position // RATIO * RATIO
     begin = tl.maximum(group, first)
-    shift = row - position
+    started = begin == first
+    end = row + 1
+    row += begin - position
+    UPPER: tl.constexpr = (A - 1) * WIDTH
     p, t, w = _empty(ROWS)
+    own_p, own_t, own_w = _carried(carry, at, mask, started, WIDTH)
     if A == 2:
         # previous = torch.cat([fresh, lower[:-1]]): the group before, as far as it lies in this step
         before = tl.maximum(group - RATIO, first)
-        end = tl.maximum(group, before)
-        cut = (before == first) & (end > before)
-        p, t, w = _carried(carry + 3 * WIDTH, at, mask, cut, p, t, w, WIDTH)
-        p, t, w = _pour(
-            p, t, w, projected, ape, at, mask, row_stride, before + shift, end + shift, before % RATIO, SCORES, RATIO, UNROLL
-        )
+        count = tl.maximum(group - before, 0)
+        cut = (before == first) & (count > 0)
+        p, t, w = _choose(cut, *_carried(carry + 3 * WIDTH, at, mask, cut, WIDTH), p, t, w)
+        p, t, w = _pour(p, t, w, projected, ape, at, mask, row_stride, row - count, row, before % RATIO, A * WIDTH, STAGES)
     # torch.where(started, carried_GA3C[:, 0], previous)
-    p, t, w = _carried(carry, at, mask, begin == first, p, t, w, WIDTH)
+    p, t, w = _choose(started, own_p, own_t, own_w, p, t, w)
     projected += UPPER
     ape += UPPER
-    return _pour(p, t, w, projected, ape, at, mask, row_stride, begin + shift, row + 1, begin % RATIO, SCORES, RATIO, UNROLL)
+    return _pour(p, t, w, projected, ape, at, mask, row_stride, row, end, begin % RATIO, A * WIDTH, STAGES)
 
 
 @triton.jit
@@ -240,16 +221,16 @@ def _single_kernel(
         carry += slot * (A * 3 * WIDTH)
         phase = position % RATIO
         closed = phase == RATIO - 1
-        SCORES: tl.constexpr = A * WIDTH
         UPPER: tl.constexpr = (A - 1) * WIDTH
-        p, t, w = _empty(ROWS)
-        lp, lt, lw = _empty(ROWS)
-        p, t, w = _carried(carry, at, mask, slot >= 0, p, t, w, WIDTH)
-        p, t, w = _pour_few(p, t, w, projected + UPPER, ape + UPPER, at, mask, row_stride, token, token + 1, phase, SCORES, 1)
+        low_p, low_t, low_w = _empty(ROWS)
+        p, t, w = _carried(carry, at, mask, slot >= 0, WIDTH)
+        score, value = _token(projected + UPPER, ape + UPPER, at, mask, row_stride, token, phase, A * WIDTH)
         if A == 2:
-            lp, lt, lw = _carried(carry + 3 * WIDTH, at, mask, slot >= 0, lp, lt, lw, WIDTH)
-            lp, lt, lw = _pour_few(lp, lt, lw, projected, ape, at, mask, row_stride, token, token + 1, phase, SCORES, 1)
-        _store_carry(carry, at, mask, closed, p, t, w, lp, lt, lw, A, WIDTH, ROWS)
+            low_p, low_t, low_w = _carried(carry + 3 * WIDTH, at, mask, slot >= 0, WIDTH)
+            low_score, low_value = _token(projected, ape, at, mask, row_stride, token, phase, A * WIDTH)
+            low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, low_score, low_value)
+        p, t, w = _accumulate(p, t, w, score, value)
+        _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
         if closed:
             row = grow + token.to(tl.int64) * pages
             _store_entry(
@@ -258,7 +239,7 @@ def _single_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _entry_kernel(
     projected,
     ape,
@@ -272,6 +253,7 @@ def _entry_kernel(
     slots,
     first,
     grow,
+    tokens,
     row_stride,
     page_stride,
     pages,
@@ -284,25 +266,28 @@ def _entry_kernel(
     LOG: tl.constexpr,
     KIND: tl.constexpr,
     GPU: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program per token; those that close no entry have nothing to do."""
-    token = tl.program_id(0)
-    position = tl.load(positions + token)
-    if (position >= 0) & (position % RATIO == RATIO - 1):
+    """One program per RATIO tokens: most often with one entry that closes, but among tokens of many sequences with any number."""
+    row = tl.program_id(0) * RATIO + tl.arange(0, RATIO)
+    position = tl.load(positions + row, mask=row < tokens, other=-1)
+    closing = (position >= 0) & (position % RATIO == RATIO - 1)
+    done = -1
+    for _closing in range(tl.sum(closing.to(tl.int32), axis=0)):
+        token = tl.min(tl.where(closing & (row > done), row, tokens), axis=0)
+        done = token
         sequence = tl.load(sequences + token).to(tl.int64)
         slot = tl.load(slots + sequence).to(tl.int64)
         if slot >= 0:
             at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
             mask = at < WIDTH
-            carry += slot * (A * 3 * WIDTH)
+            last = tl.load(positions + token)
             begin = tl.load(first + sequence)
-            _, t, w = _in_progress(
-                projected, ape, carry, at, mask, row_stride, position, token, begin, A, RATIO, WIDTH, ROWS, UNROLL
-            )
-            row = grow + sequence * pages
+            before = carry + slot * (A * 3 * WIDTH)
+            _, t, w = _in_progress(projected, ape, before, at, mask, row_stride, last, token, begin, A, RATIO, WIDTH, ROWS, STAGES)
+            pages_of = grow + sequence * pages
             _store_entry(
-                t, w, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
+                t, w, norm_weight, memory, pages_of, cos, sin, token, last, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
                 LOG, KIND, GPU,
             )  # fmt: skip
 
@@ -321,7 +306,7 @@ def _carry_kernel(
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program per sequence and block of channels: what is carried after the step."""
     sequence = tl.program_id(0)
@@ -335,18 +320,19 @@ def _carry_kernel(
         position = begin + length - 1
         row = tl.load(rows + sequence) + length - 1
         closed = position % RATIO == RATIO - 1
-        p, t, w = _empty(ROWS)
-        lp, lt, lw = _empty(ROWS)
+        low_p, low_t, low_w = _empty(ROWS)
         # Without overlap a closed group leaves nothing; with it, its lower half is all that is left.
-        p, t, w = _in_progress(projected, ape, carry, at, mask, row_stride, position, row, begin, A, RATIO, WIDTH, ROWS, UNROLL)
+        p, t, w = _in_progress(projected, ape, carry, at, mask, row_stride, position, row, begin, A, RATIO, WIDTH, ROWS, STAGES)
         if A == 2:
             start = tl.maximum(position // RATIO * RATIO, begin)
-            lp, lt, lw = _carried(carry + 3 * WIDTH, at, mask, start == begin, lp, lt, lw, WIDTH)
-            from_row = row - (position - start)
-            lp, lt, lw = _pour(
-                lp, lt, lw, projected, ape, at, mask, row_stride, from_row, row + 1, start % RATIO, A * WIDTH, RATIO, UNROLL
+            low_p, low_t, low_w = _choose(
+                start == begin, *_carried(carry + 3 * WIDTH, at, mask, start == begin, WIDTH), low_p, low_t, low_w
             )
-        _store_carry(carry, at, mask, closed, p, t, w, lp, lt, lw, A, WIDTH, ROWS)
+            from_row = row - (position - start)
+            low_p, low_t, low_w = _pour(
+                low_p, low_t, low_w, projected, ape, at, mask, row_stride, from_row, row + 1, start % RATIO, A * WIDTH, STAGES
+            )
+        _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
 
 
 def _kind(fmt: RowFormat) -> int:
@@ -374,12 +360,12 @@ def compress_step_triton(
     tokens, width, sets = projected.shape[0], norm_weight.shape[0], 2 if ratio == OVERLAP_RATIO else 1
     assert width % 64 == 0 and width == store.format.width and (not hadamard or width & (width - 1) == 0), width
     assert projected.dtype == torch.float32 and projected.stride(1) == 1 and projected.shape[1] >= 2 * sets * width
-    assert ape.shape == (ratio, sets * width) and ape.is_contiguous()
+    assert ape.shape == (ratio, sets * width) and ape.is_contiguous() and ratio & (ratio - 1) == 0
     assert carry.shape[1:] == (sets, 3, width) and carry.is_contiguous()
     assert cos_T.shape == sin_T.shape == (tokens, 32) and cos_T.is_contiguous() and sin_T.is_contiguous()
     if tokens == 0:
         return
-    rows = triton.next_power_of_2(width // 64)
+    rows, stages = triton.next_power_of_2(width // 64), min(STAGES, ratio + 1)
     shape = {"A": sets, "RATIO": ratio, "WIDTH": width}
     entry = {
         "ROWS": rows,
@@ -395,8 +381,9 @@ def compress_step_triton(
     if paging.singles:
         _single_kernel[(tokens,)](*places, paging.slots_S, grow, *strides, **shape, **entry, enable_fp_fusion=False)
         return
-    of_sequences = (paging.sequence_T, paging.slots_S, paging.first_S, grow)
-    _entry_kernel[(tokens,)](*places, *of_sequences, *strides, **shape, **entry, UNROLL=UNROLL, enable_fp_fusion=False)
+    of_sequences = (paging.sequence_T, paging.slots_S, paging.first_S, grow, tokens)
+    grid = (triton.cdiv(tokens, ratio),)
+    _entry_kernel[grid](*places, *of_sequences, *strides, **shape, **entry, STAGES=stages, enable_fp_fusion=False)
     _carry_kernel[(len(paging.slots_S), triton.cdiv(width, 64 * CARRY_ROWS))](
         projected,
         ape,
@@ -408,7 +395,7 @@ def compress_step_triton(
         projected.stride(0),
         **shape,
         ROWS=CARRY_ROWS,
-        UNROLL=UNROLL,
+        STAGES=stages,
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -434,8 +421,8 @@ def variants() -> list[Variant]:
         entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "GPU": True}
         warps = _warps(width)
         found.append(Variant(kernel=_single_kernel, signature=single, constants=entry, num_warps=warps))
-        entry = {**entry, "UNROLL": UNROLL}
-        found.append(Variant(kernel=_entry_kernel, signature=signature, constants=entry, num_warps=warps))
-        shape |= {"ROWS": CARRY_ROWS, "UNROLL": UNROLL}
+        entry = {**entry, "STAGES": min(STAGES, ratio + 1)}
+        found.append(Variant(kernel=_entry_kernel, signature={**signature, "tokens": "i32"}, constants=entry, num_warps=warps))
+        shape |= {"ROWS": CARRY_ROWS, "STAGES": min(STAGES, ratio + 1)}
         found.append(Variant(kernel=_carry_kernel, signature=carry, constants=shape, num_warps=1))
     return found

@@ -102,6 +102,16 @@ def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> 
         assert torch.equal(other.store.memory, whole.store.memory)
 
 
+@pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:1] + CASES[4:])
+def test_entries_of_many_sequences_close_side_by_side(ratio: int, fmt: RowFormat, transformed: bool) -> None:
+    ours, theirs = (Run(ratio, fmt, transformed, 5, ratio) for _ in range(2))
+    for run, reference in ((ours, False), (theirs, True)):
+        run.step([ratio - 1] * 5, 0, False, reference=reference)
+        run.step([1] * 5, 1, False, reference=reference)
+    assert (ours.store.memory != theirs.store.memory).float().mean() <= 2e-3
+    assert (ours.store.memory != 0xA5).any(-1).sum() == 5  # a page each
+
+
 def test_step_without_tokens_changes_nothing() -> None:
     run = Run(4, Fp8Kv(64, 64), False, 1, 4)
     before = run.carry.clone()

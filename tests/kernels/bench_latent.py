@@ -1,0 +1,147 @@
+"""Times the ops around attention at V4-Flash's shapes: ``python tests/kernels/bench_latent.py`` on a CUDA device.
+
+Checks each first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.compress import compress_step, compress_step_ref, empty_carry
+from dsv4lite.kernels.heads import head_norms, head_norms_ref
+from dsv4lite.kernels.latent import latent_norms, latent_norms_ref
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rope import rope_angles, rope_frequencies
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
+
+BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
+ROTATED = 150 << 20
+KV, KEY = Fp8Kv(448, 64), Fp4Key(128)
+CUDA = torch.device("cuda")
+Op = Callable[[int], object]
+
+
+def microseconds(op: Op, copies: int) -> float:
+    """Return the median time of one call over graph replays."""
+    op(0)
+    torch.cuda.synchronize()
+    calls = max(copies, 20)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        op(0)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                op(i % copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1e3)
+    return sorted(times)[3]
+
+
+def step(tokens: int, singles: bool) -> Paging:
+    """One token each of ``tokens`` sequences at positions that close a group, or one sequence's chunk from position 0."""
+
+    def ints(*values: object) -> Tensor:
+        return torch.tensor(*values, dtype=torch.int32, device=CUDA)
+
+    count = tokens if singles else 1
+    position = 1023
+    numbers = torch.arange(tokens, dtype=torch.int32, device=CUDA)
+    pages = torch.arange(count * 40, dtype=torch.int32, device=CUDA).view(count, 40)
+    windows = torch.arange(count * 130, dtype=torch.int32, device=CUDA).view(count, 130)
+    return Paging(
+        positions_T=torch.full_like(numbers, position) if singles else numbers,
+        sequence_T=numbers if singles else torch.zeros_like(numbers),
+        slots_S=numbers[:count].clone(),
+        first_S=ints([position if singles else 0] * count),
+        rows_S=numbers[:count].clone(),
+        lens_S=ints([1 if singles else tokens] * count),
+        grow_SP=pages,
+        window_SP=windows,
+        window_first_S=ints([0] * count),
+        singles=singles,
+    )
+
+
+def differing(ours: Tensor, theirs: Tensor) -> float:
+    return (ours.view(torch.uint8) != theirs.view(torch.uint8)).float().mean().item()
+
+
+def latent_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, float]:
+    """Return the op, the bytes it must move, and how many of its bytes differ from the reference's."""
+    latent = [torch.randn(tokens, 1536, device=CUDA).bfloat16() for _ in range(copies)]
+    norms = [torch.rand(size, device=CUDA) + 0.5 for size in (1024, 512)]
+    angles = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0).to(CUDA))
+    store = RowStore(KV, paging.window_SP.numel(), 64, CUDA)
+    ours = latent_norms(latent[0], *norms, *angles, 1e-6, store, paging)
+    theirs = latent_norms_ref(latent[0], *norms, *angles, 1e-6, store, paging)
+    error = max(differing(a, b) for a, b in zip(ours, theirs, strict=True))
+    moved = tokens * (2 * 1536 + 1024 + 8 + 584)
+    return lambda i: latent_norms(latent[i], *norms, *angles, 1e-6, store, paging), moved, error
+
+
+def heads_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, float]:
+    """The same for the heads of a csa layer."""
+    query = [torch.randn(tokens, 40960, device=CUDA).bfloat16() for _ in range(copies)]
+    angles = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0).to(CUDA))
+    shape = (64, 512, 64, 128)
+    ours, theirs = head_norms(query[0], *shape, *angles, 1e-6), head_norms_ref(query[0], *shape, *angles, 1e-6)
+    error = max(differing(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None)
+    return lambda i: head_norms(query[i], *shape, *angles, 1e-6), 4.0 * query[0].numel(), error
+
+
+def compress_case(paging: Paging, tokens: int, copies: int, ratio: int, fmt: RowFormat) -> tuple[Op, float, float]:
+    """The same for a compressor."""
+    sets, width = 2 if ratio == 4 else 1, fmt.width
+    columns = sets * width
+    projected = [torch.randn(tokens, 2 * columns, device=CUDA) for _ in range(copies)]
+    ape, norm = torch.randn(ratio, columns, device=CUDA), torch.rand(width, device=CUDA) + 0.5
+    angles = rope_angles(paging.positions_T // ratio * ratio, rope_frequencies(64, 10000.0).to(CUDA))
+    stores = [RowStore(fmt, paging.grow_SP.numel(), 256 // ratio, CUDA) for _ in range(2)]
+    carries = [empty_carry(len(paging.slots_S), sets, width, device=CUDA) for _ in range(2)]
+
+    def call(i: int, reference: bool = False) -> None:
+        op = compress_step_ref if reference else compress_step
+        op(projected[i], ape, norm, carries[reference], stores[reference], paging, ratio, *angles, 1e-6, fmt is KEY)
+
+    call(0)
+    call(0, reference=True)
+    torch.testing.assert_close(*carries, rtol=1e-5, atol=1e-5)
+    moved = tokens * 8.0 * columns + (24.0 * carries[0].shape[1] * width * tokens if paging.singles else 0)
+    return call, moved, differing(stores[0].memory, stores[1].memory)
+
+
+def main() -> None:
+    """Print a table."""
+    print(f"{'op':<14}{'tokens':>7}{'us':>9}{'TB/s':>7}{'floor':>7}{'bytes that differ':>19}")
+    for tokens, singles in ((1, True), (16, True), (64, True), (8192, False)):
+        paging = step(tokens, singles)
+        cases = {
+            "latent": (latent_case, (), 3072),
+            "heads": (heads_case, (), 81920),
+            "compress 4": (compress_case, (4, KV), 8192),
+            "compress key": (compress_case, (4, KEY), 2048),
+            "compress 128": (compress_case, (128, KV), 4096),
+        }
+        for name, (make, more, row) in cases.items():
+            copies = min(64, max(1, ROTATED // (tokens * row)))
+            op, moved, error = make(paging, tokens, copies, *more)
+            assert error < 2e-3, (name, tokens, error)
+            us = microseconds(op, copies)
+            rate = moved / us * 1e6
+            print(f"{name:<14}{tokens:>7}{us:>9.2f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{error:>19.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
