@@ -1,0 +1,206 @@
+"""Times attention, index scores and the selection on pages: ``python tests/kernels/bench_attention.py [--sweep]`` on a CUDA device.
+
+Checks a few tokens against the references first. V4-Flash's sizes; graph replays over copies larger than the L2 cache for decoding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.attention import paged_attention, paged_attention_ref
+from dsv4lite.kernels.indexer import choose_paged, index_scores_paged, index_scores_paged_ref, select_paged
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rope import rope_angles
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
+
+HEADS, NOPE, TOP_K, INDEX_HEADS = 64, 448, 512, 64
+BANDWIDTH = 4.3e12
+CUDA = torch.device("cuda")
+SPLITS = (1, 2, 4, 8, 16, 32)
+
+
+def store_of(fmt: RowFormat, pages: int, rows_per_page: int) -> RowStore:
+    store = RowStore(fmt, pages, rows_per_page, CUDA)
+    for address in torch.arange(pages * rows_per_page, device=CUDA).split(1 << 16):
+        store.write(address, torch.randn(len(address), fmt.width, device=CUDA).to(torch.bfloat16))
+    return store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step's inputs of every kind of layer."""
+
+    paging: Paging
+    q: Tensor
+    fresh: Tensor
+    window: RowStore
+    cos: Tensor
+    sin: Tensor
+    sink: Tensor
+    visible: Tensor
+
+    def attend(self, entries: RowStore | None, ratio: int, selected: Tensor | None, splits: int) -> Tensor:
+        rows = self.fresh, self.window, entries, self.paging
+        return paged_attention(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected, splits)
+
+    def reference(self, entries: RowStore | None, ratio: int, selected: Tensor | None) -> Tensor:
+        rows = self.fresh, self.window, entries, self.paging
+        return paged_attention_ref(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected)
+
+
+def step_of(sequences: int, first: int, length: int) -> Step:
+    """Return sequences of ``length`` new tokens after ``first`` old ones."""
+    tokens = sequences * length
+    grow, oldest = -(-(first + length) // 256), max(0, first - 127) // 64
+    width = -(-(first + length) // 64) - oldest
+
+    def ints(values: Tensor) -> Tensor:
+        return values.to(torch.int32).to(CUDA)
+
+    each = torch.arange(sequences)
+    paging = Paging(
+        positions_T=ints(first + torch.arange(length).repeat(sequences)),
+        sequence_T=ints(each.repeat_interleave(length)),
+        slots_S=ints(each),
+        first_S=ints(torch.full((sequences,), first)),
+        rows_S=ints(each * length),
+        lens_S=ints(torch.full((sequences,), length)),
+        grow_SP=ints(torch.randperm(sequences * grow).view(sequences, grow)),
+        window_SP=ints(torch.randperm(sequences * width).view(sequences, width)),
+        window_first_S=ints(torch.full((sequences,), oldest)),
+        singles=length == 1,
+    )
+    fmt = Fp8Kv(NOPE, 64)
+    packed = torch.cat(fmt.pack(torch.randn(tokens, 512, device=CUDA).to(torch.bfloat16)), -1)
+    cos, sin = rope_angles(paging.positions_T, torch.rand(32, device=CUDA))
+    return Step(
+        paging=paging,
+        q=torch.randn(tokens, HEADS, 512, device=CUDA).to(torch.bfloat16),
+        fresh=torch.empty(tokens, 592, dtype=torch.uint8, device=CUDA)[:, :584].copy_(packed),
+        window=store_of(fmt, sequences * width, 64),
+        cos=cos,
+        sin=sin,
+        sink=torch.randn(HEADS, device=CUDA),
+        visible=(paging.positions_T + 1) // 4,
+    )
+
+
+def selection_of(visible: Tensor) -> Tensor:
+    """Return random ascending entries of every token that sees more than are attended."""
+    spread = torch.rand(len(visible), TOP_K, device=CUDA).sort(-1).values
+    room = (visible - TOP_K).clamp_min(0)[:, None]
+    return ((spread * room).floor() + torch.arange(TOP_K, device=CUDA)).to(torch.int32)
+
+
+def microseconds(call: Callable[[], object], calls: int) -> float:
+    """Return the median time over graph replays."""
+    call()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1e3)
+    return sorted(times)[2]
+
+
+def check(got: Tensor, wanted: Tensor, what: str) -> None:
+    error = (got.float() - wanted.float()).abs()
+    bound = 2**-7 * wanted.float().abs() + 2**-8 * wanted.float().abs().amax(-1, keepdim=True)
+    assert bool((error <= bound).all()), f"{what}: {error.max()}"
+
+
+def layers(step: Step, pages: int) -> dict[str, tuple[RowStore | None, int, Tensor | None]]:
+    fmt = Fp8Kv(NOPE, 64)
+    return {
+        "sliding": (None, 0, None),
+        "csa": (store_of(fmt, pages, 64), 4, selection_of(step.visible)),
+        "hca": (store_of(fmt, pages, 2), 128, None),
+    }
+
+
+def rows_of(step: Step, ratio: int, selected: Tensor | None) -> int:
+    """Return how many rows all tokens attend to."""
+    seen = step.paging.positions_T.long() + 1
+    entries = seen // ratio if ratio else seen * 0
+    return int((seen.clamp_max(128) + (entries if selected is None else entries.clamp_max(TOP_K))).sum())
+
+
+def bench_prefill(length: int, first: int) -> None:
+    step = step_of(1, first, length)
+    for name, (entries, ratio, selected) in layers(step, -(-(first + length) // 256)).items():
+        time = microseconds(lambda e=entries, r=ratio, s=selected: step.attend(e, r, s, 1), 2)
+        rate = rows_of(step, ratio, selected) * HEADS * 512 * 4 / time / 1e6
+        print(f"prefill {length:6d} after {first:6d}  {name:8s} {time:9.1f} us  {rate:6.1f} TFLOP/s")
+
+
+def bench_decode(sequences: int, context: int, *, sweep: bool) -> None:
+    step = step_of(sequences, context - 1, 1)
+    for name, (entries, ratio, selected) in layers(step, sequences * -(-context // 256)).items():
+        wanted = step.reference(entries, ratio, selected)
+        found = []
+        for splits in SPLITS:
+            check(step.attend(entries, ratio, selected, splits), wanted, f"{name} {splits}")
+            time = microseconds(lambda e=entries, r=ratio, s=selected, n=splits: step.attend(e, r, s, n), 20)
+            found.append((time, splits))
+        floor = rows_of(step, ratio, selected) * 584 / BANDWIDTH * 1e6
+        best = min(found)
+        every = "  ".join(f"{splits}:{time:.1f}" for time, splits in found) if sweep else ""
+        print(
+            f"decode {sequences:3d} x {context:7d}  {name:8s} {best[0]:7.1f} us at {best[1]:2d} splits, floor {floor:6.1f}  {every}"
+        )
+
+
+def bench_index(sequences: int, first: int, length: int) -> None:
+    step = step_of(sequences, first, length)
+    tokens, entries = sequences * length, (first + length) // 4
+    keys = store_of(Fp4Key(128), sequences * -(-(first + length) // 256), 64)
+    iq = Fp4Key(128).simulate(torch.randn(tokens, INDEX_HEADS, 128, device=CUDA).to(torch.bfloat16))
+    weights = torch.randn(tokens, INDEX_HEADS, device=CUDA).to(torch.bfloat16)
+    few = slice(tokens - min(tokens, 4), tokens)
+    got = index_scores_paged(iq[few], weights[few], keys, step.paging, TOP_K, entries, begin=few.start)
+    wanted = index_scores_paged_ref(iq[few], weights[few], keys, step.paging, entries, begin=few.start)
+    for n, count in enumerate(step.visible[few].tolist()):
+        assert (got[n, :count] == wanted[n, :count]).float().mean() > 0.9, "scores"
+    both = microseconds(lambda: choose_paged(iq, weights, keys, step.paging, TOP_K, entries), 4)
+    scores = index_scores_paged(iq[:256], weights[:256], keys, step.paging, TOP_K, entries)
+    select = microseconds(lambda: select_paged(scores, step.paging, TOP_K, 4), 4)
+    print(f"index  {sequences:3d} x {length:5d} after {first:7d}  both {both:9.1f} us  selection of {len(scores)} {select:8.1f} us")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for length, first in ((8192, 0), (8192, 24576), (2048, 100000)):
+        bench_prefill(length, first)
+    for sequences, context in ((1, 1100), (1, 16000), (1, 1 << 20), (8, 1100), (8, 16000), (64, 1100), (64, 16000)):
+        bench_decode(sequences, context, sweep="--sweep" in sys.argv)
+    for sequences, first, length in (
+        (1, 16000, 1),
+        (1, (1 << 20) - 1, 1),
+        (8, 16000, 1),
+        (64, 16000, 1),
+        (1, 0, 8192),
+        (1, 100000, 2048),
+    ):
+        bench_index(sequences, first, length)
+
+
+if __name__ == "__main__":
+    main()
