@@ -56,13 +56,40 @@ def tile_for(tokens: int) -> Tile:
 
 def units_of(width: int) -> int:
     """Return how many units each part of the channels has; the last ones may be empty."""
-    return triton.cdiv(width, _UNIT * _PARTS)
+    return -(-width // (_UNIT * _PARTS))
 
 
 @triton.jit
 def _weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
     """Return ``sum_i a_i w_i + rest`` in one order."""
     return tl.fma(a3, w3, tl.fma(a2, w2, tl.fma(a1, w1, tl.fma(a0, w0, rest))))
+
+
+@triton.jit
+def _load4(p, stride, mask):
+    """Return four tiles that lie ``stride`` numbers apart."""
+    return (
+        tl.load(p, mask=mask, other=0.0),
+        tl.load(p + stride, mask=mask, other=0.0),
+        tl.load(p + 2 * stride, mask=mask, other=0.0),
+        tl.load(p + 3 * stride, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def _columns(p, mask):
+    """Return four numbers of each row as [rows, 1]; so loaded they need not change threads."""
+    a, b, c, d = _load4(p, 1, mask)
+    return a[:, None], b[:, None], c[:, None], d[:, None]
+
+
+@triton.jit
+def _store4(p, stride, a, b, c, d, mask):
+    """Store four tiles ``stride`` numbers apart."""
+    tl.store(p, a, mask=mask)
+    tl.store(p + stride, b, mask=mask)
+    tl.store(p + 2 * stride, c, mask=mask)
+    tl.store(p + 3 * stride, d, mask=mask)
 
 
 @triton.jit
@@ -109,38 +136,19 @@ def leave_enter_kernel(
     row = tl.arange(0, ROWS_TILE)
     if LEAVE:
         y += first * WIDTH
-        p = post + first * 4 + token * 4
-        p0 = tl.load(p, mask=here, other=0.0)[:, None]
-        p1 = tl.load(p + 1, mask=here, other=0.0)[:, None]
-        p2 = tl.load(p + 2, mask=here, other=0.0)[:, None]
-        p3 = tl.load(p + 3, mask=here, other=0.0)[:, None]
-        c = comb + first * 16 + token * 16
-        c00 = tl.load(c, mask=here, other=0.0)[:, None]
-        c01 = tl.load(c + 1, mask=here, other=0.0)[:, None]
-        c02 = tl.load(c + 2, mask=here, other=0.0)[:, None]
-        c03 = tl.load(c + 3, mask=here, other=0.0)[:, None]
-        c10 = tl.load(c + 4, mask=here, other=0.0)[:, None]
-        c11 = tl.load(c + 5, mask=here, other=0.0)[:, None]
-        c12 = tl.load(c + 6, mask=here, other=0.0)[:, None]
-        c13 = tl.load(c + 7, mask=here, other=0.0)[:, None]
-        c20 = tl.load(c + 8, mask=here, other=0.0)[:, None]
-        c21 = tl.load(c + 9, mask=here, other=0.0)[:, None]
-        c22 = tl.load(c + 10, mask=here, other=0.0)[:, None]
-        c23 = tl.load(c + 11, mask=here, other=0.0)[:, None]
-        c30 = tl.load(c + 12, mask=here, other=0.0)[:, None]
-        c31 = tl.load(c + 13, mask=here, other=0.0)[:, None]
-        c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
-        c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
+        p0, p1, p2, p3 = _columns(post + first * 4 + token * 4, here)
+        comb += first * 16 + token * 16
+        c00, c01, c02, c03 = _columns(comb, here)
+        c10, c11, c12, c13 = _columns(comb + 4, here)
+        c20, c21, c22, c23 = _columns(comb + 8, here)
+        c30, c31, c32, c33 = _columns(comb + 12, here)
     total = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for unit in tl.range(0, units, num_stages=STAGES):
         column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
         inside = here[:, None] & (column < WIDTH)[None, :]
         at = token[:, None] * (4 * WIDTH) + column[None, :]
-        x0 = tl.load(streams + at, mask=inside, other=0.0)
-        x1 = tl.load(streams + at + WIDTH, mask=inside, other=0.0)
-        x2 = tl.load(streams + at + 2 * WIDTH, mask=inside, other=0.0)
-        x3 = tl.load(streams + at + 3 * WIDTH, mask=inside, other=0.0)
+        x0, x1, x2, x3 = _load4(streams + at, WIDTH, inside)
         if LEAVE:
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
             w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -151,10 +159,7 @@ def leave_enter_kernel(
                 to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
                 to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
             )
-            tl.store(out + at, x0, mask=inside)
-            tl.store(out + at + WIDTH, x1, mask=inside)
-            tl.store(out + at + 2 * WIDTH, x2, mask=inside)
-            tl.store(out + at + 3 * WIDTH, x3, mask=inside)
+            _store4(out + at, WIDTH, x0, x1, x2, x3, inside)
         if ENTER:
             # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
             wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
@@ -279,22 +284,10 @@ def _mix(
         c2 = _weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
         c3 = _weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
     at = comb + token * 16
-    tl.store(at, a00 / (r0 * c0), mask=here)
-    tl.store(at + 1, a01 / (r0 * c1), mask=here)
-    tl.store(at + 2, a02 / (r0 * c2), mask=here)
-    tl.store(at + 3, a03 / (r0 * c3), mask=here)
-    tl.store(at + 4, a10 / (r1 * c0), mask=here)
-    tl.store(at + 5, a11 / (r1 * c1), mask=here)
-    tl.store(at + 6, a12 / (r1 * c2), mask=here)
-    tl.store(at + 7, a13 / (r1 * c3), mask=here)
-    tl.store(at + 8, a20 / (r2 * c0), mask=here)
-    tl.store(at + 9, a21 / (r2 * c1), mask=here)
-    tl.store(at + 10, a22 / (r2 * c2), mask=here)
-    tl.store(at + 11, a23 / (r2 * c3), mask=here)
-    tl.store(at + 12, a30 / (r3 * c0), mask=here)
-    tl.store(at + 13, a31 / (r3 * c1), mask=here)
-    tl.store(at + 14, a32 / (r3 * c2), mask=here)
-    tl.store(at + 15, a33 / (r3 * c3), mask=here)
+    _store4(at, 1, a00 / (r0 * c0), a01 / (r0 * c1), a02 / (r0 * c2), a03 / (r0 * c3), here)
+    _store4(at + 4, 1, a10 / (r1 * c0), a11 / (r1 * c1), a12 / (r1 * c2), a13 / (r1 * c3), here)
+    _store4(at + 8, 1, a20 / (r2 * c0), a21 / (r2 * c1), a22 / (r2 * c2), a23 / (r2 * c3), here)
+    _store4(at + 12, 1, a30 / (r3 * c0), a31 / (r3 * c1), a32 / (r3 * c2), a33 / (r3 * c3), here)
 
 
 @triton.jit(do_not_specialize=["tokens", "mixers"])
@@ -352,13 +345,20 @@ def collapse_kernel(
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = column < WIDTH
         at = streams + token * (4 * WIDTH) + column
-        x0 = tl.load(at, mask=inside, other=0.0)
-        x1 = tl.load(at + WIDTH, mask=inside, other=0.0)
-        x2 = tl.load(at + 2 * WIDTH, mask=inside, other=0.0)
-        x3 = tl.load(at + 3 * WIDTH, mask=inside, other=0.0)
+        x0, x1, x2, x3 = _load4(at, WIDTH, inside)
         row = tl.arange(0, ROWS_TILE)[None, :]
-        one = token + tl.zeros((1,), tl.int64)
-        m = _normed(sums, one, one >= 0, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+        m = _normed(
+            sums,
+            tl.full((1,), token, tl.int64),
+            tl.full((1,), True, tl.int1),
+            tokens,
+            norm_eps,
+            WIDTH,
+            ROWS,
+            ROWS_TILE,
+            PARTS,
+            UNITS,
+        )
         # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
         pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
         # Reference: x = weighted_sum(streams_TND, pre)
@@ -378,8 +378,8 @@ def collapse_kernel(
             v = rounded.to(tl.float32)
             bits = fp8_scale_bits(v)
             tl.store(codes + token * WIDTH + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=inside)
-            GROUPS: tl.constexpr = (WIDTH + 127) // 128
-            tl.store(scales + token * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
+            groups = (WIDTH + 127) // 128
+            tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 
 
 def _launch_leave_enter(
@@ -426,7 +426,7 @@ def _launch_leave_enter(
 
 def _rows_tile(rows: int) -> int:
     """Return how many rows of weights a program multiplies by, at least one tensor-core instruction's."""
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def leave_enter_triton(streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor]:
@@ -529,7 +529,7 @@ def variants() -> list[Variant]:
         groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
             for _, tile in TILES:
-                for leave, rows in ((True, 24), (False, 24), (False, 4), (True, 0)):
+                for leave, rows in ((True, 0), (False, 4), (False, 24), (True, 24)):
                     found.append(
                         Variant(
                             kernel=leave_enter_kernel,
@@ -557,8 +557,8 @@ def variants() -> list[Variant]:
                             capabilities=capabilities,
                         )
                     )
-            for rows, fp8 in ((24, True), (24, False), (4, False)):
-                for several in (units, 1):
+            for rows, fp8 in ((4, False), (24, False), (24, True)):
+                for several in (1, units):
                     found.append(
                         Variant(
                             kernel=collapse_kernel,

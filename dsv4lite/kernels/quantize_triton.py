@@ -1,4 +1,4 @@
-"""Kernel of ``quantize_fp8``: the reference's codes and scale bytes, bit for bit; a group with a NaN keeps the scale of the rest."""
+"""Kernel of ``quantize_fp8``: the reference's codes and scale bytes, bit for bit; beside a NaN a group keeps its scale."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def rows_of(x: Tensor) -> Tensor:
 
 def _tile(width: int, group: int) -> int:
     """Return how many groups one program takes."""
-    return min(max(1, _TILE // group), triton.next_power_of_2(triton.cdiv(width, group)))
+    groups = -(-width // group)
+    return min(max(1, _TILE // group), 1 << (groups - 1).bit_length())
 
 
 def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

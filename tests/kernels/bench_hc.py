@@ -1,0 +1,172 @@
+"""Times hyper-connections, norm, quantizer and router: ``python tests/kernels/bench_hc.py [--sweep]`` on a CUDA device.
+
+Checks each op first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels import hc_triton
+from dsv4lite.kernels.hc import (
+    HcMix,
+    HcWeights,
+    hc_collapse_quantize,
+    hc_collapse_ref,
+    hc_head,
+    hc_head_ref,
+    hc_leave_enter,
+    hc_leave_enter_ref,
+    hc_normalise,
+)
+from dsv4lite.kernels.hc_triton import Tile
+from dsv4lite.kernels.moe import route, route_ref
+from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
+from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
+
+BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
+ROTATED = 300 << 20
+TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
+EPS = 1e-6
+
+Op = Callable[[int], object]
+
+
+def microseconds(op: Op, copies: int) -> float:
+    """Return the median time of one call over graph replays."""
+    op(0)
+    torch.cuda.synchronize()
+    calls = max(copies, 4)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        op(0)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                op(i % copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1e3)
+    return sorted(times)[2]
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
+    """Return ops, how many copies of their inputs there are, the bytes each must move, and its error."""
+    copies = min(64, max(2, ROTATED // (8 * tokens * width + 96 * 4 * width)))
+    streams = [torch.randn(tokens, 4, width, device="cuda").bfloat16() for _ in range(copies)]
+    ys = [torch.randn(tokens, width, device="cuda").bfloat16() for _ in range(copies)]
+    mix = HcMix(torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1))
+    weights, heads = (
+        [
+            HcWeights(
+                torch.randn(rows, 4 * width, device="cuda") / (4 * width) ** 0.5,
+                torch.randn(rows, device="cuda"),
+                torch.ones(scales, device="cuda"),
+            )
+            for _ in range(copies)
+        ]
+        for rows, scales in ((24, 3), (4, 1))
+    )
+    norm = torch.rand(width, device="cuda") + 0.5
+    options = {"iters": 20, "eps": EPS, "norm_eps": EPS}
+    small = slice(0, 256)
+
+    few, few_mix = streams[0][small], HcMix(mix.post[small], mix.comb[small])
+    left, sums = hc_leave_enter(streams[0], (ys[0], mix), weights[0].fn, EPS)
+    wanted, wanted_sums = hc_leave_enter_ref(few, (ys[0][small], few_mix), weights[0].fn)
+    projected = hc_normalise(sums[:, small], 4 * width, EPS)
+    leave_error = max(distance(left[small], wanted), distance(projected, hc_normalise(wanted_sums, 4 * width, EPS)))
+    entered, codes, scales, mixed = hc_collapse_quantize(left, sums, *weights[0][1:], norm, **options)
+    expected, expected_mix = hc_collapse_ref(left[small], sums[:, small], *weights[0][1:], norm, **options)
+    collapse_error = max(distance(entered[small], expected), distance(mixed.comb[small], expected_mix.comb))
+    wanted_codes, wanted_scales = quantize_fp8_ref(entered, 128)
+    assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(scales, wanted_scales)
+    got_codes, got_scales = quantize_fp8(ys[0], 128)
+    wanted_codes, wanted_scales = quantize_fp8_ref(ys[0], 128)
+    assert torch.equal(got_codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(got_scales, wanted_scales)
+    logits = [torch.randn(tokens, 256, device="cuda") for _ in range(copies)]
+    bias = torch.randn(256, device="cuda")
+    routed, wanted_routed = route(logits[0], 6, 1.5, bias_E=bias), route_ref(logits[0], 6, 1.5, bias_E=bias)
+    assert torch.equal(routed[0], wanted_routed[0])
+    head_error = distance(
+        hc_head(streams[0], heads[0], eps=EPS, norm_eps=EPS)[small], hc_head_ref(few, heads[0], eps=EPS, norm_eps=EPS)
+    )
+    row = 2 * tokens * width
+    return {
+        "leave_enter": (
+            lambda i: hc_leave_enter(streams[i], (ys[i], mix), weights[i].fn, EPS),
+            copies,
+            9 * row + weights[0].fn.numel() * 4,
+            leave_error,
+        ),
+        "collapse_quantize": (
+            lambda i: hc_collapse_quantize(streams[i], sums, *weights[i][1:], norm, **options),
+            copies,
+            5 * row + row // 2,
+            collapse_error,
+        ),
+        "head": (
+            lambda i: hc_head(streams[i], heads[i], eps=EPS, norm_eps=EPS),
+            copies,
+            9 * row + heads[0].fn.numel() * 4,
+            head_error,
+        ),
+        "rms_norm": (
+            lambda i: rms_norm(ys[i], norm, EPS),
+            copies,
+            2 * row,
+            distance(rms_norm(ys[0], norm, EPS), rms_norm_ref(ys[0], norm, EPS)),
+        ),
+        "quantize_fp8": (lambda i: quantize_fp8(ys[i], 128), copies, row + row // 2, 0.0),
+        "route": (lambda i: route(logits[i], 6, 1.5, bias_E=bias), copies, tokens * 1096, distance(routed[1], wanted_routed[1])),
+    }
+
+
+def main() -> None:
+    """Print a table; with ``--sweep`` also other tiles."""
+    print(f"{'op':<20}{'width':>6}{'tokens':>8}{'us':>9}{'TB/s':>7}{'floor':>7}{'error':>10}")
+    for width, tokens in itertools.product((4096, 7168), TOKENS):
+        for name, (op, copies, moved, error) in cases(tokens, width).items():
+            assert error < 5e-3, (name, tokens, error)
+            us = microseconds(op, copies)
+            rate = moved / us * 1e6
+            print(f"{name:<20}{width:>6}{tokens:>8}{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{error:>10.1e}", flush=True)
+            if name == "leave_enter" and "--sweep" in sys.argv:
+                sweep(op, copies)
+
+
+def sweep(op: Op, copies: int) -> None:
+    """Print the times of other tiles."""
+    chosen = hc_triton.tile_for
+    for tokens, whole, warps, stages in itertools.product((64, 128), (False, True), (4, 8), (2, 3, 4)):
+        if warps * 32 > 2 * tokens or (not whole and stages > 2):
+            continue
+        tile = Tile(tokens=tokens, whole=whole, num_warps=warps, num_stages=stages)
+        hc_triton.tile_for = lambda tokens, tile=tile: tile
+        try:
+            print(f"    {microseconds(op, copies):>8.1f} us  {tile}", flush=True)
+        except Exception as error:  # too much shared memory for this tile
+            if "OutOfResources" not in type(error).__name__:
+                raise
+        finally:
+            hc_triton.tile_for = chosen
+
+
+if __name__ == "__main__":
+    main()
