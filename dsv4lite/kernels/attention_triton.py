@@ -25,7 +25,7 @@ from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
 
 LOG2_E = 1.4426950408889634
 FEW_SPLITS = 8  # from here on blocks of few heads: more programs, each of which waits less for its queries
-_HOPPER = (90, 100, 103)  # chips whose shared memory holds a piece of 64 rows beside 64 queries of 512 channels
+_LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
 _MERGED = 8  # shares read at a time
 
 
@@ -49,9 +49,10 @@ class Tile:
 def tile_for(heads: int, splits: int, capability: int) -> Tile:
     """Return the tile, which follows from the layer and ``splits`` alone on one kind of chip."""
     most = max(16, triton.next_power_of_2(heads))
-    if capability not in _HOPPER:
+    if capability not in _LARGE:
         return Tile(heads=min(most, 16), rows=32, swap=False, num_warps=4, num_stages=2)
-    if most < 64 or splits >= FEW_SPLITS:
+    # Triton 3.9 leaves nothing of the wide tile on sm_100.
+    if most < 64 or splits >= FEW_SPLITS or capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
     return Tile(heads=64, rows=64, swap=False, num_warps=8, num_stages=3)
 

@@ -16,7 +16,8 @@ from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.attention_triton import paged_attention_triton, tile_for, variants  # noqa: E402
+from dsv4lite.kernels import attention_triton  # noqa: E402
+from dsv4lite.kernels.attention_triton import Tile, paged_attention_triton, tile_for, variants  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -143,6 +144,20 @@ REAL = [
 @pytest.mark.parametrize(("layer", "steps", "splits"), SMALL + (REAL if CUDA else []))
 def test_kernel_equals_the_reference(layer: Layer, steps: list[tuple[int, int]], splits: int) -> None:
     given = case(layer, steps)
+    close(given.kernel(splits), given.reference())
+
+
+@pytest.mark.parametrize(
+    "layer", [TINY, replace(TINY, heads=64), replace(TINY, nope=192, heads=20), replace(FLASH, heads=16, top_k=64)]
+)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "tile", sorted({tile_for(64, splits, capability) for splits in (1, 16) for capability in (80, 90, 100)}, key=repr), ids=repr
+)
+@pytest.mark.skipif(CUDA, reason="a chip runs its own tiles")
+def test_every_tile_equals_the_reference(tile: Tile, splits: int, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "tile_for", lambda heads, splits, capability: tile)
+    given = case(layer, [(300, 1)])
     close(given.kernel(splits), given.reference())
 
 
