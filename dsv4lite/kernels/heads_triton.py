@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.rows_triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, rotate
+from dsv4lite.kernels.e4m3 import to_bf16
+from dsv4lite.kernels.rows_triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, mean_of, rotate
 
 BLOCK = 2048  # channels of one program: two accesses of 16 bytes for each thread
 
@@ -50,12 +51,21 @@ def _query_part(
     GPU: tl.constexpr,
 ):
     at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, PADDED)
+    # Few channels rotate: they are read again, from the first cache.
+    head = begin + tl.arange(0, BLOCK_HEADS)[:, None]
+    tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
+    end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)
+    pair = tl.arange(0, ROPE // 2)[None, :]
+    c = tl.load(cos + pair)
+    s = tl.load(sin + pair)
     # mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
-    mean = bf16(tl.math.div_rn(tl.sum(bf16(x * x, GPU), axis=1), WIDTH * 1.0), GPU)
+    mean = bf16(mean_of(tl.sum(bf16(x * x, GPU), axis=1), WIDTH), GPU)
     # q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)
-    y = bf16(x * bf16(inverse_root(bf16(mean + eps, GPU)), GPU)[:, None], GPU)
-    y = _turn(y, cos, sin, ROPE, BLOCK_HEADS, WIDTH, PADDED, GPU)
-    tl.store(q + at, y.to(tl.bfloat16), mask=mask)
+    factor = bf16(inverse_root(bf16(mean + eps, GPU)), GPU)[:, None]
+    plain = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
+    tl.store(q + at, to_bf16(x * factor, GPU), mask=mask & plain)
+    y = rotate(bf16(end * factor, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, GPU)
+    tl.store(q + tail, y.to(tl.bfloat16), mask=head < heads)
 
 
 @triton.jit

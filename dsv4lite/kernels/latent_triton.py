@@ -11,7 +11,7 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
-from dsv4lite.kernels.rows_triton import bf16, fp8_scale, inverse_rms, only_if, rotate, store_kv
+from dsv4lite.kernels.rows_triton import bf16, fp8_scale, inverse_rms, rotate, store_kv
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK: tl.co
     group = tl.arange(0, GROUPS)
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = at < RANK
-    x = tl.load(latent + at, mask=only_if(position >= 0, inside), other=0.0).to(tl.float32)
+    x = tl.where(position >= 0, tl.load(latent + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     weight = tl.load(q_norm + at, mask=inside, other=0.0)
     y = bf16(x * inverse_rms(x, eps, RANK) * weight, GPU)
     byte, inverse = fp8_scale(y, 1)
@@ -69,7 +69,7 @@ def _latent_kernel(
         WIDTH: tl.constexpr = NOPE + ROPE
         at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
         inside = at < WIDTH
-        x = tl.load(latent + RANK + at, mask=only_if(real, inside), other=0.0).to(tl.float32)
+        x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
         weight = tl.load(kv_norm + at, mask=inside, other=0.0)
         pair = tl.arange(0, ROPE // 2)
         c = tl.load(cos + t * (ROPE // 2) + pair)

@@ -78,9 +78,19 @@ def inverse_root(mean):
 
 
 @triton.jit
+def mean_of(total, WIDTH: tl.constexpr):
+    # total / WIDTH, rounded to nearest
+    if WIDTH & (WIDTH - 1) == 0:
+        mean = total * (1.0 / WIDTH)
+    else:
+        mean = tl.math.div_rn(total, WIDTH * 1.0)
+    return mean
+
+
+@triton.jit
 def inverse_rms(x, eps, WIDTH: tl.constexpr):
     # torch.rsqrt(y.square().mean() + eps), of a whole block of two dimensions
-    return inverse_root(tl.math.div_rn(tl.sum(tl.sum(x * x, axis=1), axis=0), WIDTH * 1.0) + eps)
+    return inverse_root(mean_of(tl.sum(tl.sum(x * x, axis=1), axis=0), WIDTH) + eps)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from dsv4lite.kernels.rows_triton import (  # noqa: E402
     hadamard_rows,
     inverse_rms,
     inverse_root,
+    mean_of,
     only_if,
     power_scale,
     rotate,
@@ -73,6 +74,7 @@ def _scale_kernel(x, fp8, fp4, inverses, roots, rounded, GPU: tl.constexpr):
     tl.store(inverses + row, inverse)
     tl.store(roots + row, inverse_root(tl.max(tl.abs(y), axis=1) + 1e-20))
     tl.store(rounded + at, bf16(y, GPU))
+    tl.store(roots + 65 + row, mean_of(tl.max(tl.abs(y), axis=1), 96))
     tl.store(roots + 64 + tl.arange(0, 1), inverse_rms(y, 1e-6, 2048) + tl.zeros((1,), tl.float32))
 
 
@@ -83,12 +85,13 @@ def test_scales_and_roots_are_exact() -> None:
     x[1, 1:] = 6.0
     x = x.to(DEVICE)
     fp8, fp4 = (torch.empty(64, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    inverses, roots, rounded = torch.empty(64, device=DEVICE), torch.empty(65, device=DEVICE), torch.empty_like(x)
+    inverses, roots, rounded = torch.empty(64, device=DEVICE), torch.empty(129, device=DEVICE), torch.empty_like(x)
     _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=GPU, enable_fp_fusion=False)
     assert torch.equal(fp8, quantize_fp8(x, 32)[1][:, 0])
     assert torch.equal(fp4, quantize_fp4(x, 32)[1][:, 0])
     assert torch.equal(inverses[1:], 2.0 ** (127 - fp4[1:].float()))
     assert torch.equal(rounded, x.bfloat16().float())
+    assert torch.equal(roots[65:], x.abs().amax(1) / 96)
     torch.testing.assert_close(roots[:64], (x.abs().amax(1) + 1e-20).rsqrt(), rtol=2**-22, atol=0)
     torch.testing.assert_close(roots[64], torch.rsqrt(x.square().mean() + 1e-6), rtol=2**-21, atol=0)
 
