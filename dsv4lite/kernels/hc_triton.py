@@ -207,13 +207,20 @@ def _normed(
     a, b = tl.split(a + b)
     projected = a + b
     # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
-    return projected * tl.rsqrt(_column(projected, ROWS) / (4 * WIDTH) + norm_eps)[:, None]
+    last = tl.arange(0, ROWS_TILE)[None, :] == ROWS
+    squares = tl.sum(tl.where(last, projected, 0.0), 1, keep_dims=True)
+    return projected * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
 
 
 @triton.jit
 def _column(x, i):
-    """Return column ``i`` of a tile."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0), 1)
+    """Return column ``i`` of a tile, a scalar if it has one row: a scalar is in every thread, and none waits for another."""
+    mine = tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0)
+    if x.shape[0] == 1:
+        column = tl.sum(mine)
+    else:
+        column = tl.sum(mine, 1)
+    return column
 
 
 @triton.jit
@@ -266,12 +273,12 @@ def _mix(
     a20, a21, a22, a23 = _softmax(_column(m, 16), _column(m, 17), _column(m, 18), _column(m, 19), eps)
     a30, a31, a32, a33 = _softmax(_column(m, 20), _column(m, 21), _column(m, 22), _column(m, 23), eps)
     # Reference: sinkhorn
-    one = tl.full((TOKENS,), 1.0, tl.float32)
-    r0, r1, r2, r3 = one, one, one, one
-    c0 = _weigh(a00, a10, a20, a30, one, one, one, one, eps * one)
-    c1 = _weigh(a01, a11, a21, a31, one, one, one, one, eps * one)
-    c2 = _weigh(a02, a12, a22, a32, one, one, one, one, eps * one)
-    c3 = _weigh(a03, a13, a23, a33, one, one, one, one, eps * one)
+    c0 = eps + a00 + a10 + a20 + a30
+    c1 = eps + a01 + a11 + a21 + a31
+    c2 = eps + a02 + a12 + a22 + a32
+    c3 = eps + a03 + a13 + a23 + a33
+    r0 = tl.full(c0.shape, 1.0, tl.float32)
+    r1, r2, r3 = r0, r0, r0
     for _ in range(ITERS - 1):
         w0, w1, w2, w3 = 1.0 / c0, 1.0 / c1, 1.0 / c2, 1.0 / c3
         r0 = _weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
@@ -283,7 +290,11 @@ def _mix(
         c1 = _weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
         c2 = _weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
         c3 = _weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
-    at = comb + token * 16
+    if TOKENS == 1:
+        at = comb + block.to(tl.int64) * 16
+        here = block < tokens
+    else:
+        at = comb + token * 16
     _store4(at, 1, a00 / (r0 * c0), a01 / (r0 * c1), a02 / (r0 * c2), a03 / (r0 * c3), here)
     _store4(at + 4, 1, a10 / (r1 * c0), a11 / (r1 * c1), a12 / (r1 * c2), a13 / (r1 * c3), here)
     _store4(at + 8, 1, a20 / (r2 * c0), a21 / (r2 * c1), a22 / (r2 * c2), a23 / (r2 * c3), here)
@@ -362,10 +373,8 @@ def collapse_kernel(
         # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
         pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
         # Reference: x = weighted_sum(streams_TND, pre)
-        summed = x0.to(tl.float32) * _column(pre, 0)[:, None]
-        summed = tl.fma(x1.to(tl.float32), _column(pre, 1)[:, None] + tl.zeros_like(summed), summed)
-        summed = tl.fma(x2.to(tl.float32), _column(pre, 2)[:, None] + tl.zeros_like(summed), summed)
-        summed = tl.fma(x3.to(tl.float32), _column(pre, 3)[:, None] + tl.zeros_like(summed), summed)
+        summed = x0.to(tl.float32) * _column(pre, 0) + x1.to(tl.float32) * _column(pre, 1)
+        summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
         rounded = to_bf16(summed, NATIVE)
         if not HEAD:
             # Reference: rms_norm(x, norm_weight, norm_eps)
