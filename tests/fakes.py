@@ -83,9 +83,7 @@ class FakeEngine:
 
     # ---- the engine's interface ----
 
-    def start(
-        self, deliver: Callable[[list[SequenceUpdate]], None], deliver_failure: Callable[[EngineDeadError], None]
-    ) -> None:
+    def start(self, deliver: Callable[[list[SequenceUpdate]], None], deliver_failure: Callable[[EngineDeadError], None]) -> None:
         self.starting()
         if self.fail_start is not None:
             raise self.fail_start
@@ -255,9 +253,7 @@ class FakeEngine:
                     values=torch.zeros(k),
                 ),
             )
-        self._outbox.append(
-            SequenceUpdate(request_id=key[0], index=key[1], token_ids=(token,), finish_reason=reason, **more)
-        )
+        self._outbox.append(SequenceUpdate(request_id=key[0], index=key[1], token_ids=(token,), finish_reason=reason, **more))
         return None
 
     def _score(self, request: Request) -> None:

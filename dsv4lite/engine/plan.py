@@ -60,7 +60,7 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor) -> Batch | Paged
     numerics = model.numerics
     batch: Batch | PagedBatch
     if model.paged:
-        batch = make_paged_batch(sequences, model.config, model.rotary, numerics.device, deterministic=numerics.deterministic)
+        batch = make_paged_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
     else:
         batch = make_batch(sequences, model.config, model.rotary, numerics.device, banded=numerics.banded)
     unknown, row = [], -1
@@ -78,9 +78,7 @@ def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
     """Return a step of one sequence without a single real token: it launches everything and changes nothing."""
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
-    batch = make_paged_batch(
-        [nowhere], model.config, model.rotary, model.numerics.device, deterministic=model.numerics.deterministic
-    )
+    batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
     batch.paging.positions_T.fill_(-1)
     return batch
 

@@ -57,6 +57,7 @@ def _latent_kernel(
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
     PLACES: tl.constexpr,
+    FRESH_ROW: tl.constexpr,
     GPU: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
@@ -86,7 +87,7 @@ def _latent_kernel(
         # fresh_TB = torch.cat(window.format.pack(kv_TC), -1); window.write(page * rows + position % rows, kv_TC)
         DATA: tl.constexpr = NOPE + 2 * ROPE
         SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
-        fresh += t * (DATA + SCALES)
+        fresh += t * FRESH_ROW
         store_kv(y, fresh, fresh + DATA, t, ROWS, NOPE, ROPE)
         place = tl.maximum(position, 0) % PLACES
         home = memory + page * page_stride
@@ -112,7 +113,9 @@ def latent_norms_triton(
     groups = triton.cdiv(rank, 128)
     q_codes = torch.empty(tokens, rank, dtype=torch.float8_e4m3fn, device=latent_TK.device)
     q_scales = torch.empty(tokens, groups, dtype=torch.uint8, device=latent_TK.device)
-    fresh_TB = torch.empty(tokens, fmt.data_bytes + fmt.scale_bytes, dtype=torch.uint8, device=latent_TK.device)
+    row_bytes = fmt.data_bytes + fmt.scale_bytes
+    fresh_row = triton.cdiv(row_bytes, 16) * 16  # rows that start at 16 bytes are read faster
+    fresh_TB = torch.empty(tokens, fresh_row, dtype=torch.uint8, device=latent_TK.device)[:, :row_bytes]
     if tokens:
         _latent_kernel[(tokens, 2)](
             latent_TK,
@@ -141,6 +144,7 @@ def latent_norms_triton(
             ROPE=fmt.rope,
             ROWS=triton.next_power_of_2(fmt.width // 64),
             PLACES=window.rows_per_page,
+            FRESH_ROW=fresh_row,
             GPU=latent_TK.is_cuda,
             num_warps=4,
             enable_fp_fusion=False,
@@ -165,6 +169,7 @@ def variants() -> list[Variant]:
                 "ROPE": 64,
                 "ROWS": triton.next_power_of_2(nope // 64 + 1),
                 "PLACES": 64,
+                "FRESH_ROW": triton.cdiv(nope + 136, 16) * 16,
                 "GPU": True,
             },
         )

@@ -6,6 +6,7 @@ Shapes: T tokens, S sequences, W window rows, E entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,12 +18,13 @@ from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache
 from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
+from dsv4lite.models.branch import Branch
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
 
 QUERY_BLOCK = 256  # tokens of a chunk that gather their rows together
-SPREAD_TOKENS = 256  # tokens whose rows, one program each, fill the largest chips
-MOST_SPLITS = 16
+# Programs that share a token's rows, by the most tokens of a step: few tokens alone do not fill a chip.
+SPLITS: tuple[tuple[float, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (math.inf, 1))
 BAND_BLOCK = 64  # tokens of a chunk that share the rows of all their windows
 
 
@@ -143,10 +145,32 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Frequencies float32 [rope_dim / 2] of the two kinds of layers."""
+    """Frequencies float32 [rope_dim / 2] of the two kinds of layers.
+
+    Attributes:
+        ratios: Compression ratios, ascending.
+        strides: int32 [2 + ratios, 1], 1, 1, then the ratios: what ``angles`` rounds positions down to.
+        frequencies: float32 [2 + ratios, 1, rope_dim / 2]: ``main``, then ``compress``.
+    """
 
     main: Tensor
     compress: Tensor
+    ratios: tuple[int, ...]
+    strides: Tensor
+    frequencies: Tensor
+
+    @classmethod
+    def of(cls, main: Tensor, compress: Tensor, ratios: tuple[int, ...]) -> Rotary:
+        """Keep frequencies on their device."""
+        wanted = tuple(sorted({ratio for ratio in ratios if ratio}))
+        strides = torch.tensor((1, 1, *wanted), dtype=torch.int32, device=main.device)[:, None]
+        return cls(main, compress, wanted, strides, torch.stack([main, *[compress] * (1 + len(wanted))])[:, None])
+
+    def angles(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin, float32 [T, rope_dim / 2]: of both kinds of layers, and of the groups' starts by ratio."""
+        starts = (positions_T // self.strides * self.strides).float()
+        angles = starts[..., None] * self.frequencies
+        return list(zip(angles.cos().unbind(), angles.sin().unbind(), strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,6 +185,7 @@ class PagedBatch:
         compress_rope_T: cos and sin of compressed layers.
         group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
         splits: How many programs share a token's rows in attention; results depend on it in their last bits.
+        branch: Where work may run beside other work.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
     """
 
@@ -168,6 +193,7 @@ class PagedBatch:
     paging: Paging
     max_tokens: int
     splits: int
+    branch: Branch
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
@@ -175,21 +201,26 @@ class PagedBatch:
 
     @classmethod
     def of(
-        cls, token_ids_T: Tensor, paging: Paging, config: V4Config, rotary: Rotary, *, max_tokens: int, deterministic: bool
+        cls,
+        token_ids_T: Tensor,
+        paging: Paging,
+        rotary: Rotary,
+        *,
+        max_tokens: int,
+        deterministic: bool,
+        branch: Branch | None = None,
     ) -> PagedBatch:
         """Work out the angles, and how many programs to spread attention over: one for all tokens if bits must not depend on it."""
-        positions_T = paging.positions_T
+        main, compress, *groups = rotary.angles(paging.positions_T)
         return cls(
             token_ids_T=token_ids_T,
             paging=paging,
             max_tokens=max_tokens,
-            splits=1 if deterministic else max(1, min(MOST_SPLITS, SPREAD_TOKENS // len(token_ids_T))),
-            rope_T=rope_angles(positions_T, rotary.main),
-            compress_rope_T=rope_angles(positions_T, rotary.compress),
-            group_rope_T={
-                ratio: rope_angles(positions_T // ratio * ratio, rotary.compress)
-                for ratio in sorted({r for r in config.ratios if r})
-            },
+            branch=branch or Branch(),
+            splits=1 if deterministic else next(splits for most, splits in SPLITS if len(token_ids_T) <= most),
+            rope_T=main,
+            compress_rope_T=compress,
+            group_rope_T=dict(zip(rotary.ratios, groups, strict=True)),
         )
 
 
@@ -261,7 +292,7 @@ def make_batch(
 
 
 def make_paged_batch(
-    sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device, *, deterministic: bool = False
+    sequences: Sequence[SequenceInput], rotary: Rotary, device: torch.device, *, deterministic: bool = False
 ) -> PagedBatch:
     """Work out a step for the kernels, with one copy to the device."""
     lens = [len(s.token_ids) for s in sequences]
@@ -296,7 +327,7 @@ def make_paged_batch(
         singles=max(lens) == 1,
     )
     longest = max(s.start + len(s.token_ids) for s in sequences)
-    return PagedBatch.of(token_ids.long(), paging, config, rotary, max_tokens=longest, deterministic=deterministic)
+    return PagedBatch.of(token_ids.long(), paging, rotary, max_tokens=longest, deterministic=deterministic)
 
 
 def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:

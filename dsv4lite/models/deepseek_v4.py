@@ -29,6 +29,7 @@ from dsv4lite.kernels.rope import rope, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
+from dsv4lite.models.branch import Branch
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
@@ -208,6 +209,10 @@ class Attention(nn.Module):
         window, entries = cache.window, cache.entries
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
+        weights_TH = None
+        if self.ratio:
+            with batch.branch:
+                weights_TH = self._compress_paged(x_TD, batch, cache)
         latent = rounded_linear(rounded, self.wq_a_wkv, x_TD.dtype)
         qr_codes, qr_scales, fresh_TB = latent_norms(
             latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window
@@ -217,19 +222,11 @@ class Attention(nn.Module):
         q_THC, iq_THC = head_norms(query, c.num_attention_heads, c.head_dim, index_heads, c.index_dim, *angles, c.norm_eps)
         selected_TK: Tensor | None = None
         if self.ratio:
-            assert entries is not None and cache.carry is not None
-            projected, width = linear(x_TD, self.compress_in, torch.float32), self.compressor.columns
-            group = (paging, self.ratio, *batch.group_rope_T[self.ratio])
-            self.compressor.step(projected[:, : 2 * width], cache.carry, entries, *group)
-            if iq_THC is not None:
-                keys, key_columns = cache.keys, 2 * self.key_compressor.columns
-                assert isinstance(keys, RowStore) and cache.key_carry is not None
-                part = projected[:, 2 * width : 2 * width + key_columns]
-                self.key_compressor.step(part, cache.key_carry, keys, *group, hadamard=True)
-                weights_TH = self._index_weights(projected, x_TD.dtype)
-                count = batch.max_tokens // self.ratio
-                if count > c.index_topk:
-                    selected_TK = choose_paged(iq_THC, weights_TH, keys, paging, c.index_topk, count)
+            batch.branch.join()
+            count = batch.max_tokens // self.ratio
+            if iq_THC is not None and count > c.index_topk:
+                assert isinstance(cache.keys, RowStore) and weights_TH is not None
+                selected_TK = choose_paged(iq_THC, weights_TH, cache.keys, paging, c.index_topk, count)
         o_THC = paged_attention(
             q_THC,
             fresh_TB,
@@ -245,6 +242,19 @@ class Attention(nn.Module):
             window_size=c.window,
         )
         return self._project_out(o_THC)
+
+    def _compress_paged(self, x_TD: Tensor, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
+        """Store the entries that close, and the index keys of a csa layer; return the index heads' weights [T, Hi] of such a one."""
+        group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
+        assert isinstance(cache.entries, RowStore) and cache.carry is not None
+        projected, width = linear(x_TD, self.compress_in, torch.float32), self.compressor.columns
+        self.compressor.step(projected[:, : 2 * width], cache.carry, cache.entries, *group)
+        if self.kind != "csa":
+            return None
+        assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
+        part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
+        self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=True)
+        return self._index_weights(projected, x_TD.dtype)
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
@@ -452,6 +462,7 @@ class MoE(nn.Module):
         routed_TK: Tensor | None = None,
         rounded: Rounded | None = None,
         positions_T: Tensor | None = None,
+        branch: Branch | None = None,
     ) -> Tensor:
         """Return [T, D].
 
@@ -461,8 +472,13 @@ class MoE(nn.Module):
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
             positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
+            branch: Where the shared expert may run beside the routing.
         """
-        c = self.config
+        c, branch = self.config, branch or Branch()
+        if not isinstance(self.experts, WideExperts):
+            rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+        with branch:
+            shared_TD = self.shared(x_TD, rounded)
         chosen_TK, weight_TK = route(
             linear(x_TD, self.gate, torch.float32),
             c.experts_per_token,
@@ -474,10 +490,11 @@ class MoE(nn.Module):
         )
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
+        branch.join()
         if isinstance(self.experts, WideExperts):
-            return self.experts.forward(x_TD, chosen_TK, weight_TK, self.shared(x_TD, rounded))
-        rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-        return self.experts.forward(rounded, chosen_TK, weight_TK, self.shared(x_TD, rounded))
+            return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
+        assert rounded is not None
+        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
@@ -525,8 +542,11 @@ class Block(nn.Module):
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        positions_T = batch.paging.positions_T if isinstance(batch, PagedBatch) else None
-        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, positions_T))
+        if isinstance(batch, PagedBatch):
+            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.branch)
+        else:
+            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK)
+        streams.leave(y_TD)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -582,7 +602,7 @@ class DeepseekV4(nn.Module):
         self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))
         count = c.num_mtp_layers if with_mtp else 0
         self.mtp = nn.ModuleList(Mtp(c, numerics, c.num_hidden_layers + i) for i in range(count))
-        self.rotary = Rotary(
+        self.rotary = Rotary.of(
             main=rope_frequencies(c.rope_dim, c.rope_theta).to(numerics.device),
             compress=rope_frequencies(
                 c.rope_dim,
@@ -592,6 +612,7 @@ class DeepseekV4(nn.Module):
                 beta_fast=c.yarn.beta_fast,
                 beta_slow=c.yarn.beta_slow,
             ).to(numerics.device),
+            ratios=c.ratios,
         )
 
     @property

@@ -1,6 +1,6 @@
 """A host program: it has settings of its own, opens engines of every kind, and notes what the process looks like meanwhile.
 
-    python host.py plain|unusual      writes a report as JSON to standard output; see test_hygiene.py
+python host.py plain|unusual      writes a report as JSON to standard output; see test_hygiene.py
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_processed_logprobs_are_what_the_settings_make_of_the_raw_ones(llm: LLM)
         row[FIRST_LETTER + 1] -= 3.0
         possible = processed[i] > -math.inf
         assert 1 <= int(possible.sum()) <= 9
-        assert not possible[LETTER_IDS[60:],].any() and not possible[: FIRST_LETTER].any() and not possible[FIRST_LETTER + 2]
+        assert not possible[LETTER_IDS[60:],].any() and not possible[:FIRST_LETTER].any() and not possible[FIRST_LETTER + 2]
         assert processed[i].exp().sum() == pytest.approx(1.0, abs=1e-5)
         unpenalised = possible & ~seen
         if int(unpenalised.sum()) > 1:

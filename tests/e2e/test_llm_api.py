@@ -775,7 +775,7 @@ async def test_as_completed_cancelled_read_loses_no_row(lab: Lab) -> None:
 
 # ---- chat and score ----
 
-THINKING = "Let me see.</think>It is 4.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"add\">\n"
+THINKING = 'Let me see.</think>It is 4.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n'
 THINKING += '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
@@ -1029,7 +1029,9 @@ async def test_request_failure_carries_the_partial_output(lab: Lab) -> None:
 
 
 @both_loops
-async def test_flaw_in_text_processing_costs_one_request(lab: Lab, ) -> None:
+async def test_flaw_in_text_processing_costs_one_request(
+    lab: Lab,
+) -> None:
     class Flawed:
         """Delegates, but cannot decode token 777."""
 

@@ -113,8 +113,10 @@ class PagedModel:
 
     def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch | PagedBatch:
         """Prepare the next tokens of some sequences, single ones first."""
-        make = make_paged_batch if self.model.paged else make_batch
-        return make([self.prepare(*part) for part in parts], self.model.config, self.model.rotary, self.device)
+        inputs, rotary = [self.prepare(*part) for part in parts], self.model.rotary
+        if self.model.paged:
+            return make_paged_batch(inputs, rotary, self.device)
+        return make_batch(inputs, self.model.config, rotary, self.device)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""
