@@ -301,6 +301,15 @@ def _mix(
     _store4(at + 12, 1, a30 / (r3 * c0), a31 / (r3 * c1), a32 / (r3 * c2), a33 / (r3 * c3), here)
 
 
+@triton.jit
+def _store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    # Reference: quantize_fp8(x, 128)
+    bits = fp8_scale_bits(v)
+    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=column < WIDTH)
+    groups = (WIDTH + 127) // 128
+    tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+
+
 @triton.jit(do_not_specialize=["tokens", "mixers"])
 def collapse_kernel(
     streams,
@@ -358,18 +367,8 @@ def collapse_kernel(
         at = streams + token * (4 * WIDTH) + column
         x0, x1, x2, x3 = _load4(at, WIDTH, inside)
         row = tl.arange(0, ROWS_TILE)[None, :]
-        m = _normed(
-            sums,
-            tl.full((1,), token, tl.int64),
-            tl.full((1,), True, tl.int1),
-            tokens,
-            norm_eps,
-            WIDTH,
-            ROWS,
-            ROWS_TILE,
-            PARTS,
-            UNITS,
-        )
+        one, here = tl.full((1,), token, tl.int64), tl.full((1,), True, tl.int1)
+        m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
         # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
         pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
         # Reference: x = weighted_sum(streams_TND, pre)
@@ -383,12 +382,7 @@ def collapse_kernel(
             rounded = to_bf16(v * tl.rsqrt(tl.sum(v * v) / WIDTH + norm_eps) * weight, NATIVE)
         tl.store(x + token * WIDTH + column, rounded, mask=inside)
         if FP8:
-            # Reference: quantize_fp8(x, 128)
-            v = rounded.to(tl.float32)
-            bits = fp8_scale_bits(v)
-            tl.store(codes + token * WIDTH + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=inside)
-            groups = (WIDTH + 127) // 128
-            tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+            _store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
 
 
 def _launch_leave_enter(
