@@ -57,7 +57,7 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
         if count > top_k:
             a, b = got[t, :count].float(), wanted[t, :count].float()
             # The order of the sums over channels and heads: a few dots round to the other neighbour, and so does the result.
-            assert ((a - b).abs() <= 2**-7 * b.abs() + 2**-8 * b.abs().max()).all()
+            assert ((a - b).abs() <= 2**-7 * b.abs() + 2**-7 * b.abs().max()).all()
             assert (a == b).float().mean() > 0.9
 
 
