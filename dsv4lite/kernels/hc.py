@@ -157,7 +157,8 @@ def hc_leave_enter(
     if _has_kernel(streams_TND):
         from dsv4lite.kernels.hc_triton import leave_enter_triton
 
-        return leave_enter_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn)
+        written = None if pending is None else (pending[0], *pending[1])
+        return leave_enter_triton(streams_TND, written, fn, exact=row_tile is not None)
     return hc_leave_enter_ref(streams_TND, pending, fn, row_tile)
 
 

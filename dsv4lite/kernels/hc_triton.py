@@ -42,6 +42,7 @@ class Tile:
     num_stages: int
 
 
+FEW_TOKENS = 16
 # By the most tokens each is for.
 TILES: tuple[tuple[int | None, Tile], ...] = (
     (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=2)),
@@ -176,6 +177,56 @@ def leave_enter_kernel(
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
         tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
         tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def enter_few_kernel(
+    streams,
+    y,
+    post,
+    comb,
+    fn,
+    out,
+    sums,
+    tokens,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAVE: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """The same for one token and ``UNIT`` channels, in float32 without tensor cores: nothing to wait for but memory."""
+    part = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    column = part * UNIT + tl.arange(0, UNIT)
+    inside = column < WIDTH
+    row = tl.arange(0, ROWS_TILE)
+    wanted = (row < ROWS)[:, None] & inside[None, :]
+    w0, w1, w2, w3 = _load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
+    x0, x1, x2, x3 = _load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
+    f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    if LEAVE:
+        w = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        p0, p1, p2, p3 = _load4(post + token * 4, 1, None)
+        c00, c01, c02, c03 = _load4(comb + token * 16, 1, None)
+        c10, c11, c12, c13 = _load4(comb + token * 16 + 4, 1, None)
+        c20, c21, c22, c23 = _load4(comb + token * 16 + 8, 1, None)
+        c30, c31, c32, c33 = _load4(comb + token * 16 + 12, 1, None)
+        x0, x1, x2, x3 = (
+            to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
+            to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
+            to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
+            to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+        )
+        _store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
+        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
+    product = _weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, tl.zeros((ROWS_TILE, UNIT), tl.float32))
+    squares = _weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((UNIT,), tl.float32))
+    sums += (part.to(tl.int64) * tokens + token) * (ROWS + 1)
+    tl.store(sums + row, tl.sum(product, 1), mask=row < ROWS)
+    tl.store(sums + ROWS, tl.sum(squares, 0))
 
 
 @triton.jit
@@ -386,7 +437,7 @@ def collapse_kernel(
 
 
 def _launch_leave_enter(
-    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None
+    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None, *, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leave (unless ``pending`` is ``None``) and enter (unless ``fn`` is); return the streams and the sums of the projection."""
     tokens, streams, width = streams_TND.shape
@@ -399,7 +450,26 @@ def _launch_leave_enter(
     programs = _PARTS if tile.whole else _PARTS * units
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
-    if tokens:
+    if tokens and tokens <= FEW_TOKENS and fn is not None and not exact:
+        enter_few_kernel[(programs, tokens)](
+            streams_TND,
+            y,
+            post,
+            comb,
+            fn,
+            out,
+            sums,
+            tokens,
+            WIDTH=width,
+            ROWS=rows,
+            ROWS_TILE=triton.next_power_of_2(rows),
+            UNIT=_UNIT,
+            LEAVE=pending is not None,
+            GPU=streams_TND.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    elif tokens:
         leave_enter_kernel[(triton.cdiv(tokens, tile.tokens) * programs,)](
             streams_TND,
             y,
@@ -432,9 +502,14 @@ def _rows_tile(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def leave_enter_triton(streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``."""
-    return _launch_leave_enter(streams_TND, pending, fn)
+def leave_enter_triton(
+    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor, *, exact: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``.
+
+    Unless ``exact``, few tokens take a kernel of their own, whose sums differ in their last bits.
+    """
+    return _launch_leave_enter(streams_TND, pending, fn, exact=exact)
 
 
 def expand_triton(y_TD: Tensor, streams_TND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -529,6 +604,19 @@ def variants() -> list[Variant]:
     found = []
     for width in (4096, 7168):
         units = units_of(width)
+        found += [
+            Variant(
+                kernel=enter_few_kernel,
+                signature={
+                    **dict.fromkeys(("streams", "y", "out"), "*bf16"),
+                    **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
+                    **dict.fromkeys(("fn", "sums"), "*fp32"),
+                    "tokens": "i32",
+                },
+                constants={"WIDTH": width, "ROWS": 24, "ROWS_TILE": 32, "UNIT": _UNIT, "LEAVE": leave, "GPU": True},
+            )
+            for leave in (False, True)
+        ]
         groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
             for _, tile in TILES:

@@ -15,7 +15,7 @@ class Branch:
         routed = experts(x)
         branch.join()                   from here on ``shared`` may be used
 
-    For recorded steps only. A tensor that both streams use must stay referenced until ``join``, because its memory is otherwise free
+    For recorded steps only. A tensor that both streams use must stay referenced until ``join``: its memory is otherwise free
     for the stream that made it; each block starts after everything launched before it, so memory freed later is safe.
     """
 

@@ -244,7 +244,7 @@ class Attention(nn.Module):
         return self._project_out(o_THC)
 
     def _compress_paged(self, x_TD: Tensor, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
-        """Store the entries that close, and the index keys of a csa layer; return the index heads' weights [T, Hi] of such a one."""
+        """Store the entries that close and the index keys of a csa layer; return the weights [T, Hi] of its index heads."""
         group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
         assert isinstance(cache.entries, RowStore) and cache.carry is not None
         projected, width = linear(x_TD, self.compress_in, torch.float32), self.compressor.columns

@@ -67,9 +67,10 @@ def streams_of(tokens: int, width: int) -> Tensor:
     return random(tokens, 4, width, scale=3.0).bfloat16()
 
 
-def assert_rounded(got: Tensor, expected: Tensor) -> None:
+def assert_rounded(got: Tensor, expected: Tensor, units: int = 1) -> None:
+    """Compare after ``units`` roundings to bfloat16 in a row."""
     assert got.dtype == torch.bfloat16 and got.shape == expected.shape
-    torch.testing.assert_close(got.float(), expected.float(), **ROUNDED)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=units * ROUNDED["rtol"], atol=ROUNDED["atol"])
     assert got.numel() < 200 or (got != expected).float().mean() < 0.02
 
 
@@ -80,9 +81,10 @@ def test_leaving_agrees_with_the_reference(tokens: int, width: int) -> None:
 
 
 @shapes
-def test_entering_projects_what_it_leaves(tokens: int, width: int) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_entering_projects_what_it_leaves(tokens: int, width: int, exact: bool) -> None:
     x, (y, mix), fn = streams_of(tokens, width), pending_of(tokens, width), weights_of(width).fn
-    left, sums = leave_enter_triton(x, (y, *mix), fn)
+    left, sums = leave_enter_triton(x, (y, *mix), fn, exact=exact)
     assert_rounded(left, hc_leave_enter_ref(x, (y, mix), fn)[0])
     # As good as float32: the same sums in float64.
     z = left.flatten(1).double()
@@ -108,7 +110,7 @@ def test_collapse_agrees_with_the_reference(tokens: int, width: int) -> None:
     _, sums = leave_enter_triton(x, None, w.fn)
     entered, codes, scales, post, comb = collapse_triton(x, sums, w.base, w.scale, norm, **OPTIONS, fp8=True)
     expected, mix = hc_collapse_ref(x, sums, w.base, w.scale, norm, **OPTIONS)
-    assert_rounded(entered, expected)
+    assert_rounded(entered, expected, units=2)
     torch.testing.assert_close(post, mix.post, rtol=0, atol=1e-5)
     torch.testing.assert_close(comb, mix.comb, rtol=0, atol=1e-5)
     wanted_codes, wanted_scales = quantize_fp8_ref(entered, 128)
