@@ -208,11 +208,11 @@ def enter_few_kernel(
     f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     if LEAVE:
         w = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        p0, p1, p2, p3 = _load4(post + token * 4, 1, None)
-        c00, c01, c02, c03 = _load4(comb + token * 16, 1, None)
-        c10, c11, c12, c13 = _load4(comb + token * 16 + 4, 1, None)
-        c20, c21, c22, c23 = _load4(comb + token * 16 + 8, 1, None)
-        c30, c31, c32, c33 = _load4(comb + token * 16 + 12, 1, None)
+        p0, p1, p2, p3 = _load4(post + token * 4, 1, token < tokens)
+        c00, c01, c02, c03 = _load4(comb + token * 16, 1, token < tokens)
+        c10, c11, c12, c13 = _load4(comb + token * 16 + 4, 1, token < tokens)
+        c20, c21, c22, c23 = _load4(comb + token * 16 + 8, 1, token < tokens)
+        c30, c31, c32, c33 = _load4(comb + token * 16 + 12, 1, token < tokens)
         x0, x1, x2, x3 = (
             to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
             to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
