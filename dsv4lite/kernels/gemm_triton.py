@@ -1,8 +1,8 @@
 """Kernels of ``gemm.py``.
 
 Every product sums in one order that follows from the weights' shape alone: inside a block of 128 inputs as the tensor cores do,
-blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its own
-and a second kernel adds the parts; with many rows one program folds them as it goes.
+blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its
+own, and the last of a tile to arrive adds all; with many rows one program folds them as it goes.
 
 Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
 """
@@ -10,6 +10,7 @@ Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import torch
@@ -24,7 +25,8 @@ PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the lar
 MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
 GROUPED_TILES = 8  # of rows that share the weights in cache
-SUM_BLOCK = 1024
+# Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``).
+COUNTERS = SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +154,37 @@ def _place(M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _store(out, total, rm, rn, split, M, N, row_stride, SWAP: tl.constexpr):
+def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
     if SWAP:
-        p = out + (split * M + rm[None, :]) * row_stride + rn[:, None]
+        p = out + rm[None, :] * row_stride + rn[:, None]
         mask = (rm < M)[None, :] & (rn < N)[:, None]
     else:
-        p = out + (split * M + rm[:, None]) * row_stride + rn[None, :]
+        p = out + rm[:, None] * row_stride + rn[None, :]
         mask = (rm < M)[:, None] & (rn < N)[None, :]
     tl.store(p, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish(acc, parts, out, arrivals, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr):
+    """Store a tile; if it is one part of several, the program that stores the last of them adds all."""
+    if SPLITS == 1:
+        _store(out, acc, rm, rn, M, N, row_stride, SWAP)
+    else:
+        _store(parts + tl.program_id(1) * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
+        tl.debug_barrier()  # all threads have written when one of them says so
+        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            ROWS: tl.constexpr = rm.shape[0] if rm.shape[0] < 32 else 32  # at a time, for all their parts fit into registers
+            for first in tl.range(0, rm.shape[0], ROWS, num_stages=1):
+                row = first_row + first + tl.arange(0, ROWS)[:, None]
+                at = row * row_stride + rn[None, :]
+                inside = (row < M) & (rn < N)[None, :]
+                total = tl.zeros((ROWS, rn.shape[0]), tl.float32)
+                for split in tl.static_range(SPLITS):
+                    part = parts + split * M.to(tl.int64) * row_stride
+                    total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(arrivals + tl.program_id(0), 0)  # as the next product finds it
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -168,7 +193,9 @@ def _fp8_kernel(
     xs,
     w,
     ws,
+    parts,
     out,
+    arrivals,
     M,
     N,
     K,
@@ -180,17 +207,18 @@ def _fp8_kernel(
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
     FOLD: tl.constexpr,
+    SPLITS: tl.constexpr,
     CODES: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
     pm, pn = _place(M, tl.cdiv(N, BN), BM, GROUPED)
-    split = tl.program_id(1).to(tl.int64)
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
     rk = tl.arange(0, 128)
     if EVEN_K:
         K = blocks * 128  # the compiler sees that rows are aligned
-    # Rows beyond the end read the last one again and are not stored.
+    # Rows beyond the end are not stored; with few rows they are not read either, or all programs would wait for the same lines.
+    here = (rm < M)[:, None]
     m = tl.minimum(rm, M - 1)
     n = tl.minimum(rn, N - 1)
     xp = x + m[:, None] * K + rk[None, :]
@@ -212,7 +240,7 @@ def _fp8_kernel(
     for kb in tl.range(begin, end):
         # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
         if EVEN_K:
-            a = tl.load(xp + kb * 128)
+            a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
             b = tl.load(wp + kb * 128)
         else:
             inside = (rk < K - kb * 128)[None, :]
@@ -238,7 +266,7 @@ def _fp8_kernel(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
-    _store(out, acc, rm, rn, split, M, N, N, SWAP)
+    _finish(acc, parts, out, arrivals, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -246,7 +274,9 @@ def _float_kernel(
     x,
     w,
     ws,
+    parts,
     out,
+    arrivals,
     M,
     N,
     K,
@@ -261,13 +291,13 @@ def _float_kernel(
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
     FOLD: tl.constexpr,
+    SPLITS: tl.constexpr,
     GPU: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
     # SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(M, tiles_n * groups, BM, GROUPED)
-    split = tl.program_id(1).to(tl.int64)
     g = pn // tiles_n
     rm = pm * BM + tl.arange(0, BM)
     rn = pn % tiles_n * BN + tl.arange(0, BN)
@@ -276,6 +306,7 @@ def _float_kernel(
         K = blocks * 128
         x_row = x_row // 16 * 16
         x_group = x_group // 16 * 16
+    here = (rm < M)[:, None]
     m = tl.minimum(rm, M - 1)
     n = g * N + tl.minimum(rn, N - 1)
     xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
@@ -293,7 +324,7 @@ def _float_kernel(
     for kb in tl.range(begin, end):
         # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
         if EVEN_K:
-            a = tl.load(xp + kb * 128)
+            a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
             b = tl.load(wp + kb * 128)
         else:
             inside = (rk < K - kb * 128)[None, :]
@@ -320,16 +351,20 @@ def _float_kernel(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
-    _store(out + g * N, acc, rm, rn, split, M, N, N * groups, SWAP)
+    _finish(acc, parts + g * N, out + g * N, arrivals, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum_kernel(parts, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * count.to(tl.int64) + at, mask=at < count, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+@cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """Return a stream's counters of arrived programs, int32 [COUNTERS]: zero between kernels, which one stream runs in order."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "run a product on a stream before capturing one there: a graph cannot own what outlives it"
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def counters_of(device: torch.device) -> Tensor:
+    """Return the counters of the current stream; graphs captured on one stream must not run side by side."""
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 
 def fp8_linear_triton(
@@ -350,15 +385,15 @@ def fp8_linear_triton(
         x, w = x.view(torch.uint8), w.view(torch.uint8)
     splits = splits_of(outs, blocks)
     fold = rows > SPLIT_MAX_ROWS and splits > 1
-    parts = 1 if fold else splits if rows <= SPLIT_MAX_ROWS else 1
-    sums, out = _results(parts, rows, outs, dtype, x.device)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs), parts)
+    programs = 1 if fold else splits
+    out = torch.empty(rows, outs, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs), programs)
     _fp8_kernel[grid](
         x,
         x_scales.contiguous(),
         w,
         w_scales,
-        sums,
+        *_room(programs, out),
         rows,
         outs,
         inputs,
@@ -370,13 +405,14 @@ def fp8_linear_triton(
         EVEN_K=inputs % FP8_BLOCK == 0,
         SWAP=tile.swap,
         FOLD=fold,
+        SPLITS=programs,
         CODES=codes,
         GROUPED=GROUPED_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
-    return _added(sums, out)
+    return out
 
 
 def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -401,14 +437,14 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
     blocks = -(-inputs // FP8_BLOCK)
     splits = splits_of(groups * outs, blocks)
     fold = rows > SPLIT_MAX_ROWS and splits > 1
-    parts = splits if rows <= SPLIT_MAX_ROWS else 1
-    sums, out = _results(parts, rows, groups * outs, dtype, x.device)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, parts)
+    programs = 1 if fold else splits
+    out = torch.empty(rows, groups, outs, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)
     _float_kernel[grid](
         x,
         w_GNK,
         w_scales,
-        sums,
+        *_room(programs, out),
         rows,
         outs,
         inputs,
@@ -423,35 +459,28 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
         EVEN_K=even,
         SWAP=tile.swap,
         FOLD=fold,
+        SPLITS=programs,
         GPU=x.is_cuda,
         GROUPED=GROUPED_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
-    return _added(sums, out).view(rows, groups, outs)
-
-
-def _results(parts: int, rows: int, outs: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where programs write [parts, rows, outs], and the result [rows, outs]: the same memory if there is one part."""
-    out = torch.empty(rows, outs, dtype=dtype, device=device)
-    return (out[None] if parts == 1 else torch.empty(parts, rows, outs, dtype=torch.float32, device=device)), out
-
-
-def _added(parts: Tensor, out: Tensor) -> Tensor:
-    """Add the parts in order, if there are several."""
-    if len(parts) > 1:
-        grid = (triton.cdiv(out.numel(), SUM_BLOCK),)
-        _sum_kernel[grid](
-            parts, out, out.numel(), SPLITS=len(parts), BLOCK=SUM_BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=True
-        )
     return out
+
+
+def _room(parts: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where a kernel puts the parts of a result, the result, and the counters of arrivals."""
+    if parts == 1:
+        return out, out, out
+    return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), out, counters_of(out.device)
 
 
 def variants() -> list[Variant]:
     """Return every tile of every chip, folding where it may; the first and the last also with unaligned inputs and row scales."""
     sizes = dict.fromkeys(("M", "N", "K", "blocks", "part"), "i32")
     strides = dict.fromkeys(("x_row", "x_group", "groups"), "i32")
+    results = {"parts": "*fp32", "out": "*bf16", "arrivals": "*i32"}
     found = []
     for capability, tiles in product((80, 89, 90, 100, 120), (_FP8_TILES, _PLAIN_TILES, _WEIGHT_ONLY_TILES)):
         chosen = {tile_for(tiles, most or 1 << 20, capability): most is None or most > SPLIT_MAX_ROWS for most, _ in tiles}
@@ -460,15 +489,15 @@ def variants() -> list[Variant]:
             if not even and tile not in ends:
                 continue
             scale = 0 if tiles is _PLAIN_TILES else FP8_BLOCK if even else 1
-            shape = {"BM": tile.rows, "BN": tile.outs, "SCALE_ROWS": scale, "EVEN_K": even, "SWAP": tile.swap, "FOLD": fold}
-            out = "*bf16" if fold else "*fp32"
+            shape = {"BM": tile.rows, "BN": tile.outs, "SCALE_ROWS": scale, "EVEN_K": even, "SWAP": tile.swap}
+            shape |= {"FOLD": fold, "SPLITS": 1 if fold else 8}
             if tiles is _FP8_TILES:
                 kind = "*u8" if capability < 89 else "*fp8e4nv"
-                signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", "out": out, **sizes}
+                signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", **results, **sizes}
                 constants = {**shape, "CODES": capability < 89, "GROUPED": GROUPED_TILES}
             else:
                 kind = "*u8" if scale else "*bf16"
-                signature = {"x": "*bf16", "w": kind, "ws": kind, "out": out, **sizes, **strides}
+                signature = {"x": "*bf16", "w": kind, "ws": kind, **results, **sizes, **strides}
                 constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES}
             found.append(
                 Variant(
@@ -480,8 +509,4 @@ def variants() -> list[Variant]:
                     capabilities=(capability,),
                 )
             )
-    for splits, out in ((2, "*bf16"), (64, "*fp32")):
-        signature = {"parts": "*fp32", "out": out, "count": "i32"}
-        constants = {"SPLITS": splits, "BLOCK": SUM_BLOCK}
-        found.append(Variant(kernel=_sum_kernel, signature=signature, constants=constants, num_warps=4, num_stages=1))
     return found

@@ -15,6 +15,7 @@ from dsv4lite.kernels import gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     SPLIT_MAX_ROWS,
     capability_of,
+    counters_of,
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_triton,
@@ -103,10 +104,10 @@ def test_codes_are_widened_alike_without_fp8_units() -> None:
     """The integer way, for chips older than FP8, through the kernel itself."""
     x_codes, x_scales = quantize_fp8(random(5, 256), 128)
     w_codes, w_scales = weights(70, 256, per_row=False)
-    out = torch.full((5, 70), float("nan"), device=DEVICE)
+    out, unused = torch.full((5, 70), float("nan"), device=DEVICE), torch.empty(0, device=DEVICE)
     gemm_triton._fp8_kernel[(2, 1)](
-        x_codes.view(torch.uint8), x_scales, w_codes.view(torch.uint8), w_scales, out, 5, 70, 256, 2, 2,
-        BM=16, BN=64, SCALE_ROWS=128, EVEN_K=True, SWAP=True, FOLD=False, CODES=True, GROUPED=8, enable_fp_fusion=True,
+        x_codes.view(torch.uint8), x_scales, w_codes.view(torch.uint8), w_scales, unused, out, unused, 5, 70, 256, 2, 2,
+        BM=16, BN=64, SCALE_ROWS=128, EVEN_K=True, SWAP=True, FOLD=False, SPLITS=1, CODES=True, GROUPED=8, enable_fp_fusion=True,
     )  # fmt: skip
     exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
     torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
@@ -135,6 +136,35 @@ def test_row_does_not_depend_on_the_others() -> None:
                 assert torch.equal(got, wanted[:rows]), rows
             else:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
+
+
+def test_counters_are_zero_after_a_product() -> None:
+    x, w = random(40, 1, 1024).bfloat16(), random(1, 70, 1024, seed=1).bfloat16()
+    assert splits_of(70, 8) == 2
+    assert torch.equal(float_linear_triton(x, w, torch.float32), float_linear_triton(x, w, torch.float32))
+    assert not counters_of(DEVICE).any()
+
+
+def test_counters_suffice_for_every_product_in_parts() -> None:
+    for outs in range(1, 20_000):
+        if splits_of(outs, 1 << 20) > 1:
+            most = outs  # tiles of results, if every group has one result
+            assert -(-SPLIT_MAX_ROWS // 16) * most <= gemm_triton.COUNTERS
+    assert min(tile.rows for _, tile in gemm_triton._FP8_TILES + gemm_triton._PLAIN_TILES) == 16
+
+
+@pytest.mark.skipif(not CUDA, reason="streams")
+def test_streams_multiply_side_by_side() -> None:
+    x, w = random(9, 1, 4096).bfloat16(), random(1, 1536, 4096, seed=1).bfloat16()
+    wanted = float_linear_triton(x, w, torch.float32)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    got = []
+    for i in range(200):
+        with torch.cuda.stream(streams[i % 4]):
+            got.append(float_linear_triton(x, w, torch.float32))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, wanted) for each in got)
 
 
 def test_nan_stays_in_its_row() -> None:
