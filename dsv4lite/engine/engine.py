@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.config import EngineConfig
+from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
@@ -252,7 +252,8 @@ class Engine:
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
         self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
         with torch.inference_mode():
-            self._runner.warm_up(config.max_num_batched_tokens, progress_of(config))
+            cache_dir = config.compile_cache_dir or default_cache_dir()
+            self._runner.warm_up(config.max_num_batched_tokens, cache_dir, progress_of(config))
         sizes = plan.sizes
         self._scheduler = Scheduler(
             SchedulerLimits(

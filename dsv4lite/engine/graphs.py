@@ -87,11 +87,16 @@ class DecodeGraphs:
             len(s.token_ids) == 1 and s.sample and s.score is None for s in plan.sequences
         )
 
-    def capture(self, size: int) -> None:
-        """Record the graph of ``size`` sequences; runs it once before, so that everything it needs is compiled and loaded."""
+    def rehearse(self, size: int) -> Tensor:
+        """Run a step of ``size`` sequences that are all padding; return its inputs."""
         inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)
         inputs[0] = 0
         self._forward(inputs)
+        return inputs
+
+    def capture(self, size: int) -> None:
+        """Record the graph of ``size`` sequences; runs it once before, so that everything it needs is compiled and loaded."""
+        inputs = self.rehearse(size)
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

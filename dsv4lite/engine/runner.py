@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,25 +69,47 @@ class Runner:
         if self._requests.pop(seq_id, None) is not None:
             self.sampler.remove(seq_id)
 
-    def warm_up(self, max_tokens: int, progress: Progress | None = None) -> None:
-        """Compile and load what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without graphs."""
+    def warm_up(self, max_tokens: int, cache_dir: str, progress: Progress | None = None) -> None:
+        """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without graphs.
+
+        Args:
+            max_tokens: Most tokens of a step.
+            cache_dir: Where compiled kernels are kept.
+            progress: Told of kernels, then of shapes.
+        """
         if self._graphs is None:
             return
+        from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where graphs are
+
+        def tell(unit: str, done: int, total: int) -> None:
+            if progress is not None:
+                progress(LoadProgress(phase="warmup", done=done, total=total, unit=unit))
+
         started = time.monotonic()
         lengths = [*(n for n in _WARM_UP_TOKENS if n < max_tokens), max_tokens]
         sizes = self._graphs.sizes[::-1]  # the largest first: the others fit into the memory that it took
-        total = len(lengths) + len(sizes)
+        with recording() as wanted:
+            for length in lengths:
+                self._run_padding(length)
+            for size in sizes:
+                self._graphs.rehearse(size)
+        recorded = time.monotonic()
+        prepare(wanted, cache_dir, partial(tell, "kernels"))
+        prepared, total = time.monotonic(), len(lengths) + len(sizes)
         for done, length in enumerate(lengths):
-            self.model.logits(self.model(padding(length, self.model), self.cache.layers)[:1])
-            if progress is not None:
-                progress(LoadProgress(phase="warmup", done=done + 1, total=total, unit="shapes"))
-        compiled = time.monotonic()
+            self._run_padding(length)
+            tell("shapes", done + 1, total)
+        ran = time.monotonic()
         for done, size in enumerate(sizes):
             self._graphs.capture(size)
-            if progress is not None:
-                progress(LoadProgress(phase="warmup", done=len(lengths) + done + 1, total=total, unit="shapes"))
-        captured = time.monotonic()
-        log.info("kernels ready in %.1f s, %d graphs in %.1f s", compiled - started, len(sizes), captured - compiled)
+            tell("shapes", len(lengths) + done + 1, total)
+        log.info(
+            "warm-up: %.1f s to find %d kernels, %.1f s to compile or load them, %.1f s to run them, %.1f s to record %d graphs",
+            *(recorded - started, len(wanted), prepared - recorded, ran - prepared, time.monotonic() - ran, len(sizes)),
+        )
+
+    def _run_padding(self, tokens: int) -> None:
+        self.model.logits(self.model(padding(tokens, self.model), self.cache.layers)[:1])
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends."""

@@ -4,18 +4,24 @@
     u    = fp8(bf16(silu(min(a, limit)) * clamp(b, -limit, limit) * weight))   again per 128
     y    = sum_k bf16(u_k @ w2_e(k).T)                                       float32, in the order of k
 
-Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics: the sum over each group of 32 (FP4) or 128 (FP8) inputs is scaled
-and added in float32, group after group, whatever else is computed: a token's result depends on the token alone. Against the
-reference, which multiplies the dequantized numbers in float32, rounded values differ in their last place here and there, and where
-that moves an FP8 code of ``u``, by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square.
+Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics: the sum over each 128 inputs is scaled and added in float32, one
+after the other, whatever else is computed: a token's result depends on the token alone. Against the reference, which multiplies the
+dequantized numbers in float32, rounded values differ in their last place here and there, and where that moves an FP8 code of ``u``,
+by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square.
+
+Tensor cores take FP4 numbers as e5m2, which has room for 27 scales: enough for those of a whole row, so each number is multiplied
+by its group's scale, relative to the row's, while it is widened, and sums need none. A group whose scale is less than 2^-26 of the
+largest in its row, should a checkpoint have one, is rounded when it is stored, by at most 2^-28 of that one; others are exact.
 
 How weights lie in memory ("tiles"): a matrix [N, K] is cut into tiles of 64 rows and 128 columns. A tile is two (FP4) or four (FP8)
 pieces of 2048 bytes, each [4, 8, 4, 2, 2, 4]: 16 bytes for each of 128 threads, which are the four 32-bit operands that a thread
 hands to a tensor core for 64 x 32 codes; so a tile is read in whole lines and never changes places. In row and column bits a byte
-of a piece is (row 5-4, row 2-0, column 3-2, column 4, row 3, column 1-0). A byte of FP4 holds the codes of columns j and j + 32 of
-a piece's 64, j < 32: the first, ``s ee m``, in bits 7, 3, 2, 1, where it is an e5m2 number 2^-14 as large, and the second in bits
-0, 6, 5, 4, two shifts from there. Each row of a tile has one 32-bit word of scales: the e8m0 bytes of its four groups of 32, or
-one float32. In ``w13``, the rows with row bit 3 clear are those of w1 (gate), the others those of w3 (up).
+of a piece is (row 5-4, row 2-0, column 3-2, column 4, row 3, column 1-0). Four bytes of FP4 hold the codes of four columns from j
+on and of four from j + 32 on, of a piece's 64, j < 32: the eight magnitudes in the nibbles' lower three bits, from the lowest on,
+four of which select bytes of a table; the first four signs in the bytes' bits 7, the others in bits 3. Each row of a tile has one
+32-bit word of scales: a float32, or a byte for each group of 32 whose bits 6-2 are the exponent, 1 to 27, over that of the row, an
+e8m0 byte of which bits 1-0 are two bits, the first group's the lowest. In ``w13``, the rows with row bit 3 clear are those of w1
+(gate), the others those of w3 (up).
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import (
     dequantize_fp4,
     dequantize_fp8,
+    e2m1_codes,
+    e2m1_values,
     e8m0_to_float,
     pack_fp4,
     round_fp8,
@@ -41,6 +49,7 @@ HALF_ROWS = TILE_ROWS // 2
 GROUP = 128  # activations that share a scale
 _PIECE = 2048
 _FP4_BYTES, _FP8_BYTES = 2 * _PIECE, 4 * _PIECE
+_MOST_EXPONENT = 27  # of a scale over its row's; the least is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class Tiles:
             half: ``weight`` has N / 2 rows, which fill row bit 3 = ``half`` (see above); by default it has all.
         """
         device = self.codes.device
-        codes, words = weight.view(torch.uint8).to(device), self._row_scales(scale.to(device), weight.shape[0])
+        codes, words = self._numbers(weight.to(device), scale.to(device))
         if half is None:
             halves = zip(_split_halves(codes), _split_halves(words), strict=True)
             for bit, (codes, words) in enumerate(halves):
@@ -100,7 +109,7 @@ class Tiles:
         else:
             codes, words = self._load_half(expert, half)
         if self.fp4:
-            return codes, words.view(torch.uint8)
+            return pack_fp4(codes), _e8m0(words)
         return codes.view(torch.float8_e4m3fn), words.view(torch.float32)
 
     def dequantize(self, expert: int, half: int | None = None) -> Tensor:
@@ -110,11 +119,12 @@ class Tiles:
             return dequantize_fp4(unpack_fp4(codes), scale, 32)
         return dequantize_fp8(codes, scale, TILE_COLUMNS)
 
-    def _row_scales(self, scale: Tensor, rows: int) -> Tensor:
-        """Return one word per row and 128 columns, int32 [N, K / 128]."""
+    def _numbers(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a matrix as one byte per code, uint8 [N, K], and one word per row and 128 columns, int32 [N, K / 128]."""
         if self.fp4:
-            return scale.view(torch.uint8).contiguous().view(torch.int32)
-        return e8m0_to_float(scale).repeat_interleave(128, 0)[:rows].contiguous().view(torch.int32)
+            return _fit(unpack_fp4(weight), scale.view(torch.uint8))
+        rows = e8m0_to_float(scale).repeat_interleave(128, 0)[: weight.shape[0]]
+        return weight.view(torch.uint8), rows.contiguous().view(torch.int32)
 
     def _homes(self, expert: int) -> tuple[Tensor, Tensor]:
         """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
@@ -123,21 +133,52 @@ class Tiles:
     def _store_half(self, expert: int, codes: Tensor, words: Tensor, half: int) -> None:
         home, scales = self._homes(expert)
         if self.fp4:
-            first, second = unpack_fp4(codes).unflatten(-1, (-1, 2, 32)).unbind(-2)
-            codes = ((first & 8) << 4 | (first & 7) << 1 | (second & 7) << 4 | second >> 3).flatten(1)
+            eight = codes.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
+            first, second = (eight & 8).unbind(-2)
+            codes = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
         tiles, chunks, pieces = home.shape[:3]
         home[..., half, :] = codes.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
         scales[..., half, :] = words.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
 
     def _load_half(self, expert: int, half: int) -> tuple[Tensor, Tensor]:
-        """Return codes as the checkpoint stores them, uint8, and words of scales, int32 [N / 2, K / 128]."""
+        """Return what ``_numbers`` does, of half of the rows."""
         home, scales = self._homes(expert)
         codes = home[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
         if self.fp4:
-            pieces = codes.unflatten(-1, (-1, 1, 32))
-            first, second = (pieces >> 4 & 8) | (pieces >> 1 & 7), (pieces & 1) << 3 | (pieces >> 4 & 7)
-            codes = pack_fp4(torch.cat([first, second], -2).flatten(1))
+            words = codes.unflatten(-1, (-1, 8, 4))
+            signs = torch.stack([words >> 4 & 8, words & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
+            eight = unpack_fp4(words & 0x77).view(signs.shape) | signs
+            codes = eight.transpose(-3, -2).flatten(1)
         return codes, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
+
+
+def scale_words(scale: Tensor, base: Tensor) -> Tensor:
+    """Return the words of FP4 scales, int32 [..., K / 128].
+
+    Args:
+        scale: e8m0 bytes [..., K / 32], each 1 to 27 above ``base``.
+        base: e8m0 bytes of the rows [..., 1].
+    """
+    places = torch.arange(0, 8, 2, device=base.device).repeat(scale.shape[-1] // 4)
+    return ((scale.int() - base.int()) << 2 | (base.int() >> places & 3)).to(torch.uint8).view(torch.int32)
+
+
+def _e8m0(words: Tensor) -> Tensor:
+    """Return the e8m0 bytes, uint8 [..., K / 32], of words of FP4 scales."""
+    bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4))
+    base = sum((bytes_[..., i : i + 1] & 3) << 2 * i for i in range(4))
+    return ((bytes_ >> 2) + base).flatten(-2)
+
+
+def _fit(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return FP4 codes, one in each byte, and the words of their scales; rounds groups that are too small for their row."""
+    base = (scale.amax(-1, keepdim=True).int() - _MOST_EXPONENT).clamp_min(0)
+    least = (base + 1).to(torch.uint8)
+    if bool((scale < least).any()):
+        numbers = e2m1_values(codes).unflatten(-1, (-1, 32))
+        shrunk = torch.ldexp(numbers, (scale.int() - least.int()).clamp_max(0)[..., None]).flatten(-2)
+        codes, scale = e2m1_codes(shrunk), torch.maximum(scale, least)
+    return codes, scale_words(scale, base)
 
 
 def _split_halves(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,18 @@ _COUNT_CHUNK = 4096
 _SCAN_CHUNKS = (64, 1024)
 _SUM_BLOCK = 1024
 
-# Half of the codes of four bytes as four e5m2 numbers (see `experts.py`).
-_LOW = tl.constexpr("and.b32 $0, $1, 0x8e8e8e8e;")
-_HIGH = tl.constexpr(
-    "{ .reg .b32 a, b; shr.u32 a, $1, 3; and.b32 a, a, 0x0e0e0e0e; shl.b32 b, $1, 7; and.b32 b, b, 0x80808080; or.b32 $0, a, b; }"
-)
+# Eight numbers of a word of FP4 codes: magnitudes select bytes of the tables of their groups, signs are put on top.
+_WIDEN = tl.constexpr("""{
+    .reg .b32 a, b;
+    and.b32 a, $2, 0x77777777;
+    shr.u32 b, a, 16;
+    prmt.b32 a, $3, $7, a;
+    lop3.b32 $0, a, $2, 0x80808080, 0xf8;
+    prmt.b32 b, $11, $15, b;
+    shl.b32 a, $2, 4;
+    lop3.b32 $1, b, a, 0x80808080, 0xf8;
+}""")
+_WIDEN_REGISTERS = tl.constexpr("=&r,=&r,r" + 16 * ",r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,18 +163,56 @@ def _place(piece, TILES: tl.constexpr):
 
 
 @triton.jit
-def _widen_fp4(piece, HIGH: tl.constexpr, NATIVE: tl.constexpr):
-    """Return half of the codes of bytes over 2^14, as e5m2, or as float16 where the chip does not know it."""
+def _side_by_side(a, b):
+    """Return the columns of ``a`` and those of ``b``; each number stays with its thread."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _table(exponent):
+    """Return the e5m2 bytes of the magnitudes of e2m1, times 2^(exponent - 14), from 4 * exponent: two words."""
+    return exponent * 0x01010100 + 0x06040000, exponent * 0x01010101 + 0x0E0C0A08
+
+
+@triton.jit
+def _widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the 64 columns of a piece as e5m2, or as float16 where the chip does not know it.
+
+    Args:
+        piece: uint8 [TILES, 2048].
+        first, second: Exponents of the rows' numbers in the first 32 columns and in the others, times 4, int32 [TILES * 64].
+    """
     if NATIVE:
-        if HIGH:
-            wide = tl.inline_asm_elementwise(_HIGH, "=r,r", [piece], dtype=tl.int8, is_pure=True, pack=4)
-        else:
-            wide = tl.inline_asm_elementwise(_LOW, "=r,r", [piece], dtype=tl.int8, is_pure=True, pack=4)
-        numbers = wide.to(tl.float8e5, bitcast=True)
+        low, high = _table(first[:, None])
+        low2, high2 = _table(second[:, None])
+        a, b = tl.inline_asm_elementwise(
+            _WIDEN,
+            _WIDEN_REGISTERS,
+            [_place(piece, TILES), low, high, low2, high2],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+        numbers = _side_by_side(a, b).to(tl.float8e5, bitcast=True)
     else:
-        wide = ((piece >> 3 & 0x0E) | (piece & 1) << 7 if HIGH else piece & 0x8E).to(tl.uint16)
-        numbers = (wide << 8).to(tl.uint16).to(tl.float16, bitcast=True)
+        nibbles = tl.permute(tl.reshape(tl.join(piece & 7, (piece >> 4) & 7), (TILES, 512, 2, 4)), (0, 1, 3, 2))
+        a, b = tl.split(nibbles)
+        a, b = _place(tl.reshape(a, (TILES, 2048)), TILES), _place(tl.reshape(b, (TILES, 2048)), TILES)
+        signs = _place(piece, TILES)
+        wide = _side_by_side(
+            _scaled_e2m1(a, first) | (signs & 0x80).to(tl.int32) << 8,
+            _scaled_e2m1(b, second) | (signs & 0x08).to(tl.int32) << 12,
+        )
+        numbers = wide.to(tl.uint16).to(tl.float16, bitcast=True)
     return numbers
+
+
+@triton.jit
+def _scaled_e2m1(magnitude, exponent):
+    """Return the bits of float16 numbers, without their signs, int32: what ``_table`` holds for them, a byte higher."""
+    magnitude = magnitude.to(tl.int32)
+    entry = 2 * magnitude - 2 * (magnitude == 1).to(tl.int32) + exponent[:, None]
+    return tl.where(magnitude == 0, 0, entry) << 8
 
 
 @triton.jit
@@ -183,7 +228,7 @@ def _widen_fp8(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def _inputs(x, valid, NATIVE: tl.constexpr):
-    """Return 32 columns of the inputs, [32, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
+    """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
     if NATIVE:
         numbers = tl.load(x, mask=valid[None, :], other=0.0)
     else:
@@ -207,39 +252,41 @@ def _product(
 ):
     """Return ``w @ x.T``, float32 [TILES * 64, rows].
 
-    Sums are kept in units of the scale of the latest 128 inputs: all scales are powers of two, so nothing is lost.
-
     Args:
-        x: Pointers to the first 32 columns of the inputs, [32, rows].
+        x: Pointers to the first 128 columns of the inputs, [128, rows].
         valid: Which rows there are.
         words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``rows`` further.
         codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
     """
     BYTES: tl.constexpr = 4096 if FP4 else 8192
+    LIFT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # what widening left out
+    bits = tl.reshape(tl.load(scales), (TILES * 64,))
+    base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES):
-        now = tl.load(words + c * ROWS)
-        before = tl.load(words + tl.maximum(c - 1, 0) * ROWS)
+        unit = tl.load(words + c * ROWS).to(tl.float32, bitcast=True)
         s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
-        acc *= (before - now + (127 << 23)).to(tl.float32, bitcast=True)[None, :]
+        numbers = _inputs(x + c * 128, valid, NATIVE)
+        codes_c = codes + c * BYTES
         if FP4:
-            for i in tl.static_range(2):
-                piece = tl.load(codes + c * BYTES + i * 2048)
-                for half in tl.static_range(2):
-                    w = _place(_widen_fp4(piece, half == 1, NATIVE), TILES)
-                    part = tl.dot(w, _inputs(x + c * 128 + i * 64 + half * 32, valid, NATIVE))
-                    e8m0 = (s >> (16 * i + 8 * half)) & 255
-                    acc += part * (e8m0 << 23).to(tl.float32, bitcast=True)[:, None]
+            s &= 0x7C7C7C7C
+            w = _side_by_side(
+                _widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
+                _widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
+            )
+            part = tl.dot(w, numbers)
         else:
-            part = tl.zeros((TILES * 64, ROWS), tl.float32)
-            for i in tl.static_range(4):
-                w = _place(_widen_fp8(tl.load(codes + c * BYTES + i * 2048), NATIVE), TILES)
-                part = tl.dot(w, _inputs(x + c * 128 + i * 32, valid, NATIVE), part)
-            acc += part * s.to(tl.float32, bitcast=True)[:, None]
-    # What widening left out, and the last unit.
-    LIFT: tl.constexpr = (14 if NATIVE else 22) if FP4 else (0 if NATIVE else 16)
-    unit = tl.load(words + (CHUNKS - 1) * ROWS).to(tl.float32, bitcast=True)
-    return acc * (unit * (1 << LIFT))[None, :]
+            w = _side_by_side(
+                _side_by_side(_place(tl.load(codes_c), TILES), _place(tl.load(codes_c + 2048), TILES)),
+                _side_by_side(_place(tl.load(codes_c + 4096), TILES), _place(tl.load(codes_c + 6144), TILES)),
+            )
+            part = tl.dot(_widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
+        acc += part * unit[None, :]
+    if FP4:
+        acc *= ((base + LIFT) << 23).to(tl.float32, bitcast=True)[:, None]
+    else:
+        acc *= 1 << LIFT
+    return acc
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -284,7 +331,7 @@ def _gate_up_kernel(
     # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
     both = to_bf16(
         _product(
-            x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 32)[:, None],
+            x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
             valid,
             x_words + block * (CHUNKS * ROWS) + row,
             codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
@@ -357,7 +404,7 @@ def _down_kernel(
     # Reference: outputs[at] = (u @ w2.dequantize(expert).T).bfloat16()
     out = to_bf16(
         _product(
-            u_codes + pair[None, :] * WIDTH + tl.arange(0, 32)[:, None],
+            u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
             valid,
             u_words + block * (CHUNKS * ROWS) + row,
             codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],

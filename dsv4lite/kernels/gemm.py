@@ -2,15 +2,17 @@
 
 Library GEMMs pick their kernel, and so their order of summation, from the number of rows. With ``row_tile`` every product runs
 in tiles of exactly that many rows (the last one padded), so that a row's result is a function of the row alone. The kernels keep
-one order of summation per weight shape, whatever the number of rows, and need no tiles.
+one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` the last two
+products of many rows are the library's on every device.
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both plain
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
-float32; one rounding at the end. Kernels agree with the references to that rounding and 2^-12 of the largest result (FP8 tensor
-cores keep fewer bits than float32 while they sum 128 products).
+float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
+|x| @ |w|.T: 2^-16, or 2^-13 if both operands are FP8. FP8 tensor cores align the products that they add at a time, and the sum so
+far, to the largest of them and keep 13 bits after its first: what they cut off grows with the products, however small the result.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile
         x_MGK: bfloat16 [M, G, K].
         w_codes: float8_e4m3fn [G, N, K].
         w_scales: uint8 e8m0, of the rows [G * N] taken together: [ceil(G * N / 128), ceil(K / 128)] or [G * N, ceil(K / 128)].
-        row_tile: As for ``matmul_rows``; the kernel does without.
+        row_tile: As for ``matmul_rows``; to the kernel any number means the same.
 
     Returns:
         [M, G, N] in the dtype of ``x``.
@@ -127,7 +129,7 @@ def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile
     if use_triton(x_MGK) and x_MGK.dtype == torch.bfloat16:
         from dsv4lite.kernels.gemm_triton import fp8_weight_linear_triton
 
-        return fp8_weight_linear_triton(x_MGK, w_codes, w_scales)
+        return fp8_weight_linear_triton(x_MGK, w_codes, w_scales, any_order=row_tile is None)
     return fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile)
 
 
@@ -145,7 +147,7 @@ def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int
         x_MGK: Float [M, G, K].
         w_GNK: Float [G, N, K].
         dtype: Of the result.
-        row_tile: As for ``matmul_rows``; the kernel, which takes bfloat16 operands, does without.
+        row_tile: As for ``matmul_rows``; to the kernel, which takes bfloat16 operands, any number means the same.
 
     Returns:
         [M, G, N].
@@ -153,5 +155,5 @@ def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int
     if use_triton(x_MGK) and x_MGK.dtype == w_GNK.dtype == torch.bfloat16:
         from dsv4lite.kernels.gemm_triton import float_linear_triton
 
-        return float_linear_triton(x_MGK, w_GNK, dtype)
+        return float_linear_triton(x_MGK, w_GNK, dtype, any_order=row_tile is None)
     return float_linear_ref(x_MGK, w_GNK, dtype, row_tile)

@@ -4,6 +4,8 @@ Every product sums in one order that follows from the weights' shape alone: insi
 blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its
 own, and the last of a tile to arrive adds all; with many rows one program folds them as it goes.
 
+A product that may sum in any order goes to the library above ``LIBRARY_ROWS`` rows: it multiplies bfloat16 faster than they do.
+
 Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
 """
 
@@ -24,6 +26,7 @@ from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
+LIBRARY_ROWS = 512
 GROUPED_TILES = 8  # of rows that share the weights in cache
 # Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``).
 COUNTERS = SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2
@@ -46,6 +49,8 @@ class Tile:
 
 
 Tiles = tuple[tuple[int | None, Tile], ...]
+
+_WIDEN_ROWS, _WIDEN_COLUMNS = 8, 512
 
 # By the most rows each is for.
 _FP8_TILES: Tiles = (
@@ -140,6 +145,29 @@ def _e4m3_to_bf16(code, GPU: tl.constexpr):
         return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     bits = ((code.to(tl.int32) & 0x7F) << 20) | ((code.to(tl.int32) & 0x80) << 24)
     return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+
+
+_WIDEN_PAIR = tl.constexpr("""{
+.reg .b32 t, m, f, z;
+mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
+cvt.u32.u16 t, $2; prmt.b32 t, t, 0, 0x4140;
+mul.lo.u32 m, t, 16; and.b32 m, m, 0x07F007F0;
+mul.lo.u32 t, t, 256; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 t, t, f, z;
+mov.b32 {$0, $1}, t;
+}""")
+
+
+@triton.jit
+def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
+    # Two codes in an int16 are what the matrix unit wants in one register: nothing is taken apart or put together.
+    if GPU:
+        first, second = tl.inline_asm_elementwise(
+            _WIDEN_PAIR, "=h,=h,h", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        first, second = _e4m3_to_bf16(pairs & 0xFF, GPU), _e4m3_to_bf16((pairs >> 8) & 0xFF, GPU)
+    return tl.reshape(tl.join(first, second), (pairs.shape[0], 2 * pairs.shape[1]))
 
 
 @triton.jit
@@ -310,7 +338,8 @@ def _float_kernel(
     m = tl.minimum(rm, M - 1)
     n = g * N + tl.minimum(rn, N - 1)
     xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
-    wp = w + n[:, None] * K + rk[None, :]
+    PAIRS: tl.constexpr = 2 if EVEN_K and SCALE_ROWS else 1  # of codes, int16
+    wp = w + n[:, None] * (K // PAIRS) + tl.arange(0, 128 // PAIRS)[None, :]
     begin = 0 if FOLD else tl.program_id(1) * part
     end = blocks if FOLD else tl.minimum(begin + part, blocks)
     SHAPE_0: tl.constexpr = BN if SWAP else BM
@@ -325,13 +354,13 @@ def _float_kernel(
         # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
         if EVEN_K:
             a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
-            b = tl.load(wp + kb * 128)
+            b = tl.load(wp + kb * (128 // PAIRS))
         else:
             inside = (rk < K - kb * 128)[None, :]
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
             b = tl.load(wp + kb * 128, mask=inside, other=0)
         if SCALE_ROWS:
-            b = _e4m3_to_bf16(b, GPU)
+            b = _e4m3_pairs_to_bf16(b, GPU) if PAIRS == 2 else _e4m3_to_bf16(b, GPU)
         if not GPU:
             a, b = a.to(tl.float32), b.to(tl.float32)
         if SCALE_ROWS:
@@ -352,6 +381,28 @@ def _float_kernel(
     if FOLD:
         acc = total + acc
     _finish(acc, parts + g * N, out + g * N, arrivals, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+
+
+@triton.jit
+def _widen_kernel(
+    w,
+    ws,
+    out,
+    N,
+    K,
+    blocks,
+    SCALE_ROWS: tl.constexpr,
+    GPU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < N) & (column < K)
+    # dequantize_fp8_rows(w_codes, w_scales).bfloat16(): powers of two round nothing
+    codes = tl.load(w + row * K + column, mask=inside, other=0)
+    scale = _e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
+    tl.store(out + row * K + column, (_e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
 
 
 @cache
@@ -415,14 +466,53 @@ def fp8_linear_triton(
     return out
 
 
-def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> Tensor:
-    """See ``gemm.fp8_weight_linear``."""
+def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, *, any_order: bool = False) -> Tensor:
+    """See ``gemm.fp8_weight_linear``; ``any_order`` leaves many rows to the library."""
+    if any_order and len(x_MGK) > LIBRARY_ROWS:
+        return _library_linear(x_MGK, widen_triton(w_codes, w_scales), x_MGK.dtype)
     return _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), x_MGK.dtype)
 
 
-def float_linear_triton(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
-    """See ``gemm.float_linear``."""
+def float_linear_triton(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, *, any_order: bool = False) -> Tensor:
+    """See ``gemm.float_linear``; ``any_order`` leaves many rows to the library."""
+    if any_order and len(x_MGK) > LIBRARY_ROWS:
+        return _library_linear(x_MGK, w_GNK, dtype)
     return _float_linear(x_MGK, w_GNK, w_GNK, 0, dtype)
+
+
+def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
+    """Return FP8 weights [..., N, K] as bfloat16, exactly while the scales leave them within its range."""
+    columns = w_codes.shape[-1]
+    rows = w_codes.numel() // max(columns, 1)
+    out = torch.empty(w_codes.shape, dtype=torch.bfloat16, device=w_codes.device)
+    assert w_codes.is_contiguous() and w_scales.is_contiguous()
+    if out.numel():
+        _widen_kernel[(triton.cdiv(rows, _WIDEN_ROWS), triton.cdiv(columns, _WIDEN_COLUMNS))](
+            w_codes.view(torch.uint8),
+            w_scales,
+            out,
+            rows,
+            columns,
+            w_scales.shape[1],
+            SCALE_ROWS=scale_rows(w_codes, w_scales),
+            GPU=out.is_cuda,
+            ROWS=_WIDEN_ROWS,
+            COLUMNS=_WIDEN_COLUMNS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each group's ``x @ w.T`` as the library orders it."""
+    out = torch.empty(*x_MGK.shape[:2], w_GNK.shape[1], dtype=dtype, device=x_MGK.device)
+    if dtype == x_MGK.dtype:
+        torch.bmm(x_MGK.transpose(0, 1), w_GNK.transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        for g, w_NK in enumerate(w_GNK):
+            torch.mm(x_MGK[:, g], w_NK.t(), out_dtype=dtype, out=out[:, g])
+    return out
 
 
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: int, dtype: torch.dtype) -> Tensor:
@@ -432,6 +522,7 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
     if rows == 0 or outs == 0:
         return x_MGK.new_empty((rows, groups, outs), dtype=dtype)
     even = inputs % FP8_BLOCK == 0
+    w = w_GNK.view(torch.int16) if even and scale_rows else w_GNK
     x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
     tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows, capability_of(x.device))
     blocks = -(-inputs // FP8_BLOCK)
@@ -442,7 +533,7 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)
     _float_kernel[grid](
         x,
-        w_GNK,
+        w,
         w_scales,
         *_room(programs, out),
         rows,
@@ -496,8 +587,8 @@ def variants() -> list[Variant]:
                 signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", **results, **sizes}
                 constants = {**shape, "CODES": capability < 89, "GROUPED": GROUPED_TILES}
             else:
-                kind = "*u8" if scale else "*bf16"
-                signature = {"x": "*bf16", "w": kind, "ws": kind, **results, **sizes, **strides}
+                kind = "*bf16" if not scale else "*i16" if even else "*u8"
+                signature = {"x": "*bf16", "w": kind, "ws": "*u8" if scale else kind, **results, **sizes, **strides}
                 constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES}
             found.append(
                 Variant(
@@ -509,4 +600,8 @@ def variants() -> list[Variant]:
                     capabilities=(capability,),
                 )
             )
+    for scale in (1, FP8_BLOCK):
+        signature = {"w": "*u8", "ws": "*u8", "out": "*bf16", **dict.fromkeys(("N", "K", "blocks"), "i32")}
+        constants = {"SCALE_ROWS": scale, "GPU": True, "ROWS": _WIDEN_ROWS, "COLUMNS": _WIDEN_COLUMNS}
+        found.append(Variant(kernel=_widen_kernel, signature=signature, constants=constants))
     return found

@@ -148,39 +148,26 @@ def _scores_kernel(
     step = tl.num_programs(1)
     n = tl.program_id(0) * TOKENS
     stop = tl.minimum(n + TOKENS, count)
-    if TOKENS == 1:
+    while n < stop:
+        # Tokens from n to end are of one sequence; padding is passed over one by one.
         position = tl.load(positions + begin + n)
         sequence = tl.load(sequences + begin + n).to(tl.int64)
-        visible = (position + 1) // RATIO
-        if visible > TOP_K:
-            row = n.to(tl.int64)
-            q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
-            out = scores + row * columns
-            for piece in range(tl.program_id(1), (visible + KEYS - 1) // KEYS, step):
-                k = _keys(keys, grow + sequence * grow_columns, piece, visible, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+        ends = tl.load(first_rows + sequence) + tl.load(lens + sequence) - begin
+        end = tl.minimum(stop, tl.where(position < 0, n + 1, ends))
+        most = (position + end - n) // RATIO
+        pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
+        for piece in range(tl.program_id(1), pieces, step):
+            k = _keys(keys, grow + sequence * grow_columns, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+            # The first that needs scores and sees an entry of the piece.
+            needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
+            for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
+                row = token + tl.zeros((), tl.int64)
+                q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
                 at = piece * KEYS + e
-                tl.store(out + at, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
-    else:
-        while n < stop:
-            # Tokens from n to end are of one sequence; padding is passed over one by one.
-            position = tl.load(positions + begin + n)
-            sequence = tl.load(sequences + begin + n).to(tl.int64)
-            ends = tl.load(first_rows + sequence) + tl.load(lens + sequence) - begin
-            end = tl.minimum(stop, tl.where(position < 0, n + 1, ends))
-            most = (position + end - n) // RATIO
-            pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
-            for piece in range(tl.program_id(1), pieces, step):
-                k = _keys(keys, grow + sequence * grow_columns, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
-                # The first that needs scores and sees an entry of the piece.
-                needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
-                for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
-                    row = token + tl.zeros((), tl.int64)
-                    q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
-                    at = piece * KEYS + e
-                    visible = (position + token - n + 1) // RATIO
-                    out = scores + row * columns + at
-                    tl.store(out, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
-            n = end
+                visible = (position + token - n + 1) // RATIO
+                out = scores + row * columns + at
+                tl.store(out, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
+        n = end
 
 
 @triton.jit

@@ -21,11 +21,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import use_triton
+
 _MULTIPLIER_1 = 0x21F0AAAD
 _MULTIPLIER_2 = 0x735A2D97
 # Weights of the nucleus in fixed point: exact to add up in any order, and 2**23 tokens of weight 1 still fit into int64.
 _FIXED_POINT = float(2**40)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def argmax_finite_ref(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``argmax_finite``."""
+    top, token_ids = logits.max(dim=-1, keepdim=True)  # a NaN wins over every number
+    return top, token_ids.squeeze(-1), (top.abs() < float("inf")).squeeze(-1)
 
 
 def argmax_finite(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,8 +46,11 @@ def argmax_finite(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         The largest logit, float32 [R, 1]; its lowest token id, int64 [R]; and bool [R], false where a logit is NaN or +inf or all
         are -inf (the other two are then meaningless, but the id is still one of the vocabulary).
     """
-    top, token_ids = logits.max(dim=-1, keepdim=True)  # a NaN wins over every number
-    return top, token_ids.squeeze(-1), (top.abs() < float("inf")).squeeze(-1)
+    if use_triton(logits):
+        from dsv4lite.kernels.sampling_triton import argmax_finite_triton
+
+        return argmax_finite_triton(logits)
+    return argmax_finite_ref(logits)
 
 
 def penalize(

@@ -14,7 +14,7 @@ from math import log2, prod, sqrt
 import torch
 from torch import Generator, Tensor
 
-from dsv4lite.kernels.experts import Tiles
+from dsv4lite.kernels.experts import Tiles, scale_words
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import StoredTensor, official_shapes, stored_tensors
 from dsv4lite.weights.checkpoint import ExpertFormat
@@ -95,8 +95,10 @@ def fill_tiles(tiles: Tiles, name: str, seed: int = 0) -> None:
     for words in (tiles.codes, tiles.scales):
         _fill(words.view(torch.int64), generator)
     fan_in = tiles.shape[2]
-    if tiles.fp4:  # four scale bytes in a word
-        tiles.scales.bitwise_and_(0x01010101).add_(0x01010101 * _least_scale(fan_in, torch.int8))
+    if tiles.fp4:  # four exponents in a word, from their bits 2 on
+        least = torch.tensor([_least_scale(fan_in, torch.int8)])
+        word = int(scale_words(least.repeat(4), least - 26))
+        tiles.scales.bitwise_and_(0x04040404).add_(word)
     else:  # bits of a float32
         tiles.codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
         tiles.scales.bitwise_and_(1).add_(_least_scale(fan_in, torch.float8_e4m3fn)).bitwise_left_shift_(23)

@@ -1,14 +1,16 @@
-"""Times the matrix products at V4-Flash's shapes: ``python tests/kernels/bench_gemm.py [--sweep]`` on a CUDA device.
+"""Times the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
 
-Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache.
+    python tests/kernels/bench_gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
+
+Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache. ``--sweep`` also tries
+other tiles, and then the best of them with other numbers of parts.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from dsv4lite.kernels import gemm_triton
 from dsv4lite.kernels.gemm import float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
 from dsv4lite.kernels.gemm_triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.sampling import argmax_finite_ref
+from dsv4lite.kernels.sampling_triton import argmax_finite_triton
 
 BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
 ROTATED = 300 << 20
@@ -64,7 +68,7 @@ def distance(got: Tensor, wanted: Tensor) -> float:
     return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-def case(kind: str, shape: tuple[int, ...], rows: int) -> tuple[Product, int, float, float]:
+def case(kind: str, shape: tuple[int, ...], rows: int, any_order: bool) -> tuple[Product, int, float, float]:
     """Return a product, how many copies of its weights there are, the bytes it must move, and its error."""
     size = 2 if kind == "plain" else 1
     count = size * torch.Size(shape).numel()
@@ -72,60 +76,103 @@ def case(kind: str, shape: tuple[int, ...], rows: int) -> tuple[Product, int, fl
     if kind == "plain":
         x = torch.randn(rows, 1, shape[-1], device="cuda").bfloat16()
         w = [(torch.randn(1, *shape, device="cuda") / 64).bfloat16() for _ in range(copies)]
-        error = distance(float_linear_triton(x, w[0], torch.float32), float_linear_ref(x, w[0], torch.float32))
-        return (
-            lambda i: float_linear_triton(x, w[i], torch.float32),
-            copies,
-            count + 2 * x.numel() + 4 * rows * shape[0],
-            error,
-        )
+
+        def plain(i: int) -> Tensor:
+            return float_linear_triton(x, w[i], torch.float32, any_order=any_order)
+
+        error = distance(plain(0), float_linear_ref(x, w[0], torch.float32))
+        return plain, copies, count + 2 * x.numel() + 4 * rows * shape[0], error
     weights = [codes_of(*shape) for _ in range(copies)]
     if kind == "grouped":
         x = torch.randn(rows, shape[0], shape[-1], device="cuda").bfloat16()
-        error = distance(fp8_weight_linear_triton(x, *weights[0]), fp8_weight_linear_ref(x, *weights[0]))
-        moved = count + 2 * x.numel() + 2 * rows * shape[0] * shape[1]
-        return lambda i: fp8_weight_linear_triton(x, *weights[i]), copies, moved, error
+
+        def grouped(i: int) -> Tensor:
+            return fp8_weight_linear_triton(x, *weights[i], any_order=any_order)
+
+        error = distance(grouped(0), fp8_weight_linear_ref(x, *weights[0]))
+        return grouped, copies, count + 2 * x.numel() + 2 * rows * shape[0] * shape[1], error
     codes, scales = quantize_fp8(torch.randn(rows, shape[-1], device="cuda"), 128)
-    error = distance(fp8_linear_triton(codes, scales, *weights[0]), fp8_linear_ref(codes, scales, *weights[0]))
-    return lambda i: fp8_linear_triton(codes, scales, *weights[i]), copies, count + codes.numel() + 2 * rows * shape[0], error
+
+    def fp8(i: int) -> Tensor:
+        return fp8_linear_triton(codes, scales, *weights[i])
+
+    error = distance(fp8(0), fp8_linear_ref(codes, scales, *weights[0]))
+    return fp8, copies, count + codes.numel() + 2 * rows * shape[0], error
 
 
 def main() -> None:
-    """Print a table; with ``--sweep`` also other tiles."""
+    """Print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="names of matrices, or argmax, with commas between")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    only = [name for name in options.only.split(",") if name]
+    counts = [int(rows) for rows in options.rows.split(",")]
     print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'floor':>7}{'TFLOP/s':>9}{'error':>10}")
     for kind, shapes in (("fp8", FP8), ("grouped", GROUPED), ("plain", PLAIN)):
-        for (name, shape), rows in itertools.product(shapes.items(), ROWS):
-            if name == "head" and rows > 128:
+        for (name, shape), rows in itertools.product(shapes.items(), counts):
+            if (only and name not in only) or (name == "head" and rows > 128):
                 continue
-            product, copies, moved, error = case(kind, shape, rows)
-            assert error < 5e-3, (name, rows, error)
-            us = microseconds(product, copies)
-            operations = 2 * rows * torch.Size(shape).numel()
-            rate = moved / us * 1e6
-            speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
-            print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}", flush=True)
-            if "--sweep" in sys.argv:
-                sweep(product, copies, rows)
+            for any_order in (False, True) if rows > gemm_triton.LIBRARY_ROWS and kind != "fp8" else (False,):
+                product, copies, moved, error = case(kind, shape, rows, any_order)
+                assert error < 5e-3, (name, rows, error)
+                us = microseconds(product, copies)
+                operations = 2 * rows * torch.Size(shape).numel()
+                rate = moved / us * 1e6
+                speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
+                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'  library' if any_order else ''}", flush=True)
+                if options.sweep and not any_order:
+                    sweep(product, copies, rows, outs=torch.Size(shape[:-1]).numel(), blocks=shape[-1] // 128)
+    if not only or "argmax" in only:
+        best_tokens(counts)
 
 
-def sweep(product: Product, copies: int, rows: int) -> None:
-    """Print the best of other tiles for the same product."""
-    chosen, least = gemm_triton.tile_for, min(128, max(16, 1 << (rows - 1).bit_length()))
-    found = []
-    for outs, warps, stages, swap in itertools.product((64, 128), (4, 8), (2, 3, 4, 6), (True, False)):
-        if least == 16 and not swap:
-            continue
-        tile = gemm_triton.Tile(rows=least, outs=outs, swap=swap, num_warps=warps, num_stages=stages)
-        gemm_triton.tile_for = lambda tiles, rows, capability, tile=tile: replace(tile)
+def best_tokens(counts: list[int]) -> None:
+    """Time the best token of V4's vocabulary against the library's."""
+    for rows in counts:
+        if rows <= 512:
+            copies = [torch.randn(rows, 129280, device="cuda") for _ in range(max(1, min(16, ROTATED // (rows * 517120))))]
+            for got, wanted in zip(argmax_finite_triton(copies[0]), argmax_finite_ref(copies[0]), strict=True):
+                assert torch.equal(got, wanted)
+            ours = microseconds(lambda i, copies=copies: argmax_finite_triton(copies[i])[1], len(copies))
+            library = microseconds(lambda i, copies=copies: argmax_finite_ref(copies[i])[1], len(copies))
+            rate = copies[0].nbytes / ours / 1e6
+            print(f"{'argmax':<18}{rows:>6}{ours:>9.1f}{rate:>7.2f}   library {library:.1f}", flush=True)
+
+
+def sweep(product: Product, copies: int, rows: int, *, outs: int, blocks: int) -> None:
+    """Print the best of other tiles for the same product, and of other numbers of parts for the best tile."""
+    tile_for, splits_of = gemm_triton.tile_for, gemm_triton.splits_of
+    least = min(128, max(16, 1 << (rows - 1).bit_length()))
+
+    def timed(tile: gemm_triton.Tile, splits: int) -> float:
+        gemm_triton.tile_for = lambda tiles, rows, capability: tile
+        gemm_triton.splits_of = lambda outs, blocks: splits
         try:
-            found.append((microseconds(product, copies), tile))
+            return microseconds(product, copies)
         except Exception as error:  # too much shared memory for this tile
             if "OutOfResources" not in type(error).__name__:
                 raise
+            return float("inf")
         finally:
-            gemm_triton.tile_for = chosen
-    for us, tile in sorted(found, key=lambda pair: pair[0])[:3]:
+            gemm_triton.tile_for, gemm_triton.splits_of = tile_for, splits_of
+
+    usual = splits_of(outs, blocks)
+    tiles = [
+        gemm_triton.Tile(rows=height, outs=width, swap=swap, num_warps=warps, num_stages=stages)
+        for height in {least, max(16, least // 2)}
+        for width, warps in ((64, 4), (128, 4), (128, 8))
+        for stages in (2, 3, 4, 5, 6, 8)
+        for swap in (True, False)
+        if swap or height >= 64
+    ]
+    found = sorted(((timed(tile, usual), tile) for tile in tiles), key=lambda pair: pair[0])[:3]
+    for us, tile in found:
         print(f"    {us:>8.1f} us  {tile}", flush=True)
+    for splits in (usual // 4, usual // 2, usual * 2, usual * 4):
+        if 1 <= splits <= blocks // 2:
+            print(f"    {timed(found[0][1], splits):>8.1f} us  the first with {splits} parts instead of {usual}", flush=True)
 
 
 if __name__ == "__main__":

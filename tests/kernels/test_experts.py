@@ -20,7 +20,8 @@ def matrix(rows: int, columns: int, kind: str, seed: int = 0) -> tuple[Tensor, T
     rng = generator(seed)
     if kind == "fp4":
         codes = torch.randint(-128, 128, (rows, columns // 2), generator=rng).to(torch.int8)
-        scale = torch.randint(100, 140, (rows, columns // 32), generator=rng).to(torch.uint8)
+        scale = torch.randint(0, 27, (rows, columns // 32), generator=rng) + torch.randint(90, 120, (rows, 1), generator=rng)
+        scale = scale.to(torch.uint8)
         return codes, scale.view(torch.float8_e8m0fnu)
     codes = torch.randn(rows, columns, generator=rng).to(torch.float8_e4m3fn)
     blocks = (-(-rows // 128), -(-columns // 128))
@@ -62,6 +63,25 @@ def test_gate_and_up_share_tiles(kind: str) -> None:
     assert torch.equal(whole[:, 0].flatten(0, 1), dequantize_matrix(*gate))
 
 
+def test_scales_far_below_their_rows_largest_round_their_codes() -> None:
+    tiles = stack(1, 64, 128, "fp4")
+    weight, _ = matrix(64, 128, "fp4")
+    scale = torch.full((64, 4), 126, dtype=torch.uint8)
+    scale[:, 1], scale[:, 2], scale[:, 3] = 100, 99, 0
+    tiles.store(0, weight, scale.view(torch.float8_e8m0fnu))
+    exact, got = dequantize_matrix(weight, scale.view(torch.float8_e8m0fnu)), tiles.dequantize(0)
+    assert torch.equal(got[:, :64], exact[:, :64])
+    assert (got - exact).abs().max() == 2.0 ** (126 - 127 - 28) and not got[:, 96:].any()
+
+
+def test_rows_of_the_least_scales_are_kept() -> None:
+    tiles = stack(1, 64, 128, "fp4")
+    weight, _ = matrix(64, 128, "fp4")
+    scale = torch.tensor([1, 2, 3, 20], dtype=torch.uint8).repeat(64, 1).view(torch.float8_e8m0fnu)
+    tiles.store(0, weight, scale)
+    assert torch.equal(tiles.dequantize(0), dequantize_matrix(weight, scale))
+
+
 def test_tiles_take_no_more_room_than_the_checkpoint() -> None:
     codes, scales = Tiles.shapes(3, 256, 512, fp4=True)
     weight, scale = matrix(256, 512, "fp4")
@@ -88,7 +108,7 @@ def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
             (downs, w2, hidden, width, None),
         ):
             codes, scale = matrix(rows, columns, kind, seed=3 * expert + (2 if half is None else half))
-            scale = (scale.view(torch.uint8) // 20 + 115).view(torch.float8_e8m0fnu)  # of about one
+            scale = (scale.view(torch.uint8) // 20 + 116).view(torch.float8_e8m0fnu)  # of about one
             home.store(expert, codes, scale, half)
             matrices.append(dequantize_matrix(codes, scale))
     x = torch.randn(tokens, hidden, generator=rng).bfloat16()

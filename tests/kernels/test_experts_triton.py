@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, experts_forward_ref
+from dsv4lite.kernels.experts import Tiles, experts_forward_ref, scale_words
 from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
@@ -34,7 +34,8 @@ def experts(count: int, hidden: int, width: int, *, fp4: bool, seed: int = 0) ->
         codes, scales = Tiles.shapes(count, rows, columns, fp4=fp4)
         bytes_ = torch.randint(0, 256, codes, generator=rng, dtype=torch.uint8)
         if fp4:
-            words = torch.randint(118, 123, (*scales, 4), generator=rng, dtype=torch.uint8).view(torch.int32)[..., 0]
+            base = torch.randint(96, 100, (*scales, 1), generator=rng)[:, :, :1]
+            words = scale_words(base + torch.randint(18, 24, (*scales, 4), generator=rng), base)[..., 0]
         else:
             bytes_ = bytes_ & 0xBF  # below 2, and never NaN
             words = (torch.rand(scales, generator=rng) * 0.1 + 0.02).view(torch.int32)

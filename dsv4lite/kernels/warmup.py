@@ -1,0 +1,273 @@
+"""Kernels before their first launch: what a pass would compile, and compiling it all at once, in processes of our own.
+
+    with recording() as wanted:     a pass that launches nothing
+        ...
+    prepare(wanted, directory)      loads what the directory holds, compiles the rest into it
+
+Left alone, Triton compiles where a kernel is first launched: one after the other, and much of it under the interpreter's lock. Here
+one more Python process does it for all of them, with a fork for each core; it never sees the device. Triton's configuration and the
+environment of this process stay as they are, and launches from other threads go through as always.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.cache import get_cache_key
+from triton.runtime.jit import JITFunction
+
+import dsv4lite.kernels
+
+log = logging.getLogger("dsv4lite.kernels")
+
+MOST_PROCESSES = 16
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from dsv4lite.kernels.warmup import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialization:
+    """One kernel as it is to be compiled, in values that another process understands.
+
+    Attributes:
+        module, name: Where the ``@triton.jit`` function stands.
+        signature: Type of each argument, ``constexpr`` for constants.
+        constants: By path to the argument.
+        attributes: What is known of pointers and integers, such as alignment, by path to the argument.
+        options: Everything that the launch or Triton has set: warps, stages, …
+        target: Backend, architecture and threads of a warp.
+    """
+
+    module: str
+    name: str
+    signature: Mapping[str, Any]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+    target: tuple[str, int, int]
+
+    def source(self) -> Any:
+        """Return what Triton compiles."""
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        return ASTSource(kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
+
+    def compile(self) -> Any:
+        """Compile with Triton's cache as it is configured in this process; needs no device."""
+        return triton.compile(self.source(), target=GPUTarget(*self.target), options=dict(self.options))
+
+    def load(self, directory: Path) -> Any | None:
+        """Return the compiled kernel if the directory, one of Triton's caches, holds it."""
+        digest, record = self.place(directory)
+        try:
+            files = json.loads(record.read_text())["child_paths"]
+        except (OSError, ValueError, KeyError):  # never compiled, or damaged
+            return None
+        whole = all(Path(file).exists() for file in files.values())
+        return CompiledKernel(self.source(), files, digest) if whole else None
+
+    def place(self, directory: Path) -> tuple[str, Path]:
+        """Return Triton's name for the compiled kernel, and the file in which its cache lists all others."""
+        source, backend = self.source(), make_backend(GPUTarget(*self.target))
+        options = backend.parse_options(dict(self.options))
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        digest = hashlib.sha256(key.encode())
+        folder = base64.b32encode(digest.digest()).decode().rstrip("=")
+        return digest.hexdigest(), directory / folder / f"__grp__{source.name[:150]}.json"  # file names as Triton cuts them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """A kernel that a launch did not find compiled, and how to make it known to later launches."""
+
+    specialization: Specialization
+    install: Callable[[Any], None]
+
+
+class _Recorder:
+    """What one thread would compile; runs launches on twins of the kernels, which share all but the compiling."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[tuple[str, str, str], Wanted] = {}
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Find out what a launch needs; launch nothing."""
+        twin = copy.copy(kernel)
+        del twin.run  # the gate, or we would come back here
+
+        def note(key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool) -> None:
+            """Stand in for ``JITFunction._do_compile``."""
+            compiled, _, target, *_ = kernel.device_caches[device]
+            specialization = Specialization(
+                module=kernel.module,
+                name=kernel.__name__,
+                signature=signature,
+                constants=constants,
+                attributes=attributes,
+                options=dict(vars(options)),
+                target=(target.backend, target.arch, target.warp_size),
+            )
+            wanted = Wanted(specialization=specialization, install=lambda found: compiled.__setitem__(key, found))
+            self.wanted.setdefault((kernel.module, kernel.__name__, key), wanted)
+
+        twin._do_compile = note
+        twin.run(*args, grid=None, warmup=True, **options)
+
+
+class _Gate:
+    """Stands before a kernel's launches for good; those of a thread that records are only looked at."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.recorders: dict[int, _Recorder] = {}
+
+    def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        recorder = self.recorders.get(threading.get_ident())
+        if recorder is None:
+            return JITFunction.run(self._kernel, *args, grid=grid, warmup=warmup, **options)
+        return recorder.launch(self._kernel, args, options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Wanted]]:
+    """Launch none of this package's kernels from this thread; list, at the end, each that would have been compiled, once.
+
+    What the kernels would have written stays unwritten. Float arithmetic on it is harmless, but no torch op may index by it.
+    """
+    wanted: list[Wanted] = []
+    recorder, thread = _Recorder(), threading.get_ident()
+    # One gate for each kernel, and never removed: several threads may come and go here at the same time.
+    gates = [vars(kernel).setdefault("run", _Gate(kernel)) for kernel in _kernels()]
+    for gate in gates:
+        gate.recorders[thread] = recorder
+    try:
+        yield wanted
+    finally:
+        for gate in gates:
+            del gate.recorders[thread]
+    wanted += recorder.wanted.values()
+
+
+def _kernels() -> list[Any]:
+    modules = [info.name for info in pkgutil.iter_modules(dsv4lite.kernels.__path__) if info.name.endswith("_triton")]
+    found = []
+    for name in modules:
+        module = importlib.import_module(f"dsv4lite.kernels.{name}")
+        found += [value for value in vars(module).values() if isinstance(value, JITFunction) and value.module == module.__name__]
+    return found
+
+
+def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[[int, int], None] | None = None) -> int:
+    """Load or compile kernels, so that their launches find them.
+
+    Where no process can be started, or one fails, a warning says so and what is missing is left to the first launch.
+
+    Args:
+        wanted: From ``recording``.
+        directory: Where compiled kernels are kept; made if need be.
+        progress: Told how many are ready, and of how many.
+
+    Returns:
+        How many are not ready.
+    """
+    started, directory = time.monotonic(), Path(directory).absolute()
+    missing = [one for one in wanted if not _install(one, directory)]
+    loaded = len(wanted) - len(missing)
+    if not missing:
+        log.info("%d compiled kernels from %s in %.1f s", loaded, directory, time.monotonic() - started)
+        return 0
+    left, complaint = set(range(len(missing))), ""
+    try:
+        for index, error in _compile_apart([one.specialization for one in missing], directory):
+            if not error and _install(missing[index], directory):
+                left.discard(index)
+                if progress is not None:
+                    progress(len(wanted) - len(left), len(wanted))
+            else:
+                complaint = complaint or f"{missing[index].specialization.name}: {error or 'not found once compiled'}"
+    except (OSError, pickle.PicklingError, subprocess.SubprocessError) as error:
+        complaint = str(error)
+    if left:
+        log.warning("%d kernels will be compiled one after the other, for compiling them at once failed: %s", len(left), complaint)
+    seconds, compiled = time.monotonic() - started, len(missing) - len(left)
+    log.info("%d compiled kernels from %s, %d compiled into it, in %.1f s", loaded, directory, compiled, seconds)
+    return len(left)
+
+
+def _install(wanted: Wanted, directory: Path) -> bool:
+    kernel = wanted.specialization.load(directory)
+    if kernel is not None:
+        wanted.install(kernel)
+    return kernel is not None
+
+
+def _compile_apart(specializations: Sequence[Specialization], directory: Path) -> Iterator[tuple[int, str]]:
+    """Compile in another process; yield the number of each one as it ends, and what went wrong with it.
+
+    Raises:
+        OSError, SubprocessError: There is no such process, or it ended early.
+    """
+    executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+    if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
+        raise OSError(f"{executable or 'this program'} is no Python interpreter (multiprocessing.set_executable names one)")
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [executable, "-c", _PROGRAM, *sys.path]
+    with (
+        tempfile.TemporaryFile() as complaints,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin:
+            pickle.dump((str(directory), list(specializations)), process.stdin)
+        for line in process.stdout:
+            index, error = json.loads(line)
+            yield index, error
+        if process.wait() != 0:
+            complaints.seek(0)
+            last = complaints.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise subprocess.SubprocessError(f"{executable} ended with {process.returncode}: {''.join(last)}")
+
+
+def main() -> None:
+    """Be the other process: read what to compile from stdin, write a line of JSON to stdout as each kernel ends."""
+    directory, specializations = pickle.load(sys.stdin.buffer)
+    triton.knobs.cache.dir = directory
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # whoever else writes to stdout
+        for specialization in specializations:  # before the forks, which so have everything loaded, and the hash of Triton itself
+            if specialization.load(Path(directory)) is None:  # a list of files that are gone would make Triton stumble
+                specialization.place(Path(directory))[1].unlink(missing_ok=True)
+        fork = "fork" in multiprocessing.get_all_start_methods()
+        processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_PROCESSES)
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
+            under_way = {pool.submit(_compile, one): index for index, one in enumerate(specializations)}
+            for future in as_completed(under_way):
+                error = future.exception()
+                answers.write(json.dumps([under_way[future], "" if error is None else f"{type(error).__name__}: {error}"]) + "\n")
+
+
+def _compile(specialization: Specialization) -> None:
+    specialization.compile()

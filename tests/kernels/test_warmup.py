@@ -1,0 +1,209 @@
+"""Kernels are found without launching them, compiled in another process, kept in a directory, and loaded from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from dsv4lite.kernels import warmup  # noqa: E402
+from dsv4lite.kernels.norm_triton import rms_norm_kernel, rms_norm_triton  # noqa: E402
+from dsv4lite.kernels.quantize_triton import quantize_fp8_triton, quantize_kernel  # noqa: E402
+from dsv4lite.kernels.warmup import Specialization, Wanted, prepare, recording  # noqa: E402
+
+DEVICE = 97  # no other test has kernels for it
+
+
+class Hopper:
+    """A driver that knows its device by name only: whoever launches fails."""
+
+    def get_current_device(self) -> int:
+        return DEVICE
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+def forget() -> None:
+    """Leave the kernels as they are in a new process."""
+    for kernel in (rms_norm_kernel, quantize_kernel):
+        kernel.device_caches.pop(DEVICE, None)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "of the host"))
+    forget()
+    yield
+    forget()
+
+
+def step(tokens: int = 3) -> torch.Tensor:
+    """Launch three different kernels, one of them twice."""
+    x = torch.ones(tokens, 512, dtype=torch.bfloat16)
+    quantize_fp8_triton(rms_norm_triton(x, None, 1e-6), 128)
+    quantize_fp8_triton(x, 64)
+    return rms_norm_triton(x, None, 1e-5)
+
+
+def record() -> list[Wanted]:
+    with recording() as wanted:
+        step()
+    return wanted
+
+
+def test_recording_lists_each_kernel_once() -> None:
+    with recording() as wanted:
+        for tokens in (3, 5):
+            step(tokens)
+    assert [one.specialization.name for one in wanted] == ["rms_norm_kernel", "quantize_kernel", "quantize_kernel"]
+    assert {one.specialization.target for one in wanted} == {("cuda", 90, 32)}
+    assert wanted[0].specialization.options["num_warps"] == 1
+    assert not (rms_norm_kernel.device_caches[DEVICE][0] or quantize_kernel.device_caches[DEVICE][0])
+
+
+def test_recording_ends_with_its_block_even_by_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), recording():
+        raise ZeroDivisionError
+    launched: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", lambda *args, grid, warmup, **options: launched.append(warmup))
+        step()
+    assert launched == [False] * 4
+
+
+def test_recording_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, bool]] = []
+
+    def run(*args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched.append((threading.get_ident(), warmup))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    with recording():
+        other = threading.Thread(target=step)
+        other.start()
+        other.join()
+        step()
+    here = threading.get_ident()
+    assert [warmup for thread, warmup in launched if thread != here] == [False] * 4
+    assert [warmup for thread, warmup in launched if thread == here] == [True] * 4
+
+
+def test_two_threads_record_side_by_side() -> None:
+    inside, done, found = threading.Barrier(2), threading.Barrier(2), {}
+
+    def one(name: str) -> None:
+        with recording() as wanted:
+            inside.wait()
+            step()
+            done.wait()
+        found[name] = len(wanted)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"a": 3, "b": 3}
+
+
+def test_prepare_compiles_in_another_process_into_the_directory_alone(tmp_path: Path) -> None:
+    """Which is ``main``; the host's settings, and its own cache, are left alone."""
+    environment, knobs, reports = dict(os.environ), dict(vars(triton.knobs.cache)), []
+    assert prepare(record(), tmp_path / "ours", lambda done, total: reports.append((done, total))) == 0
+    assert len(list((tmp_path / "ours").rglob("*.cubin"))) == 3
+    assert not (tmp_path / "of the host").exists()
+    assert (dict(os.environ), vars(triton.knobs.cache)) == (environment, knobs)
+    assert reports == [(1, 3), (2, 3), (3, 3)]
+    assert [kernel.name for kernel in rms_norm_kernel.device_caches[DEVICE][0].values()] == ["rms_norm_kernel"]
+
+
+def test_prepared_kernels_are_found_by_launches_and_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare(record(), tmp_path) == 0
+    assert record() == []  # a second engine
+    assert prepare([], tmp_path) == 0
+
+    forget()  # a new process
+    monkeypatch.setattr(warmup, "_compile_apart", None)
+    wanted = record()
+    assert len(wanted) == 3
+    assert prepare(wanted, tmp_path) == 0
+    assert record() == []
+
+
+def test_damaged_directory_is_mended(tmp_path: Path) -> None:
+    prepare(record(), tmp_path)
+    records = sorted(tmp_path.rglob("__grp__*"))
+    records[0].write_text("{")
+    next(records[1].parent.glob("*.cubin")).unlink()
+    forget()
+    assert sum(one.specialization.load(tmp_path) is None for one in record()) == 2
+    assert prepare(record(), tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("executable", "complaint"),
+    [("/bin/app", "/bin/app is no Python interpreter"), ("/nowhere/python3", "No such file"), (None, "this program is no Python")],
+)
+def test_without_a_process_kernels_are_left_to_their_launches(
+    executable: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: executable)
+    with caplog.at_level(logging.WARNING, "dsv4lite"):
+        assert prepare(record(), tmp_path) == 3
+    assert "3 kernels will be compiled one after the other" in caplog.text and complaint in caplog.text
+    assert len(record()) == 3
+
+
+def test_process_that_ends_early_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warmup, "_PROGRAM", "import sys; sys.stdin.buffer.read(); sys.exit('out of luck')")
+    with caplog.at_level(logging.WARNING, "dsv4lite"):
+        assert prepare(record(), tmp_path) == 3
+    assert "ended with 1: out of luck" in caplog.text
+
+
+def test_frozen_programs_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert prepare(record(), tmp_path) == 3
+
+
+def test_kernel_that_does_not_compile_leaves_the_others_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = record()
+    bad = dataclasses.replace(wanted[0].specialization, constants={})
+    wanted[0] = dataclasses.replace(wanted[0], specialization=bad)
+    with caplog.at_level(logging.WARNING, "dsv4lite"):
+        assert prepare(wanted, tmp_path) == 1
+    assert "1 kernels will be compiled" in caplog.text and "rms_norm_kernel: " in caplog.text
+    assert [one.specialization.name for one in record()] == ["rms_norm_kernel"]
+
+
+def test_specialization_is_what_triton_compiles_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is one of Triton's caches: what a launch would have compiled is found in it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.ones(3, 512, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        run = JITFunction.run
+        patch.setattr(JITFunction, "run", lambda *args, warmup, **options: run(*args, warmup=True, **options))
+        rms_norm_triton(x, None, 1e-6)
+    forget()
+    specialization: Specialization = record()[0].specialization
+    assert specialization.load(tmp_path) is not None
