@@ -167,7 +167,8 @@ def _e8m0(words: Tensor) -> Tensor:
     """Return the e8m0 bytes, uint8 [..., K / 32], of words of FP4 scales."""
     bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4))
     base = ((bytes_.int() & 3) << torch.arange(0, 8, 2, device=words.device)).sum(-1, keepdim=True)
-    return ((bytes_ >> 2) + base).to(torch.uint8).flatten(-2)
+    scale: Tensor = (bytes_ >> 2) + base
+    return scale.to(torch.uint8).flatten(-2)
 
 
 def _fit(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
