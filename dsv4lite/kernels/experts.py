@@ -166,8 +166,9 @@ def scale_words(scale: Tensor, base: Tensor) -> Tensor:
 def _e8m0(words: Tensor) -> Tensor:
     """Return the e8m0 bytes, uint8 [..., K / 32], of words of FP4 scales."""
     bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4))
-    base = sum((bytes_[..., i : i + 1] & 3) << 2 * i for i in range(4))
-    return ((bytes_ >> 2) + base).flatten(-2)
+    base = ((bytes_.int() & 3) << torch.arange(0, 8, 2, device=words.device)).sum(-1, keepdim=True)
+    scale: Tensor = (bytes_ >> 2) + base
+    return scale.to(torch.uint8).flatten(-2)
 
 
 def _fit(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ FEW_PAIRS = 24
 BLOCKS: tuple[tuple[int | None, Block], ...] = (
     (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
     (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
-    (None, Block(rows=64, tiles=2, num_warps=8, num_stages=3, max_registers=128)),
+    (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
 
 

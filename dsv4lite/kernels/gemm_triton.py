@@ -297,6 +297,7 @@ def _fp8_kernel(
     _finish(acc, parts, out, arrivals, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
 
 
+# SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit(do_not_specialize=["M"])
 def _float_kernel(
     x,
@@ -323,7 +324,6 @@ def _float_kernel(
     GPU: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    # SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(M, tiles_n * groups, BM, GROUPED)
     g = pn // tiles_n
@@ -332,8 +332,7 @@ def _float_kernel(
     rk = tl.arange(0, 128)
     if EVEN_K:
         K = blocks * 128
-        x_row = x_row // 16 * 16
-        x_group = x_group // 16 * 16
+        x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
     here = (rm < M)[:, None]
     m = tl.minimum(rm, M - 1)
     n = g * N + tl.minimum(rn, N - 1)
@@ -345,8 +344,7 @@ def _float_kernel(
     SHAPE_0: tl.constexpr = BN if SWAP else BM
     SHAPE_1: tl.constexpr = BM if SWAP else BN
     acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
-    if FOLD:
-        total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if SCALE_ROWS:
         wsp = ws + n // SCALE_ROWS * blocks
         next_sw = tl.load(wsp + tl.minimum(begin, blocks - 1))

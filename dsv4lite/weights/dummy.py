@@ -96,7 +96,7 @@ def fill_tiles(tiles: Tiles, name: str, seed: int = 0) -> None:
         _fill(words.view(torch.int64), generator)
     fan_in = tiles.shape[2]
     if tiles.fp4:  # four exponents in a word, from their bits 2 on
-        least = torch.tensor([_least_scale(fan_in, torch.int8)])
+        least = torch.tensor([_least_scale(fan_in, torch.int8)], dtype=torch.int64, device="cpu")
         word = int(scale_words(least.repeat(4), least - 26))
         tiles.scales.bitwise_and_(0x04040404).add_(word)
     else:  # bits of a float32

@@ -20,14 +20,15 @@ SWEEP = tuple(
     Block(rows=rows, tiles=tiles, num_warps=warps, num_stages=stages, max_registers=registers)
     for rows, tiles, warps, stages, registers in (
         (32, 2, 4, 4, None),
+        (64, 2, 4, 3, None),
         (64, 2, 8, 3, 128),
         (64, 2, 8, 4, 128),
-        (64, 2, 4, 3, None),
         (64, 4, 8, 3, None),
-        (64, 4, 8, 4, None),
+        (64, 4, 16, 3, 128),
+        (64, 4, 16, 4, 128),
         (128, 1, 4, 3, None),
         (128, 2, 8, 3, None),
-        (128, 2, 8, 4, None),
+        (128, 2, 16, 3, 128),
     )
 )
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048, 8192)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, experts_forward_ref, scale_words
+from dsv4lite.kernels.experts import TILE_ROWS, Tiles, experts_forward_ref, scale_words
 from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
@@ -28,14 +28,14 @@ def generator(seed: int) -> torch.Generator:
 
 
 def experts(count: int, hidden: int, width: int, *, fp4: bool, seed: int = 0) -> tuple[Tiles, Tiles]:
-    """Random tiles whose scales differ from group to group."""
+    """Random tiles whose scales differ from group to group, and whose bases differ from row to row."""
     rng, stacks = generator(seed), []
     for rows, columns in ((2 * width, hidden), (hidden, width)):
         codes, scales = Tiles.shapes(count, rows, columns, fp4=fp4)
         bytes_ = torch.randint(0, 256, codes, generator=rng, dtype=torch.uint8)
         if fp4:
-            base = torch.randint(96, 100, (*scales, 1), generator=rng)[:, :, :1]
-            words = scale_words(base + torch.randint(18, 24, (*scales, 4), generator=rng), base)[..., 0]
+            least = torch.randint(1, 24, (*scales[:2], 1, TILE_ROWS, 1), generator=rng)  # over the base: rows use all exponents
+            words = scale_words(torch.randint(118, 122, (*scales, 4), generator=rng), 118 - least)[..., 0]
         else:
             bytes_ = bytes_ & 0xBF  # below 2, and never NaN
             words = (torch.rand(scales, generator=rng) * 0.1 + 0.02).view(torch.int32)

@@ -195,6 +195,24 @@ def test_streams_multiply_side_by_side() -> None:
     assert all(torch.equal(each, wanted) for each in got)
 
 
+@pytest.mark.skipif(not CUDA, reason="graphs")
+def test_product_in_parts_can_be_captured_after_one_on_the_same_stream() -> None:
+    x, w = random(9, 1, 4096).bfloat16(), random(1, 1536, 4096, seed=1).bfloat16()
+    wanted = float_linear_triton(x, w, torch.float32)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        float_linear_triton(x, w, torch.float32)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            got = float_linear_triton(x, w, torch.float32)
+        for _ in range(20):
+            got.zero_()
+            graph.replay()
+        stream.synchronize()
+    assert torch.equal(got, wanted)
+
+
 def test_nan_stays_in_its_row() -> None:
     x = random(20, 256)
     w_codes, w_scales = weights(24, 256, per_row=False)

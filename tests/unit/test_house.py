@@ -84,6 +84,8 @@ OPEN_KEYWORDS = {
     "request.SamplingParams.replace": "its own fields, which its constructor checks",
     "request.SamplingParams.for_rollout": "its own fields, which its constructor checks",
 }
+# Caches that outlive an engine, and why.
+CACHES = {"kernels.gemm_triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own"}
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
@@ -421,7 +423,7 @@ def test_modules_and_classes_hold_no_mutable_state() -> None:
             if isinstance(node, Function):
                 for decorator in node.decorator_list:
                     name = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator).split(".")[-1]
-                    if name in {"cache", "lru_cache"}:
+                    if name in {"cache", "lru_cache"} and f"{module.name}.{node.name}" not in CACHES:
                         yield module.at(node, f"{node.name} remembers its results for all engines")
 
     assert findings(holds) == []
