@@ -23,24 +23,12 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
+from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
 _COUNT_CHUNK = 4096
 _SCAN_CHUNKS = (64, 1024)
 _SUM_BLOCK = 1024
-
-# Eight numbers of a word of FP4 codes: magnitudes select bytes of the tables of their groups, signs are put on top.
-_WIDEN = tl.constexpr("""{
-    .reg .b32 a, b;
-    and.b32 a, $2, 0x77777777;
-    shr.u32 b, a, 16;
-    prmt.b32 a, $3, $7, a;
-    lop3.b32 $0, a, $2, 0x80808080, 0xf8;
-    prmt.b32 b, $11, $15, b;
-    shl.b32 a, $2, 4;
-    lop3.b32 $1, b, a, 0x80808080, 0xf8;
-}""")
-_WIDEN_REGISTERS = tl.constexpr("=&r,=&r,r" + 16 * ",r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,83 +144,12 @@ def _group_kernel(
 
 
 @triton.jit
-def _place(piece, TILES: tl.constexpr):
-    """Give the bytes [TILES, 2048] of a piece their rows and columns, [TILES * 64, 32]; each stays with its thread."""
-    piece = tl.permute(tl.reshape(piece, (TILES, 4, 8, 4, 2, 2, 4)), (0, 1, 5, 2, 4, 3, 6))
-    return tl.reshape(piece, (TILES * 64, 32))
-
-
-@triton.jit
-def _side_by_side(a, b):
-    """Return the columns of ``a`` and those of ``b``; each number stays with its thread."""
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
-
-
-@triton.jit
-def _table(exponent):
-    """Return the e5m2 bytes of the magnitudes of e2m1, times 2^(exponent - 14), from 4 * exponent: two words."""
-    return exponent * 0x01010100 + 0x06040000, exponent * 0x01010101 + 0x0E0C0A08
-
-
-@triton.jit
-def _widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the 64 columns of a piece as e5m2, or as float16 where the chip does not know it.
-
-    Args:
-        piece: uint8 [TILES, 2048].
-        first, second: Exponents of the rows' numbers in the first 32 columns and in the others, times 4, int32 [TILES * 64].
-    """
-    if NATIVE:
-        low, high = _table(first[:, None])
-        low2, high2 = _table(second[:, None])
-        a, b = tl.inline_asm_elementwise(
-            _WIDEN,
-            _WIDEN_REGISTERS,
-            [_place(piece, TILES), low, high, low2, high2],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
-        )
-        numbers = _side_by_side(a, b).to(tl.float8e5, bitcast=True)
-    else:
-        nibbles = tl.permute(tl.reshape(tl.join(piece & 7, (piece >> 4) & 7), (TILES, 512, 2, 4)), (0, 1, 3, 2))
-        a, b = tl.split(nibbles)
-        a, b = _place(tl.reshape(a, (TILES, 2048)), TILES), _place(tl.reshape(b, (TILES, 2048)), TILES)
-        signs = _place(piece, TILES)
-        wide = _side_by_side(
-            _scaled_e2m1(a, first) | (signs & 0x80).to(tl.int32) << 8,
-            _scaled_e2m1(b, second) | (signs & 0x08).to(tl.int32) << 12,
-        )
-        numbers = wide.to(tl.uint16).to(tl.float16, bitcast=True)
-    return numbers
-
-
-@triton.jit
-def _scaled_e2m1(magnitude, exponent):
-    """Return the bits of float16 numbers, without their signs, int32: what ``_table`` holds for them, a byte higher."""
-    magnitude = magnitude.to(tl.int32)
-    entry = 2 * magnitude - 2 * (magnitude == 1).to(tl.int32) + exponent[:, None]
-    return tl.where(magnitude == 0, 0, entry) << 8
-
-
-@triton.jit
-def _widen_fp8(code, NATIVE: tl.constexpr):
-    """Return e4m3 bytes as such, or as float16 over 2^8 where the chip does not know them."""
-    if NATIVE:
-        numbers = code.to(tl.float8e4nv, bitcast=True)
-    else:
-        wide = code.to(tl.uint16)
-        numbers = ((wide & 0x7F) << 7 | (wide & 0x80) << 8).to(tl.uint16).to(tl.float16, bitcast=True)
-    return numbers
-
-
-@triton.jit
 def _inputs(x, valid, NATIVE: tl.constexpr):
     """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
     if NATIVE:
         numbers = tl.load(x, mask=valid[None, :], other=0.0)
     else:
-        numbers = _widen_fp8(tl.load(x, mask=valid[None, :], other=0), False)
+        numbers = widen_fp8(tl.load(x, mask=valid[None, :], other=0), False)
     return numbers
 
 
@@ -270,17 +187,17 @@ def _product(
         codes_c = codes + c * BYTES
         if FP4:
             s &= 0x7C7C7C7C
-            w = _side_by_side(
-                _widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
-                _widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
+            w = side_by_side(
+                widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
+                widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
             )
             part = tl.dot(w, numbers)
         else:
-            w = _side_by_side(
-                _side_by_side(_place(tl.load(codes_c), TILES), _place(tl.load(codes_c + 2048), TILES)),
-                _side_by_side(_place(tl.load(codes_c + 4096), TILES), _place(tl.load(codes_c + 6144), TILES)),
+            w = side_by_side(
+                side_by_side(place(tl.load(codes_c), TILES), place(tl.load(codes_c + 2048), TILES)),
+                side_by_side(place(tl.load(codes_c + 4096), TILES), place(tl.load(codes_c + 6144), TILES)),
             )
-            part = tl.dot(_widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
+            part = tl.dot(widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
         acc += part * unit[None, :]
     if FP4:
         acc *= ((base + LIFT) << 23).to(tl.float32, bitcast=True)[:, None]

@@ -55,7 +55,7 @@ def tile_for(tokens: int) -> Tile:
     return next(tile for most, tile in TILES if most is None or tokens <= most)
 
 
-def units_of(width: int) -> int:
+def _units_of(width: int) -> int:
     """Return how many units each part of the channels has; the last ones may be empty."""
     return -(-width // (_UNIT * _PARTS))
 
@@ -446,7 +446,7 @@ def _launch_leave_enter(
     assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     rows = 1 if fn is None else fn.shape[0]
     assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width)
-    tile, units = tile_for(tokens), units_of(width)
+    tile, units = tile_for(tokens), _units_of(width)
     programs = _PARTS if tile.whole else _PARTS * units
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
@@ -543,7 +543,7 @@ def collapse_triton(
     rows, device, head = base.shape[0], streams_TND.device, norm_weight is None
     assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
     assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
-    assert sums.shape[0] in (_PARTS, _PARTS * units_of(width)), sums.shape
+    assert sums.shape[0] in (_PARTS, _PARTS * _units_of(width)), sums.shape
     assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
     x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
     quantized = tokens if fp8 else 0
@@ -603,7 +603,7 @@ def variants() -> list[Variant]:
     """Return every launch, for compilation ahead of time."""
     found = []
     for width in (4096, 7168):
-        units = units_of(width)
+        units = _units_of(width)
         found += [
             Variant(
                 kernel=enter_few_kernel,

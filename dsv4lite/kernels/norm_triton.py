@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.quantize_triton import rows_of
+from dsv4lite.kernels.quantize_triton import _rows_of
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _warps(block: int) -> int:
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Launch ``rms_norm``."""
     assert x.dtype == torch.bfloat16 and (weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]))
-    rows = rows_of(x)
+    rows = _rows_of(x)
     count, width = rows.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)

@@ -29,7 +29,7 @@ def quantize_kernel(
     tl.store(scales + row * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
 
 
-def rows_of(x: Tensor) -> Tensor:
+def _rows_of(x: Tensor) -> Tensor:
     """Return ``x`` [..., N] as rows [M, N] whose channels lie side by side, copied only where that takes a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -44,7 +44,7 @@ def _tile(width: int, group: int) -> int:
 def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Launch ``quantize_fp8``; ``group`` is a power of two."""
     assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
-    rows = rows_of(x)
+    rows = _rows_of(x)
     count, width = rows.shape
     groups, tile = triton.cdiv(width, group), _tile(width, group)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)

@@ -160,11 +160,12 @@ class Rotary:
     frequencies: Tensor
 
     @classmethod
-    def of(cls, main: Tensor, compress: Tensor, ratios: tuple[int, ...]) -> Rotary:
-        """Keep frequencies on their device."""
+    def of(cls, main: Tensor, compress: Tensor, ratios: tuple[int, ...], device: torch.device) -> Rotary:
+        """Put frequencies, worked out on the CPU, where they are wanted."""
         wanted = tuple(sorted({ratio for ratio in ratios if ratio}))
-        strides = torch.tensor((1, 1, *wanted), dtype=torch.int32, device=main.device)[:, None]
-        return cls(main, compress, wanted, strides, torch.stack([main, *[compress] * (1 + len(wanted))])[:, None])
+        strides = torch.tensor((1, 1, *wanted), dtype=torch.int32, device="cpu")[:, None]
+        frequencies = torch.stack([main, *[compress] * (1 + len(wanted))])[:, None]
+        return cls(main.to(device), compress.to(device), wanted, strides.to(device), frequencies.to(device))
 
     def angles(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return cos and sin, float32 [T, rope_dim / 2]: of both kinds of layers, and of the groups' starts by ratio."""

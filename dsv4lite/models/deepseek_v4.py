@@ -603,7 +603,7 @@ class DeepseekV4(nn.Module):
         count = c.num_mtp_layers if with_mtp else 0
         self.mtp = nn.ModuleList(Mtp(c, numerics, c.num_hidden_layers + i) for i in range(count))
         self.rotary = Rotary.of(
-            main=rope_frequencies(c.rope_dim, c.rope_theta).to(numerics.device),
+            main=rope_frequencies(c.rope_dim, c.rope_theta),
             compress=rope_frequencies(
                 c.rope_dim,
                 c.compress_rope_theta,
@@ -611,8 +611,9 @@ class DeepseekV4(nn.Module):
                 original=c.yarn.original_positions,
                 beta_fast=c.yarn.beta_fast,
                 beta_slow=c.yarn.beta_slow,
-            ).to(numerics.device),
+            ),
             ratios=c.ratios,
+            device=numerics.device,
         )
 
     @property

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import hashlib
 import importlib
+import importlib.util
 import json
 import locale
 import logging
@@ -31,6 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+if importlib.util.find_spec("triton"):  # registers an exit handler of its own, whoever imports it
+    import triton  # noqa: F401
 
 PROMPT = "def add(a, b):"
 LENGTH = 6
