@@ -11,7 +11,7 @@ products of many rows are the library's on every device.
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
 float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
-|x| @ |w|.T: 2^-16, or 2^-13 if both operands are FP8. FP8 tensor cores align the products that they add at a time, and the sum so
+|x| @ |w|.T: 2^-16, or 2^-10 if both operands are FP8. FP8 tensor cores align the products that they add at a time, and the sum so
 far, to the largest of them and keep 13 bits after its first: what they cut off grows with the products, however small the result.
 """
 

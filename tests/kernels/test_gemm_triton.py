@@ -72,7 +72,7 @@ def test_fp8_linear_agrees(rows: int, outs: int, inputs: int, per_row: bool) -> 
     exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
     absolute = fp8_linear_ref(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
-        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype), exact.to(dtype), exact, absolute, 2**-13)
+        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype), exact.to(dtype), exact, absolute, 2**-10)
 
 
 @pytest.mark.parametrize("any_order", [False, True])

@@ -35,7 +35,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"state": ("engine.cache",), "weights": ("weights",)},
     {"models": ("models",), "sampling": ("engine.sampl",)},
     {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
-    {"memory": ("memory",)},
+    {"memory": ("memory", "device")},
     {"engine": ("engine",)},
     {"face": ("face", "llm")},
     {"integrations": ("integrations",)},
@@ -556,7 +556,7 @@ def test_public_names_are_documented() -> None:
 
 
 def test_every_op_has_its_tests() -> None:
-    """``kernels/x.py`` is tested by ``test_x.py`` and ``test_x_triton.py``, which name every public function of it and its launchers.
+    """``kernels/x.py`` is tested by ``test_x.py`` and ``test_x_triton.py``, which name its public functions and launchers.
 
     A reference may hide behind its op. Kernels themselves, and lists of their variants, are what every ahead-of-time test compiles.
     """
