@@ -6,7 +6,7 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -406,9 +406,12 @@ class TiledExperts(nn.Module):
         self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
         self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
 
-    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
+    def forward(
+        self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor, before_sum: Callable[[], None]
+    ) -> Tensor:
         """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
+        w13, w2 = self.w13.tiles, self.w2.tiles
+        return experts_forward(*rounded, chosen_TK, weight_TK, w13, w2, self.limit, shared_TD, before_sum=before_sum)
 
     def slots(self, prefix: str) -> NamedSlots:
         for e in range(self.count):
@@ -472,7 +475,7 @@ class MoE(nn.Module):
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
             positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
-            branch: Where the shared expert may run beside the routing.
+            branch: Where the shared expert may run beside the others.
         """
         c, branch = self.config, branch or Branch()
         if not isinstance(self.experts, WideExperts):
@@ -490,11 +493,11 @@ class MoE(nn.Module):
         )
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
-        branch.join()
         if isinstance(self.experts, WideExperts):
+            branch.join()
             return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
         assert rounded is not None
-        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
+        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD, branch.join)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
