@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.device import available_memory, choose_device
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
-from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
+from dsv4lite.errors import CapacityError, UnsupportedError
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import Numerics
@@ -28,6 +29,7 @@ class DeviceBudget:
 
     Attributes:
         total: Memory of the device, or what is free of it on a CPU.
+        available: What of it is free; all of it where the plan is for another machine.
         weights: Parameters and buffers, in their resident form.
         grow_pages, window_pages, slots, snapshots: Sequence state by store.
         workspace: Most that one step allocates besides (activations, logits): an estimate.
@@ -35,6 +37,7 @@ class DeviceBudget:
 
     device: str
     total: int
+    available: int
     weights: int
     grow_pages: int
     window_pages: int
@@ -81,7 +84,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         lines = [f"{self.model}"]
         for budget in self.per_device:
-            lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all")
+            lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all, {_gib(budget.available)} free")
             for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace"):
                 lines.append(f"    {name.replace('_', ' '):<26}{_gib(getattr(budget, name)):>12}")
             lines.append(f"    {'used':<26}{_gib(budget.used):>12}")
@@ -109,28 +112,6 @@ def host_memory() -> int:
     except OSError:
         pass  # not Linux: fall through to what POSIX knows
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def choose_device(config: EngineConfig) -> torch.device:
-    """Return the device of an engine.
-
-    Raises:
-        ConfigError: The device does not exist.
-    """
-    if config.device == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={config.device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device={config.device!r}: only 'cpu' and 'cuda' are supported")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={config.device!r}: this machine has {count} CUDA devices; use device='cpu'")
-        device = torch.device("cuda", device.index or 0)
-    return device
 
 
 def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
@@ -222,8 +203,12 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
         total: Bytes of the device; default is what this machine has.
     """
     on_cpu = numerics.device.type == "cpu"
-    if total is None:
-        total = host_memory() if on_cpu else torch.cuda.mem_get_info(numerics.device)[1]
+    if total is not None:
+        available = total
+    elif on_cpu:
+        available = total = host_memory()
+    else:
+        available, total = available_memory(numerics.device)
     layout = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp)
     weights = weight_bytes(model, numerics, with_mtp=with_mtp)
     workspace = _workspace(model, numerics, config.max_num_batched_tokens, config.max_num_seqs)
@@ -232,11 +217,14 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
     per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
+    used = weights + workspace + layout.bytes(sizes)
     notes = list(advice)
     if room < 0:
         notes.append(f"the weights ({_gib(weights)}) do not fit in {_gib(total)}; use a device with more memory or a smaller model")
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
+    elif used > available:
+        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * layout.grow_page_bytes))
     if length < 1:
         notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
     pages_each = -(-max(1, length) // GROW_PAGE)
@@ -246,6 +234,7 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
             DeviceBudget(
                 device=str(numerics.device),
                 total=total,
+                available=available,
                 weights=weights,
                 grow_pages=sizes.grow_pages * layout.grow_page_bytes,
                 window_pages=sizes.window_pages * layout.window_page_bytes,
@@ -263,6 +252,20 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
         fits=not notes,
         advice=tuple(notes),
     )
+
+
+def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
+    """Say who could free the memory of a device that others have taken; ``least`` is what is used besides state that grows."""
+    ways = ["free what this program or other processes hold there (nvidia-smi lists them)"]
+    if available > least:
+        if config.kv_cache_memory_bytes is not None:
+            ways.append(f"lower kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} by {used - available:,}")
+        elif int(100 * available / total):
+            share = int(100 * available / total) / 100
+            ways.append(
+                f"set gpu_memory_utilization={share} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
+            )
+    return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
 
 
 def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, **settings: Any) -> MemoryPlan:

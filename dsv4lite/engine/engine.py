@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, default_cache_dir
+from dsv4lite.device import advice_for, choose_device, forget_frames, own_stream, start_error
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
@@ -25,7 +26,7 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.memory import MemoryPlan, choose_device, choose_numerics, make_plan, require_fit
+from dsv4lite.memory import MemoryPlan, choose_numerics, make_plan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.structured import GrammarCompiler
@@ -124,6 +125,7 @@ class Engine:
 
         Raises:
             CheckpointError, ConfigError, CapacityError: The model cannot be loaded; nothing is left behind.
+            UnsupportedError: The machine cannot run it: chip, driver, Triton.
         """
         if self._thread is not None:
             raise EngineStateError("the engine was started before; make a new one", state="started", allowed=("new",))
@@ -214,7 +216,9 @@ class Engine:
                 self._open(stack)
             except BaseException as error:
                 self._closing = True
-                ready.set_exception(error)
+                explained = start_error(error, plan=self._plan)
+                forget_frames(error)  # the caller's error does not hold what was loaded
+                ready.set_exception(explained)
                 return
             ready.set_result(None)
             try:
@@ -234,8 +238,7 @@ class Engine:
         source = ModelSource.open(config)
         tokenizer = Tokenizer.from_folder(config.tokenizer or source.folder)
         device = choose_device(config)
-        if device.type == "cuda":  # a stream of this thread's own: what the host does with CUDA is neither waited for nor held up
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        stack.enter_context(own_stream(device))
         numerics = choose_numerics(config, source, device)
         plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
         require_fit(plan)
@@ -250,10 +253,11 @@ class Engine:
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
-        self._runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
+        runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
         with torch.inference_mode():
             cache_dir = config.compile_cache_dir or default_cache_dir()
-            self._runner.warm_up(config.max_num_batched_tokens, cache_dir, progress_of(config))
+            runner.warm_up(config.max_num_batched_tokens, cache_dir, progress_of(config))
+        self._runner = runner
         sizes = plan.sizes
         self._scheduler = Scheduler(
             SchedulerLimits(
@@ -429,7 +433,8 @@ class Engine:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
             log.error("the engine failed", exc_info=error)
-            self._dead = EngineDeadError(f"the engine failed in a step: {type(error).__name__}: {error}", phase="step")
+            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}"
+            self._dead = EngineDeadError(message, phase="step")
             self._dead.__cause__ = error
             self._closing = True
             self._deliver_failure(self._dead)
@@ -440,6 +445,8 @@ class Engine:
         self._in_flight = None
         self._routed.clear()
         del self._runner, self._scheduler
+        if self._dead is not None:
+            forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
         self._ended = True
         self._answer_rest()
 

@@ -1,0 +1,226 @@
+"""Which device an engine runs on, whether it can, and what its errors mean."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError
+
+log = logging.getLogger("dsv4lite.engine")
+
+LEAST_CAPABILITY = (8, 0)  # of the chips that the kernels are compiled for
+LEAST_TRITON = (3, 5)
+FREE_MEMORY = (
+    "lower gpu_memory_utilization, kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, "
+    "or free what this program or other processes hold on the device"
+)
+_NEW_PROCESS = (
+    "CUDA may refuse everything else in this process: start a new one; CUDA_LAUNCH_BLOCKING=1 in its environment names the kernel"
+)
+# What driver, CUDA and ptxas say of code that they do not understand.
+_MISMATCH = re.compile(
+    "no kernel image|ptxas|invalid device function|device kernel image is invalid|unsupported toolchain|invalid ptx|is not defined "
+    "for option|driver version is insufficient|forward compatibility|unsupported display driver|0 active drivers|libcuda",
+    re.IGNORECASE,
+)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device of an engine.
+
+    Raises:
+        ConfigError: The device does not exist.
+        UnsupportedError: The device, or what is installed for it, cannot run the kernels.
+    """
+    if config.device == "auto":
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        try:
+            device = torch.device(config.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device={config.device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device={config.device!r}: only 'cpu' and 'cuda' are supported")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        _require_cuda(config.device, device)
+    return device
+
+
+def _require_cuda(wanted: str, device: torch.device) -> None:
+    """Raise unless kernels can be compiled for a device, and run there."""
+    if torch.version.cuda is None:
+        raise UnsupportedError(
+            f"device={wanted!r}: PyTorch {torch.__version__} is built without CUDA; install a build for it "
+            "(https://pytorch.org/get-started), or use device='cpu'"
+        )
+    count = torch.cuda.device_count()
+    if count == 0:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # no driver, or one too old, in its own words
+            raise ConfigError(f"device={wanted!r}: CUDA finds no device: {_first_line(error)}; use device='cpu'") from error
+    if (device.index or 0) >= count:
+        raise ConfigError(f"device={wanted!r}: this machine has {count} CUDA devices; use device='cpu'" + _others(count))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(device), capability
+        raise UnsupportedError(
+            f"device={wanted!r} is {name} of compute capability {major}.{minor}; the kernels need "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or newer: use device='cpu'" + _others(count)
+        )
+    _require_triton(wanted)
+
+
+def _others(count: int) -> str:
+    return f" or another one, 'cuda:0' to 'cuda:{count - 1}'" if count > 1 else ""
+
+
+def _require_triton(wanted: str) -> None:
+    least = ".".join(map(str, LEAST_TRITON))
+    remedy = f"install it with pip install 'triton>={least}', or use device='cpu'"
+    try:
+        version = triton_version()
+    except ImportError as error:
+        raise UnsupportedError(f"device={wanted!r} needs Triton, which cannot be imported ({error}); {remedy}") from error
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TRITON:
+        raise UnsupportedError(f"device={wanted!r} needs Triton {least} or newer, and finds {version}; {remedy}")
+
+
+def triton_version() -> str:
+    """Return the version of Triton.
+
+    Raises:
+        ImportError: There is none, or it does not work here.
+    """
+    import triton
+
+    return str(triton.__version__)
+
+
+def available_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a CUDA device that an engine could take now, and all it has.
+
+    PyTorch keeps what this process has freed, but gives it up when it finds nothing else.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(total, free + kept), total
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run this thread on a stream of its own: what the host does with CUDA is neither waited for nor held up.
+
+    At the end memory that nobody uses goes back to the device: PyTorch would keep it for a stream that no longer is.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    inside = torch.cuda.stream(torch.cuda.Stream(device))
+    inside.__enter__()
+    try:
+        yield
+    finally:
+        try:
+            inside.__exit__(None, None, None)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # after a CUDA error nothing works any more, and everybody knows already
+            log.warning("memory could not be given back to %s: %s", device, _first_line(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (is_cuda_error(error) and "out of memory" in str(error))
+
+
+def is_cuda_error(error: BaseException) -> bool:
+    """Whether an exception tells of an error of CUDA, itself or through Triton."""
+    told = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
+    return isinstance(error, torch.AcceleratorError) or told
+
+
+def advice_for(error: BaseException) -> str:
+    """Return what to do about a step's error, or nothing."""
+    if is_out_of_memory(error):
+        return f"; {FREE_MEMORY}, and make a new engine"
+    return f"; {_NEW_PROCESS}" if is_cuda_error(error) else ""
+
+
+def start_error(error: BaseException, *, plan: object = None) -> BaseException:
+    """Return what to raise for an error of an engine that was starting: one of this package's where it knows what to do.
+
+    Args:
+        error: Whatever was raised; the cause of what is returned, unless it is returned itself.
+        plan: What was planned, if it came to that.
+    """
+    found: DSV4LiteError
+    if isinstance(error, DSV4LiteError) or not isinstance(error, Exception):
+        return error
+    if is_out_of_memory(error):
+        found = CapacityError(
+            f"no memory left while starting: {_first_line(error)}; {FREE_MEMORY}", plan=plan, advice=[FREE_MEMORY]
+        )
+    elif _MISMATCH.search(str(error)) or (_through_triton(error) and not is_cuda_error(error)):
+        found = UnsupportedError(
+            f"the kernels cannot be compiled or loaded here: {type(error).__name__}: {_first_line(error)}; {_versions()}; "
+            "update the driver, PyTorch and Triton so that they fit each other and the chip (Triton also needs a C compiler and "
+            "Python's headers), or use device='cpu'"
+        )
+    else:
+        return error
+    found.__cause__ = error
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _through_triton(error: BaseException) -> bool:
+    """Whether an exception came by way of Triton, from wherever."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.partition(".")[0] == "triton" for name in (*names, type(error).__module__))
+
+
+def _versions() -> str:
+    """Return what has to fit together; never fails, for something has failed already."""
+    found = [f"PyTorch {torch.__version__}", f"CUDA {torch.version.cuda}"]
+    for name, read in (("Triton", triton_version), ("driver's CUDA", _driver_version), ("device", _device_name)):
+        try:
+            found.append(f"{name} {read()}")
+        except (ImportError, OSError, RuntimeError, AssertionError) as error:
+            found.append(f"{name} unknown ({_first_line(error)})")
+    return ", ".join(found)
+
+
+def _driver_version() -> str:
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    major, minor = divmod(version.value, 1000)
+    return f"{major}.{minor // 10}"
+
+
+def _device_name() -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of what the functions held through which an exception went, and of those that it came from.
+
+    Whoever keeps the exception would else keep the model and its state. Line numbers stay.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
