@@ -27,6 +27,7 @@ PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the lar
 MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
 LIBRARY_ROWS = 512
+SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_TILES = 8  # of rows that share the weights in cache
 # Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``).
 COUNTERS = SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2
@@ -68,7 +69,7 @@ _PLAIN_TILES: Tiles = (
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
 _WEIGHT_ONLY_TILES: Tiles = (
-    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=5)),
+    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
@@ -433,6 +434,8 @@ def fp8_linear_triton(
     if codes:
         x, w = x.view(torch.uint8), w.view(torch.uint8)
     splits = splits_of(outs, blocks)
+    if blocks // splits <= SHORT_BLOCKS:
+        tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits
     out = torch.empty(rows, outs, dtype=dtype, device=x.device)

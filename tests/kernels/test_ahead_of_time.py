@@ -86,6 +86,6 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[int]]
             pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_kernel_compiles(case: Case, compiled: dict[Case, Future[int]]) -> None:
     assert compiled[case].result() <= SHARED_MEMORY[case.capability]
