@@ -21,7 +21,6 @@ from dsv4lite.engine.step import SequencePlan, StepPlan
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.models.batch import PagedBatch
-from dsv4lite.models.branch import Branch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 _FEW = (1, 2, 4, 8)
@@ -78,7 +77,6 @@ class DecodeGraphs:
         self._held: dict[int, tuple[int, ...]] = {}
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._branch = Branch(torch.cuda.Stream(cache.device))
         self.sizes = graph_sizes(max_num_seqs)
 
     def covers(self, plan: StepPlan) -> bool:
@@ -167,7 +165,6 @@ class DecodeGraphs:
             model.rotary,
             max_tokens=self._max_model_len,
             deterministic=model.numerics.deterministic,
-            branch=self._branch,
         )
         logits = model.logits(model(batch, self._cache.layers))
         _, best, finite = argmax_finite(logits)

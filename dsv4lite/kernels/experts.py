@@ -26,7 +26,6 @@ e8m0 byte of which bits 1-0 are two bits, the first group's the lowest. In ``w13
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -207,8 +206,6 @@ def experts_forward(
     w2: Tiles,
     limit: float,
     shared_TD: Tensor | None = None,
-    *,
-    before_sum: Callable[[], None] | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum, in the order of k.
 
@@ -220,7 +217,6 @@ def experts_forward(
         w2: [E, D, I].
         limit: Of the activation.
         shared_TD: Added last, bfloat16.
-        before_sum: Called when everything but the sum is launched; only then must ``shared_TD`` be ready.
 
     Returns:
         float32 [T, D]; with ``shared_TD``, rounded to its dtype.
@@ -228,9 +224,7 @@ def experts_forward(
     if use_triton(x_codes):
         from dsv4lite.kernels.experts_triton import experts_forward_triton
 
-        return experts_forward_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, before_sum=before_sum)
-    if before_sum is not None:
-        before_sum()
+        return experts_forward_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD)
     return experts_forward_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD)
 
 

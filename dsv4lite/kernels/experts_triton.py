@@ -12,7 +12,6 @@ Every block size runs the same additions in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -452,7 +451,6 @@ def experts_forward_triton(
     limit: float,
     shared_TD: Tensor | None = None,
     *,
-    before_sum: Callable[[], None] | None = None,
     block: Block | None = None,
 ) -> Tensor:
     """Launch ``experts_forward``; ``block`` is for measurements."""
@@ -471,8 +469,6 @@ def experts_forward_triton(
     _group(chosen_TK, x_scales, work)
     u_codes = _gate_up(x_codes, weight_TK, w13, limit, work)
     y = _down(u_codes, w2, work)
-    if before_sum is not None:
-        before_sum()
     _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         y,
         chosen_TK,

@@ -18,7 +18,6 @@ from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache
 from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.models.branch import Branch
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
 
@@ -186,7 +185,6 @@ class PagedBatch:
         compress_rope_T: cos and sin of compressed layers.
         group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
         splits: How many programs share a token's rows in attention; results depend on it in their last bits.
-        branch: Where work may run beside other work.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
     """
 
@@ -194,7 +192,6 @@ class PagedBatch:
     paging: Paging
     max_tokens: int
     splits: int
-    branch: Branch
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
@@ -209,7 +206,6 @@ class PagedBatch:
         *,
         max_tokens: int,
         deterministic: bool,
-        branch: Branch | None = None,
     ) -> PagedBatch:
         """Work out the angles, and how many programs to spread attention over: one for all tokens if bits must not depend on it."""
         main, compress, *groups = rotary.angles(paging.positions_T)
@@ -217,7 +213,6 @@ class PagedBatch:
             token_ids_T=token_ids_T,
             paging=paging,
             max_tokens=max_tokens,
-            branch=branch or Branch(),
             splits=1 if deterministic else next(splits for most, splits in SPLITS if len(token_ids_T) <= most),
             rope_T=main,
             compress_rope_T=compress,

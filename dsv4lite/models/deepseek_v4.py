@@ -6,7 +6,7 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,6 @@ from dsv4lite.kernels.rope import rope, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
-from dsv4lite.models.branch import Branch
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
@@ -179,7 +178,7 @@ class Attention(nn.Module):
         """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
         if isinstance(batch, PagedBatch):
             assert rounded is not None
-            return self._forward_paged(x_TD, rounded, batch, cache)
+            return self._project_out(self._attend_paged(x_TD, rounded, batch, cache))
         c, tokens = self.config, x_TD.shape[0]
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         assert angles is not None
@@ -203,31 +202,28 @@ class Attention(nn.Module):
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
         return self._project_out(rope(o_THC, *angles, inverse=True))
 
-    def _forward_paged(self, x_TD: Tensor, rounded: Rounded, batch: PagedBatch, cache: LayerCache) -> Tensor:
-        """The same on packed rows, in ops that know a step's tokens only from the device."""
+    def _attend_paged(self, x_TD: Tensor, rounded: Rounded, batch: PagedBatch, cache: LayerCache) -> Tensor:
+        """The same up to the heads' results [T, H, C], on packed rows, in ops that know a step's tokens only from the device.
+
+        Queries take more memory than anything else in a step (``memory.py``): none of theirs stays longer than it is needed.
+        """
         c, paging = self.config, batch.paging
         window, entries = cache.window, cache.entries
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        weights_TH = None
-        if self.ratio:
-            with batch.branch:
-                weights_TH = self._compress_paged(x_TD, batch, cache)
         latent = rounded_linear(rounded, self.wq_a_wkv, x_TD.dtype)
         qr_codes, qr_scales, fresh_TB = latent_norms(
             latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window
         )
-        query = rounded_linear((qr_codes, qr_scales), self.wq_b, x_TD.dtype)
-        index_heads = c.index_heads if self.kind == "csa" else 0
-        q_THC, iq_THC = head_norms(query, c.num_attention_heads, c.head_dim, index_heads, c.index_dim, *angles, c.norm_eps)
+        heads = (c.num_attention_heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
+        q_THC, iq_THC = head_norms(rounded_linear((qr_codes, qr_scales), self.wq_b, x_TD.dtype), *heads, *angles, c.norm_eps)
         selected_TK: Tensor | None = None
         if self.ratio:
-            batch.branch.join()
-            count = batch.max_tokens // self.ratio
+            weights_TH, count = self._compress_paged(x_TD, batch, cache), batch.max_tokens // self.ratio
             if iq_THC is not None and count > c.index_topk:
                 assert isinstance(cache.keys, RowStore) and weights_TH is not None
                 selected_TK = choose_paged(iq_THC, weights_TH, cache.keys, paging, c.index_topk, count)
-        o_THC = paged_attention(
+        return paged_attention(
             q_THC,
             fresh_TB,
             window,
@@ -241,7 +237,6 @@ class Attention(nn.Module):
             splits=batch.splits,
             window_size=c.window,
         )
-        return self._project_out(o_THC)
 
     def _compress_paged(self, x_TD: Tensor, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
         """Store the entries that close and the index keys of a csa layer; return the weights [T, Hi] of its index heads."""
@@ -406,12 +401,9 @@ class TiledExperts(nn.Module):
         self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
         self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
 
-    def forward(
-        self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor, before_sum: Callable[[], None]
-    ) -> Tensor:
+    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
         """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        w13, w2 = self.w13.tiles, self.w2.tiles
-        return experts_forward(*rounded, chosen_TK, weight_TK, w13, w2, self.limit, shared_TD, before_sum=before_sum)
+        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
 
     def slots(self, prefix: str) -> NamedSlots:
         for e in range(self.count):
@@ -465,7 +457,6 @@ class MoE(nn.Module):
         routed_TK: Tensor | None = None,
         rounded: Rounded | None = None,
         positions_T: Tensor | None = None,
-        branch: Branch | None = None,
     ) -> Tensor:
         """Return [T, D].
 
@@ -475,13 +466,11 @@ class MoE(nn.Module):
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
             positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
-            branch: Where the shared expert may run beside the others.
         """
-        c, branch = self.config, branch or Branch()
+        c = self.config
         if not isinstance(self.experts, WideExperts):
             rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-        with branch:
-            shared_TD = self.shared(x_TD, rounded)
+        shared_TD = self.shared(x_TD, rounded)
         chosen_TK, weight_TK = route(
             linear(x_TD, self.gate, torch.float32),
             c.experts_per_token,
@@ -494,10 +483,9 @@ class MoE(nn.Module):
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
         if isinstance(self.experts, WideExperts):
-            branch.join()
             return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
         assert rounded is not None
-        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD, branch.join)
+        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
@@ -546,7 +534,7 @@ class Block(nn.Module):
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
         if isinstance(batch, PagedBatch):
-            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.branch)
+            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T)
         else:
             y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK)
         streams.leave(y_TD)
