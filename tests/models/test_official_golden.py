@@ -143,7 +143,7 @@ class AttentionRun:
         select = model_file.select_entries
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_file, "select_entries", recorded)
-            self.output = model.layers[layer].attn(outputs[f"main.attn_in.{layer}"], batch, self.cache)
+            self.output = model.layers[layer].attn(outputs[f"main.attn_in.{layer}"], None, batch, self.cache)
 
     def selected(self, position: int) -> set[int]:
         """Return the entries a position attends to; where none were scored, all that are visible."""
