@@ -17,6 +17,7 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
+from dsv4lite.workspace import graph_bytes, paged_workspace, reference_workspace
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
@@ -32,7 +33,8 @@ class DeviceBudget:
         available: What of it is free; all of it where the plan is for another machine.
         weights: Parameters and buffers, in their resident form.
         grow_pages, window_pages, slots, snapshots: Sequence state by store.
-        workspace: Most that one step allocates besides (activations, logits): an estimate.
+        workspace: Most that one step allocates besides (activations, logits); an estimate where references run.
+        graphs: What recorded decode steps keep.
     """
 
     device: str
@@ -44,6 +46,7 @@ class DeviceBudget:
     slots: int
     snapshots: int
     workspace: int
+    graphs: int
 
     @property
     def state(self) -> int:
@@ -53,7 +56,7 @@ class DeviceBudget:
     @property
     def used(self) -> int:
         """Everything."""
-        return self.weights + self.state + self.workspace
+        return self.weights + self.state + self.workspace + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class MemoryPlan:
         lines = [f"{self.model}"]
         for budget in self.per_device:
             lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all, {_gib(budget.available)} free")
-            for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace"):
+            for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace", "graphs"):
                 lines.append(f"    {name.replace('_', ' '):<26}{_gib(getattr(budget, name)):>12}")
             lines.append(f"    {'used':<26}{_gib(budget.used):>12}")
         lines += [
@@ -150,12 +153,13 @@ def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _workspace(model: V4Config, numerics: Numerics, tokens: int, sequences: int) -> int:
-    """Estimate what a step allocates: streams and float32 copies, queries, expert inputs, a block of gathered rows, logits."""
-    per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
-    per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
-    rows = 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
-    return tokens * per_token + rows + 4 * 3 * model.vocab_size * sequences
+def _working(config: EngineConfig, model: V4Config, longest: int, *, paged: bool) -> tuple[int, int]:
+    """Return the bytes of the workspace and of graphs."""
+    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+    if not paged:
+        return reference_workspace(model, tokens, sequences), 0
+    workspace = paged_workspace(model, tokens=tokens, sequences=sequences, longest=longest, deterministic=config.deterministic)
+    return workspace, graph_bytes(model, sequences=sequences, longest=longest)
 
 
 def plan_state(
@@ -211,13 +215,13 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
         available, total = available_memory(numerics.device)
     layout = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp)
     weights = weight_bytes(model, numerics, with_mtp=with_mtp)
-    workspace = _workspace(model, numerics, config.max_num_batched_tokens, config.max_num_seqs)
-    room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace
-    budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
+    workspace, graphs = _working(config, model, longest or model.max_positions, paged=numerics.paged)
+    room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
+    budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
     per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
-    used = weights + workspace + layout.bytes(sizes)
+    used = weights + workspace + graphs + layout.bytes(sizes)
     notes = list(advice)
     if room < 0:
         notes.append(f"the weights ({_gib(weights)}) do not fit in {_gib(total)}; use a device with more memory or a smaller model")
@@ -241,6 +245,7 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
                 slots=sizes.slots * layout.slot_bytes,
                 snapshots=sizes.snapshots * layout.snapshot_bytes,
                 workspace=workspace,
+                graphs=graphs,
             ),
         ),
         sizes=sizes,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, default_cache_dir
-from dsv4lite.device import advice_for, choose_device, forget_frames, own_stream, start_error
+from dsv4lite.device import advice_for, choose_device, forget_frames, own_stream, reserve, start_error
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
@@ -32,6 +32,7 @@ from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import ModelSource, progress_of
+from dsv4lite.workspace import SMALL_BLOCKS
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -253,6 +254,7 @@ class Engine:
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
+            reserve(device, plan.per_device[0].workspace - SMALL_BLOCKS)
         runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
         with torch.inference_mode():
             cache_dir = config.compile_cache_dir or default_cache_dir()

@@ -16,24 +16,14 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
-from dsv4lite.engine.plan import empty_last_token
+from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.step import SequencePlan, StepPlan
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
-_FEW = (1, 2, 4, 8)
 _COLUMNS = 4  # token, position, slot, first window page
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
-    sizes = [size for size in _FEW if size < most]
-    sizes += range(16, min(most, 64), 8)
-    sizes += range(64, min(most, 256), 32)
-    sizes += range(256, most, 128)
-    return [*sizes, most]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,6 +10,8 @@ from dsv4lite.engine.step import IN_FLIGHT, StepPlan
 from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
+_FEW = (1, 2, 4, 8)
+
 
 def apply_copies(plan: StepPlan, cache: StateCache) -> None:
     """Bring the state to where the step's sequences expect it: fresh, restored and forked slots, copied pages."""
@@ -81,6 +83,15 @@ def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
     batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
     batch.paging.positions_T.fill_(-1)
     return batch
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    sizes = [size for size in _FEW if size < most]
+    sizes += range(16, min(most, 64), 8)
+    sizes += range(64, min(most, 256), 32)
+    sizes += range(256, most, 128)
+    return [*sizes, most]
 
 
 def _ids(values: tuple[int, ...], device: torch.device) -> Tensor:

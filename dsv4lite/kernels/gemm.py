@@ -27,6 +27,7 @@ from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float
 
 ROW_TILE = 16
 FP8_BLOCK = 128
+LIBRARY_ROWS = 512  # above, kernels leave plain products to the library if any order of summation will do
 
 
 def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tensor:

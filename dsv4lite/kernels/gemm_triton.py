@@ -21,12 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, scale_rows
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
-LIBRARY_ROWS = 512
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_TILES = 8  # of rows that share the weights in cache
 # Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``).

@@ -88,8 +88,14 @@ def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Pag
     selected_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=iq_THC.device)
     for begin in range(0, tokens, round_tokens):
         part = slice(begin, min(begin + round_tokens, tokens))
-        scores = index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, begin=begin)
-        select_paged(scores, paging, top_k, PAGE_TOKENS // keys.rows_per_page, begin=begin, out=selected_TK[part])
+        select_paged(  # which alone holds the scores: there is no room for those of two rounds
+            index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, begin=begin),
+            paging,
+            top_k,
+            PAGE_TOKENS // keys.rows_per_page,
+            begin=begin,
+            out=selected_TK[part],
+        )
     return selected_TK
 
 

@@ -614,8 +614,8 @@ class DeepseekV4(nn.Module):
 
     @property
     def paged(self) -> bool:
-        """Whether steps run in the ops that work on packed rows: everything stays quantized, on an accelerator."""
-        return self.numerics.resident_fp8 and self.numerics.resident_experts != "plain"
+        """Whether steps run in the ops that work on packed rows."""
+        return self.numerics.paged
 
     def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run a step's tokens; return the final streams [T, N, D]."""

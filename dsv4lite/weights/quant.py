@@ -77,6 +77,11 @@ class Numerics:
         )
 
     @property
+    def paged(self) -> bool:
+        """Whether steps run in the ops that work on packed rows: everything stays quantized, on an accelerator."""
+        return self.resident_fp8 and self.resident_experts != "plain"
+
+    @property
     def row_tile(self) -> int | None:
         """Rows of one matrix product, ``None`` for any number."""
         return ROW_TILE if self.deterministic else None

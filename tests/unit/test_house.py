@@ -35,7 +35,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"state": ("engine.cache",), "weights": ("weights",)},
     {"models": ("models",), "sampling": ("engine.sampl",)},
     {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
-    {"memory": ("memory", "device")},
+    {"memory": ("memory", "device", "workspace")},
     {"engine": ("engine",)},
     {"face": ("face", "llm")},
     {"integrations": ("integrations",)},

@@ -1,0 +1,143 @@
+"""What a step allocates beside weights and state: tensors that live at the same time, counted where they are widest.
+
+Bytes per token unless said otherwise; D model, N streams, H heads of C channels, R low rank, I expert width, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dsv4lite.engine.plan import graph_sizes
+from dsv4lite.kernels.compress import OVERLAP_RATIO
+from dsv4lite.kernels.gemm import LIBRARY_ROWS
+from dsv4lite.kernels.indexer import SCORE_BYTES
+from dsv4lite.models.batch import SPLITS
+from dsv4lite.models.config import V4Config
+
+MIB = 1 << 20
+_BF16, _FLOAT, _INT = 2, 4, 4
+_SAMPLING = (
+    12  # copies of the logits, at most: penalties and masks, noise, sorted tokens with their ids and masses, log-probabilities
+)
+_SCORED_ROWS = 64  # at least: prompt tokens are scored 128 rows at a time, of half as many copies
+# Largest block of rows that one expert multiplies: each expert may leave one such block almost empty.
+_EXPERT_ROWS = 64
+_SELECT_BINS, _SELECT_SEGMENT = 2 * 256, 4096  # histograms of scores too many for one program
+_LIBRARY = 32 * MIB  # scratch of the matrix library on one stream, on the chips where it is largest
+_SCRATCH = 16 * MIB  # parts of products of few rows, and counters
+SMALL_BLOCKS = 12 * MIB  # what tensors of less than a MiB take, which the allocator keeps apart from others
+_GAPS = 1.2  # what the allocator takes for each byte that lives: blocks of other sizes than those before leave gaps
+_GRAPH_SEGMENTS = (20 + 2) * MIB  # the least that the allocator takes for a graph's large and small tensors
+
+
+def reference_workspace(model: V4Config, tokens: int, sequences: int) -> int:
+    """Estimate what a step of the references takes: streams and float32 copies, queries, expert inputs, gathered rows, logits."""
+    per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
+    per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
+    rows = 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
+    return tokens * per_token + rows + 4 * 3 * model.vocab_size * sequences
+
+
+def paged_workspace(model: V4Config, *, tokens: int, sequences: int, longest: int, deterministic: bool) -> int:
+    """Return the bytes that hold any step on paged state: ``SMALL_BLOCKS``, and the rest in one piece.
+
+    Args:
+        model: Sizes.
+        tokens: Most tokens of a step.
+        sequences: Most sequences that sample in a step.
+        longest: Most tokens of a sequence.
+        deterministic: No product is left to the library, and attention is never split.
+    """
+    few = [] if deterministic else [_split_attention(model, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
+    sampling = tokens * _held(model) + _SAMPLING * _FLOAT * model.vocab_size * max(sequences, _SCORED_ROWS)
+    live = max(_model_pass(model, tokens, longest), sampling, *few)
+    return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (0 if deterministic else _LIBRARY)
+
+
+def graph_bytes(model: V4Config, *, sequences: int, longest: int) -> int:
+    """Return what the graphs of decode steps keep: their logits, one block each, and beside the largest one's what it works with.
+
+    The smaller graphs, recorded later, find room in what the largest has left.
+    """
+    logits = [_FLOAT * model.vocab_size * size for size in graph_sizes(sequences)]
+    return max(sum(logits), logits[-1] + _model_pass(model, sequences, longest)) + _GRAPH_SEGMENTS
+
+
+def _held(model: V4Config) -> int:
+    """Return what lives during a whole pass: streams, the embedding that they began with, angles, and what says who is where."""
+    angles = 2 * (2 + len({ratio for ratio in model.ratios if ratio})) * model.rope_dim // 2 * _FLOAT
+    return _BF16 * model.hidden_size * (model.streams + 1) + angles + 8 * _INT
+
+
+def _input(model: V4Config) -> int:
+    """Return a sub-layer's input, in bfloat16 and in FP8, and the mix for its output."""
+    return _rounded(model.hidden_size) + _BF16 * model.hidden_size + _FLOAT * model.streams * (model.streams + 1)
+
+
+def _rounded(width: int) -> int:
+    return width + -(-width // 128)
+
+
+def _model_pass(model: V4Config, tokens: int, longest: int) -> int:
+    """Return the bytes that live at the widest point of a pass over all layers."""
+    c = model
+    latents = _BF16 * (c.q_lora_rank + c.head_dim) + _rounded(c.q_lora_rank)  # of queries and rows, and the former in FP8
+    latents += _BF16 * c.head_dim + _BF16 * c.rope_dim  # at most: packed rows of this step's tokens
+    heads, index_heads = _BF16 * c.num_attention_heads * c.head_dim, _index_heads(c)
+    outputs = _BF16 * c.o_groups * c.o_lora_rank
+    widest = max(
+        # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
+        _BF16 * c.hidden_size * (c.streams + 1) + _input(c) + _BF16 * c.hidden_size,
+        # Projections for compressed entries, which nobody has read yet.
+        _FLOAT * _compressed_columns(c),
+        # Queries as they come from the projection, and normed.
+        latents + 2 * (heads + index_heads),
+        # Normed queries, the entries they have chosen, and what attention returns.
+        latents + 2 * heads + index_heads + _INT * c.index_topk,
+        # Attention's results, their low-rank form in bfloat16 and FP8, the sub-layer's output.
+        heads + outputs + _rounded(outputs // _BF16) + _BF16 * c.hidden_size,
+        _experts(c),
+    )
+    whole = tokens * (_held(c) + _input(c))
+    # Once, not for each token: weights that are widened for the library; scores of index keys, in rounds.
+    widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if tokens > LIBRARY_ROWS else 0
+    projecting = tokens * (heads + outputs) + widened
+    padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c)
+    scoring = tokens * (latents + heads + index_heads + _INT * c.index_topk) + _scores(c, tokens, longest)
+    return whole + max(tokens * widest + padding, projecting, scoring)
+
+
+def _split_attention(model: V4Config, tokens: int, longest: int, splits: int, most: float) -> int:
+    """Return the same for the most tokens whose attention is split: float32 parts of the results live beside them."""
+    few = int(min(tokens, most))
+    return _model_pass(model, few, longest) + splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
+
+
+def _index_heads(model: V4Config) -> int:
+    return _BF16 * model.index_heads * model.index_dim if OVERLAP_RATIO in model.ratios else 0
+
+
+def _compressed_columns(model: V4Config) -> int:
+    """Return the columns of the widest projection for compressed entries, those of index keys included."""
+    return 4 * (model.head_dim + model.index_dim) + model.index_heads if OVERLAP_RATIO in model.ratios else 2 * model.head_dim
+
+
+def _experts(model: V4Config) -> int:
+    """Return what lives while experts work: the shared result and its hidden layer, routes, and inputs or outputs of every pair."""
+    c, k = model, model.experts_per_token
+    hidden = _BF16 * 2 * c.expert_width + _rounded(c.expert_width)
+    routes = _FLOAT * c.num_experts + (8 + _FLOAT) * k + k * _expert_words(c)
+    pairs = k * (c.expert_width + max(_BF16 * c.expert_width, _BF16 * c.hidden_size))
+    return 2 * _BF16 * c.hidden_size + max(hidden, routes + pairs)
+
+
+def _expert_words(model: V4Config) -> int:
+    """Return the bytes of one place in a block of an expert: which pair it is, and scales of its inputs and hidden channels."""
+    return _INT * (1 + (model.hidden_size + model.expert_width) // 128)
+
+
+def _scores(model: V4Config, tokens: int, longest: int) -> int:
+    """Return the bytes of the scores of one round of tokens, and the histograms with which the best are found."""
+    entries = longest // OVERLAP_RATIO if OVERLAP_RATIO in model.ratios else 0
+    if entries <= model.index_topk:
+        return 0
+    together = min(tokens, max(1, SCORE_BYTES // (_BF16 * entries)))
+    return together * (_BF16 * entries + _SELECT_BINS * _INT * -(-entries // _SELECT_SEGMENT))

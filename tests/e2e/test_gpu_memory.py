@@ -1,0 +1,56 @@
+"""What an engine takes of a GPU against what was planned."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.config import tiny_model
+from dsv4lite.llm import LLM
+from dsv4lite.request import SamplingParams
+from examples.benchmark import flash
+
+pytestmark = pytest.mark.gpu
+PIECES = 64 << 20  # a few of the allocator's least pieces, 20 MiB each: what small models are rounded up by
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        ({}, {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "max_model_len": 16384}),
+        ({}, {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 4096}),
+        (flash(4), {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 16384}),
+        (flash(4), {"max_num_batched_tokens": 2048, "max_num_seqs": 4, "max_model_len": 1 << 17}),
+    ],
+    ids=["tiny", "tiny-few", "flash-4", "flash-4-long"],
+)
+def test_plan_is_what_traffic_takes(overrides: dict[str, Any], settings: dict[str, Any], deterministic: bool) -> None:
+    rng = random.Random(0)
+    lengths = [settings["max_model_len"] - 40, 8191, 5000, 1025, 700, 513, 64, 3] + [300] * settings["max_num_seqs"]
+    prompts = [[rng.randrange(3, 4000) for _ in range(min(n, settings["max_model_len"] - 40))] for n in lengths]
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, top_p=0.9, seed=1, logprobs=5, max_tokens=32, ignore_eos=True, detokenize=False),
+    )
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    with LLM(tiny_model(), load_format="dummy", hf_overrides=overrides, deterministic=deterministic, **settings) as llm:
+        ready = torch.cuda.memory_reserved() - before
+        for params in kinds:
+            llm.generate_batch(prompts, params)
+        budget = llm.memory().per_device[0]
+        measured = torch.cuda.max_memory_reserved() - before
+        torch.cuda.synchronize()
+    print(f"planned {budget.used / 2**20:,.0f} MiB, ready {ready / 2**20:,.0f}, after traffic {measured / 2**20:,.0f}; {budget}")
+    assert abs(measured - budget.used) <= 0.03 * measured + PIECES
+    assert measured - ready <= PIECES  # traffic takes nothing more than the start has taken
+    gc.collect()
+    assert torch.cuda.memory_reserved() - before <= PIECES  # and all of it is given back
