@@ -250,7 +250,7 @@ class Engine:
         try:
             grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
         except UnsupportedError as error:  # concerns only requests that want one
-            self._no_grammars = error
+            self._no_grammars = error.with_traceback(None)  # which would hold on to the model
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
