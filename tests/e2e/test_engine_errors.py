@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dsv4lite import memory
 from dsv4lite.config import tiny_model
+from dsv4lite.engine import engine as engine_file
 from dsv4lite.engine.engine import Engine
 from dsv4lite.errors import (
     CapacityError,
@@ -618,3 +620,14 @@ def test_engines_come_and_go_without_a_trace(model: Path, backend: str) -> None:
 def test_every_error_is_the_library_s_own() -> None:
     kinds = (CapacityError, CheckpointError, ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, QueueFullError)
     assert all(issubclass(kind, DSV4LiteError) for kind in kinds)
+
+
+def test_a_closed_engine_lets_go_of_its_model_where_grammars_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise UnsupportedError("no library for grammars")
+
+    monkeypatch.setattr(engine_file, "GrammarCompiler", missing)
+    with opened(tiny_model()) as llm:
+        model = weakref.ref(engine_of(llm)._runner.model)
+        assert model() is not None
+    assert model() is None
