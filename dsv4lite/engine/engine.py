@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import advice_for, choose_device, forget_frames, own_stream, reserve, start_error
 from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.dump import StepRecorder
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.runner import Flight, Runner
@@ -116,7 +114,6 @@ class Engine:
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
         self._runner: Runner
-        self._recorder: StepRecorder
 
     # ------------------------------------------------------------------------------------------------- from other threads
 
@@ -177,10 +174,6 @@ class Engine:
     def reset_prefix_cache(self) -> Future[None]:
         """Forget cached prefixes."""
         return self.call(lambda engine: engine._scheduler.reset_prefix_cache())
-
-    def dump_step(self, path: Path) -> Future[None]:
-        """Save the next step; done as soon as that is sure to happen."""
-        return self.call(lambda engine: engine._recorder.request(path))
 
     def check(self) -> Future[None]:
         """Verify that every page, slot and snapshot is accounted for; fails with AssertionError otherwise."""
@@ -258,7 +251,6 @@ class Engine:
             grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
         except UnsupportedError as error:  # concerns only requests that want one
             self._no_grammars = error.with_traceback(None)  # which would hold on to the model
-        self._recorder = StepRecorder(config, model, cache)
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
@@ -313,19 +305,14 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the previous one (without overlap: of this one)."""
         started = time.perf_counter()
-        recorder = self._recorder if self._recorder.active else None
-        if recorder is not None:
-            self._settle()
         plan = self._scheduler.schedule(time.monotonic())
         self._tell(self._scheduler.pop_expired())
-        flight = self._runner.launch(plan, recorder) if plan is not None else None
-        overlap = self._overlap and recorder is None
-        previous, self._in_flight = (self._in_flight, flight) if overlap else (flight, None)
+        flight = self._runner.launch(plan) if plan is not None else None
+        previous, self._in_flight = (self._in_flight, flight) if self._overlap else (flight, None)
         if previous is not None:
             launched = time.perf_counter()
             results = previous.results()
             landed = time.perf_counter()
-            self._recorder.end(None if previous.samples is None else previous.samples.finite)
             self._land(previous, results)
             ended = time.perf_counter()
             self._count(len(results), step_s=ended - started, host_s=launched - started + ended - landed)
@@ -448,9 +435,7 @@ class Engine:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
             log.error("the engine failed", exc_info=error)
-            saved = self._recorder.failed(error)
-            where = "" if saved is None else f"; the step is saved as {saved}"
-            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
+            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}"
             self._dead = EngineDeadError(message, phase="step")
             self._dead.__cause__ = error
             self._closing = True
@@ -461,7 +446,7 @@ class Engine:
         """Drop tensors, and answer those who still wait."""
         self._in_flight = None
         self._routed.clear()
-        del self._runner, self._scheduler, self._recorder
+        del self._runner, self._scheduler
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
         self._ended = True

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.dump import StepRecorder
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.sampler import Sampler
@@ -112,17 +111,10 @@ class Runner:
     def _run_padding(self, tokens: int) -> None:
         self.model.logits(self.model(padding(tokens, self.model), self.cache.layers)[:1])
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> Flight:
-        """Start a step; on a device with a stream of its own this returns before the step ends.
-
-        Args:
-            plan: What to run.
-            recorder: Keeps what the step is about to change.
-        """
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step; on a device with a stream of its own this returns before the step ends."""
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        if recorder is not None:
-            recorder.begin(plan)
         wanted = any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences)
         if self._graphs is not None and self._graphs.covers(plan) and not wanted:
             return self._replay(plan, self._graphs)
