@@ -6,7 +6,7 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,40 +15,30 @@ from torch import Tensor, nn
 from dsv4lite.engine.cache import LayerCache, StateLayout
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
-from dsv4lite.kernels.experts import can_tile, experts_forward
-from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
-from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.quantize import hadamard, quantize_fp8
+from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
-from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
+from dsv4lite.models.moe import MoE
 from dsv4lite.weights.quant import (
-    ACTIVATION_GROUP,
     Matrix,
+    NamedSlots,
     Numerics,
     Rounded,
     Slot,
     TensorSlot,
-    TiledStack,
     grouped_linear,
     linear,
-    round_input,
+    parameter,
     rounded_linear,
 )
-
-NamedSlots = Iterator[tuple[str, Slot]]
-
-
-def _tensor(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
 
 
 class Streams:
@@ -111,8 +101,8 @@ class Compressor(nn.Module):
         super().__init__()
         self.ratio, self.eps = ratio, config.norm_eps
         self.columns = width * (2 if ratio == OVERLAP_RATIO else 1)
-        self.ape = _tensor(ratio, self.columns, numerics=numerics)
-        self.norm = _tensor(width, numerics=numerics)
+        self.ape = parameter(ratio, self.columns, numerics=numerics)
+        self.norm = parameter(width, numerics=numerics)
 
     def forward(
         self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, slots_S: Tensor, group: GroupStep, dtype: torch.dtype
@@ -154,9 +144,9 @@ class Attention(nn.Module):
         self.numerics = numerics
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
         heads, channels = c.num_attention_heads, c.head_dim
-        self.attn_sink = _tensor(heads, numerics=numerics)
-        self.q_norm = _tensor(c.q_lora_rank, numerics=numerics)
-        self.kv_norm = _tensor(channels, numerics=numerics)
+        self.attn_sink = parameter(heads, numerics=numerics)
+        self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
+        self.kv_norm = parameter(channels, numerics=numerics)
         index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
@@ -343,160 +333,6 @@ class Attention(nn.Module):
             yield prefix + "indexer.weights_proj.weight", self.compress_in.rows(begin, begin + c.index_heads)
 
 
-class WideExperts(nn.Module):
-    """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
-
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
-        super().__init__()
-        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, config.num_experts
-        self.w13 = Matrix(self.count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
-        self.w2 = Matrix(self.count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
-
-    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
-        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        (tokens, per_token), dtype = chosen_TK.shape, x_TD.dtype
-        x_TD = round_input(x_TD, self.w13).to(self.w13.weight.dtype)
-        if tokens == 1:
-            outputs = [self._one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())]
-        else:
-            order = chosen_TK.flatten().argsort(stable=True)
-            counts = torch.bincount(chosen_TK.flatten(), minlength=self.count).tolist()
-            weights = weight_TK.flatten()[order]
-            inputs = x_TD[order // per_token]
-            parts, begin = [], 0
-            for expert, count in enumerate(counts):
-                if count:
-                    rows = slice(begin, begin + count)
-                    parts.append(self._one(expert, inputs[rows], weights[rows, None], dtype))
-                    begin += count
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order), device=order.device)
-            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
-        total = outputs[0]
-        for output in outputs[1:]:
-            total = total + output
-        return (total + shared_TD.float()).to(dtype)
-
-    def _one(self, expert: int, x_TD: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
-        """Run one expert on inputs already rounded as its matrices want; the mixing weight is applied before ``w2``."""
-        w13, w2 = self.w13.weight, self.w2.weight
-        h_TI = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
-        u_TI = (swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit) * weight_T1).to(dtype)
-        return matmul_rows(round_input(u_TI, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
-
-    def slots(self, prefix: str) -> NamedSlots:
-        for e in range(self.count):
-            yield f"{prefix}{e}.w1.weight", self.w13.rows(0, self.width, expert=e)
-            yield f"{prefix}{e}.w3.weight", self.w13.rows(self.width, 2 * self.width, expert=e)
-            yield f"{prefix}{e}.w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=e)
-
-
-class TiledExperts(nn.Module):
-    """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
-
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
-        super().__init__()
-        hidden, width, fp4 = config.hidden_size, config.expert_width, numerics.resident_experts == "fp4"
-        self.limit, self.count = config.swiglu_limit, config.num_experts
-        self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
-        self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
-
-    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
-        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
-
-    def slots(self, prefix: str) -> NamedSlots:
-        for e in range(self.count):
-            yield f"{prefix}{e}.w1.weight", self.w13.slot(e, 0)
-            yield f"{prefix}{e}.w3.weight", self.w13.slot(e, 1)
-            yield f"{prefix}{e}.w2.weight", self.w2.slot(e)
-
-
-class SharedExpert(nn.Module):
-    """The clamped SwiGLU expert of every token; w1 (gate) lies above w3 (up)."""
-
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
-        super().__init__()
-        self.limit, self.width = config.swiglu_limit, config.expert_width
-        dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
-        self.w13 = dense(2 * self.width, config.hidden_size, borders=[self.width])
-        self.w2 = dense(config.hidden_size, self.width)
-
-    def forward(self, x_TD: Tensor, rounded: Rounded | None) -> Tensor:
-        """Return [T, D]; ``rounded`` is ``x`` in FP8, where somebody has it already."""
-        h_TI = linear(x_TD, self.w13, rounded=rounded)
-        if self.w2.scale is not None:
-            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, x_TD.dtype)
-        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2)
-
-    def slots(self, prefix: str) -> NamedSlots:
-        yield prefix + "w1.weight", self.w13.rows(0, self.width)
-        yield prefix + "w3.weight", self.w13.rows(self.width, 2 * self.width)
-        yield prefix + "w2.weight", self.w2.whole()
-
-
-class MoE(nn.Module):
-    """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
-
-    def __init__(self, config: V4Config, numerics: Numerics, *, hashed: bool) -> None:
-        super().__init__()
-        c = self.config = config
-        self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, c.expert_width)
-        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(c, numerics)
-        self.shared = SharedExpert(c, numerics)
-        self.bias = None if hashed else _tensor(c.num_experts, numerics=numerics)
-        table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
-        self.register_buffer("tid2eid", table)
-        self.tid2eid: Tensor | None
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        token_ids_T: Tensor,
-        routed_TK: Tensor | None = None,
-        rounded: Rounded | None = None,
-        positions_T: Tensor | None = None,
-    ) -> Tensor:
-        """Return [T, D].
-
-        Args:
-            x_TD: Inputs.
-            token_ids_T: For the hash.
-            routed_TK: Receives the experts chosen.
-            rounded: ``x`` in FP8, where somebody has it already.
-            positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
-        """
-        c = self.config
-        if not isinstance(self.experts, WideExperts):
-            rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-        shared_TD = self.shared(x_TD, rounded)
-        chosen_TK, weight_TK = route(
-            linear(x_TD, self.gate, torch.float32),
-            c.experts_per_token,
-            c.route_scale,
-            bias_E=self.bias,
-            chosen_TK=self.tid2eid,
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-        )
-        if routed_TK is not None:
-            routed_TK.copy_(chosen_TK)
-        if isinstance(self.experts, WideExperts):
-            return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
-        assert rounded is not None
-        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
-
-    def slots(self, prefix: str) -> NamedSlots:
-        yield prefix + "gate.weight", self.gate.whole()
-        if self.bias is not None:
-            yield prefix + "gate.bias", TensorSlot(self.bias)
-        if self.tid2eid is not None:
-            yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
-        yield from self.experts.slots(prefix + "experts.")
-        yield from self.shared.slots(prefix + "shared_experts.")
-
-
 class Hc(nn.Module):
     """Parameters of one hyper-connection."""
 
@@ -504,9 +340,9 @@ class Hc(nn.Module):
         super().__init__()
         n = config.streams
         rows = n if head else n * (n + 2)
-        self.fn = _tensor(rows, n * config.hidden_size, numerics=numerics)
-        self.base = _tensor(rows, numerics=numerics)
-        self.scale = _tensor(1 if head else 3, numerics=numerics)
+        self.fn = parameter(rows, n * config.hidden_size, numerics=numerics)
+        self.base = parameter(rows, numerics=numerics)
+        self.scale = parameter(1 if head else 3, numerics=numerics)
 
     @property
     def weights(self) -> HcWeights:
@@ -524,8 +360,8 @@ class Block(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
         super().__init__()
         self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
-        self.attn_norm = _tensor(config.hidden_size, numerics=numerics)
-        self.ffn_norm = _tensor(config.hidden_size, numerics=numerics)
+        self.attn_norm = parameter(config.hidden_size, numerics=numerics)
+        self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
         self.attn = Attention(config, numerics, layer)
         self.ffn = MoE(config, numerics, hashed=config.hashed(layer))
 
@@ -555,7 +391,7 @@ class Mtp(nn.Module):
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
-        self.enorm, self.hnorm, self.norm = (_tensor(d, numerics=numerics) for _ in range(3))
+        self.enorm, self.hnorm, self.norm = (parameter(d, numerics=numerics) for _ in range(3))
         self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.hc_head = Hc(config, numerics, head=True)
@@ -586,9 +422,9 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        self.embed = _tensor(c.vocab_size, c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        self.embed = parameter(c.vocab_size, c.hidden_size, numerics=numerics, dtype=numerics.dtype)
         self.head = Matrix(c.vocab_size, c.hidden_size, numerics=numerics)
-        self.norm = _tensor(c.hidden_size, numerics=numerics)
+        self.norm = parameter(c.hidden_size, numerics=numerics)
         self.hc_head = Hc(c, numerics, head=True)
         self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))
         count = c.num_mtp_layers if with_mtp else 0

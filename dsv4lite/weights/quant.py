@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -252,6 +252,12 @@ class TensorSlot:
 
 
 Slot = MatrixSlot | TileSlot | TensorSlot
+NamedSlots = Iterator[tuple[str, Slot]]
+
+
+def parameter(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Allocate a parameter that is no matrix: a norm, a table, a bias."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
 
 
 def round_input(x: Tensor, matrix: Matrix) -> Tensor:

@@ -13,7 +13,8 @@ from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.memory import weight_bytes
 from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4, TiledExperts, WideExperts
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.moe import TiledExperts, WideExperts
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics

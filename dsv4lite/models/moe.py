@@ -1,0 +1,185 @@
+"""The mixture of experts: a router, one shared expert and many routed ones (specification 3.8).
+
+Shape suffixes: T tokens, D model, E experts, K experts per token, I expert width.  Names are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dsv4lite.kernels.experts import can_tile, experts_forward
+from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.moe import route, swiglu
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.swiglu import swiglu_quantize
+from dsv4lite.models.config import V4Config
+from dsv4lite.weights.quant import (
+    ACTIVATION_GROUP,
+    Matrix,
+    NamedSlots,
+    Numerics,
+    Rounded,
+    TensorSlot,
+    TiledStack,
+    linear,
+    parameter,
+    round_input,
+    rounded_linear,
+)
+
+
+class WideExperts(nn.Module):
+    """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
+
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+        super().__init__()
+        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, config.num_experts
+        self.w13 = Matrix(self.count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
+        self.w2 = Matrix(self.count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
+
+    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
+        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
+        (tokens, per_token), dtype = chosen_TK.shape, x_TD.dtype
+        x_TD = round_input(x_TD, self.w13).to(self.w13.weight.dtype)
+        if tokens == 1:
+            outputs = [self._one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())]
+        else:
+            order = chosen_TK.flatten().argsort(stable=True)
+            counts = torch.bincount(chosen_TK.flatten(), minlength=self.count).tolist()
+            weights = weight_TK.flatten()[order]
+            inputs = x_TD[order // per_token]
+            parts, begin = [], 0
+            for expert, count in enumerate(counts):
+                if count:
+                    rows = slice(begin, begin + count)
+                    parts.append(self._one(expert, inputs[rows], weights[rows, None], dtype))
+                    begin += count
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return (total + shared_TD.float()).to(dtype)
+
+    def _one(self, expert: int, x_TD: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
+        """Run one expert on inputs already rounded as its matrices want; the mixing weight is applied before ``w2``."""
+        w13, w2 = self.w13.weight, self.w2.weight
+        h_TI = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
+        u_TI = (swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit) * weight_T1).to(dtype)
+        return matmul_rows(round_input(u_TI, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        for e in range(self.count):
+            yield f"{prefix}{e}.w1.weight", self.w13.rows(0, self.width, expert=e)
+            yield f"{prefix}{e}.w3.weight", self.w13.rows(self.width, 2 * self.width, expert=e)
+            yield f"{prefix}{e}.w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=e)
+
+
+class TiledExperts(nn.Module):
+    """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
+
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+        super().__init__()
+        hidden, width, fp4 = config.hidden_size, config.expert_width, numerics.resident_experts == "fp4"
+        self.limit, self.count = config.swiglu_limit, config.num_experts
+        self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
+        self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
+
+    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
+        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
+        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        for e in range(self.count):
+            yield f"{prefix}{e}.w1.weight", self.w13.slot(e, 0)
+            yield f"{prefix}{e}.w3.weight", self.w13.slot(e, 1)
+            yield f"{prefix}{e}.w2.weight", self.w2.slot(e)
+
+
+class SharedExpert(nn.Module):
+    """The clamped SwiGLU expert of every token; w1 (gate) lies above w3 (up)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+        super().__init__()
+        self.limit, self.width = config.swiglu_limit, config.expert_width
+        dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
+        self.w13 = dense(2 * self.width, config.hidden_size, borders=[self.width])
+        self.w2 = dense(config.hidden_size, self.width)
+
+    def forward(self, x_TD: Tensor, rounded: Rounded | None) -> Tensor:
+        """Return [T, D]; ``rounded`` is ``x`` in FP8, where somebody has it already."""
+        h_TI = linear(x_TD, self.w13, rounded=rounded)
+        if self.w2.scale is not None:
+            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, x_TD.dtype)
+        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "w1.weight", self.w13.rows(0, self.width)
+        yield prefix + "w3.weight", self.w13.rows(self.width, 2 * self.width)
+        yield prefix + "w2.weight", self.w2.whole()
+
+
+class MoE(nn.Module):
+    """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, *, hashed: bool) -> None:
+        super().__init__()
+        c = self.config = config
+        self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
+        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, c.expert_width)
+        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(c, numerics)
+        self.shared = SharedExpert(c, numerics)
+        self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
+        table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
+        self.register_buffer("tid2eid", table)
+        self.tid2eid: Tensor | None
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        token_ids_T: Tensor,
+        routed_TK: Tensor | None = None,
+        rounded: Rounded | None = None,
+        positions_T: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T, D].
+
+        Args:
+            x_TD: Inputs.
+            token_ids_T: For the hash.
+            routed_TK: Receives the experts chosen.
+            rounded: ``x`` in FP8, where somebody has it already.
+            positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
+        """
+        c = self.config
+        if not isinstance(self.experts, WideExperts):
+            rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+        shared_TD = self.shared(x_TD, rounded)
+        chosen_TK, weight_TK = route(
+            linear(x_TD, self.gate, torch.float32),
+            c.experts_per_token,
+            c.route_scale,
+            bias_E=self.bias,
+            chosen_TK=self.tid2eid,
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+        )
+        if routed_TK is not None:
+            routed_TK.copy_(chosen_TK)
+        if isinstance(self.experts, WideExperts):
+            return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
+        assert rounded is not None
+        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "gate.weight", self.gate.whole()
+        if self.bias is not None:
+            yield prefix + "gate.bias", TensorSlot(self.bias)
+        if self.tid2eid is not None:
+            yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
+        yield from self.experts.slots(prefix + "experts.")
+        yield from self.shared.slots(prefix + "shared_experts.")
