@@ -56,7 +56,7 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the face passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "request", "config", "models.config", "parallel.shard", "text.chat", "text.parse", "text.tokenizer",
+    "errors", "request", "config", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse", "text.tokenizer",
     *SCHEDULING,
     "face.bridge", "face.collect", "face.prepare", "face.session", "face.batch", "face.streams", "face.common", "llm",
 )  # fmt: skip
