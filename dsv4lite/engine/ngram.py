@@ -1,0 +1,89 @@
+"""Prompt lookup: drafts are what followed the last tokens of a sequence when they stood together before.
+
+An index maps every n-gram, n from ``min_n`` to ``max_n``, to the latest place where it was followed by a token. New tokens are
+indexed as they come. What was there at the first call, or came by the thousand, is indexed from its end backwards, at most
+``BACKLOG`` places per call, so that no call takes long. Only the last ``lookback`` places stay in the index, which bounds its
+memory: see ``NGramIndex``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+BACKLOG = 512
+"""Places of the text before the first call that a call indexes."""
+
+_TOKEN_BITS = 32
+
+
+class NGramIndex:
+    """The n-grams of one sequence.
+
+    It holds at most ``lookback * (max_n - min_n + 1)`` of them, at about 250 bytes each where no two are equal: 6 MB by default.
+    """
+
+    __slots__ = ("_first", "_last", "_latest", "_lookback", "_max_n", "_min_n")
+
+    def __init__(self, *, min_n: int = 2, max_n: int = 4, lookback: int = 8192) -> None:
+        """Begin empty.
+
+        Args:
+            min_n: Fewest tokens that must have stood together before.
+            max_n: Most tokens that are compared; a longer match is no better.
+            lookback: Places, from the end of the text, that can be matched.
+        """
+        assert 1 <= min_n <= max_n and lookback >= 1
+        self._min_n, self._max_n, self._lookback = min_n, max_n, lookback
+        self._latest: list[dict[int, int]] = [{} for _ in range(min_n, max_n + 1)]
+        # Indexed are the n-grams that end before the tokens first, first + 1, ..., last - 1.
+        self._first = self._last = -1
+
+    def draft(self, tokens: Sequence[int], k: int) -> list[int]:
+        """Return ``k`` tokens that may come next, or none if nothing matches.
+
+        The longest match decides, of equally long ones the latest. Where it reaches the end of the text, what it foretold is
+        taken for text: drafts go round in the period that the match found.
+
+        Args:
+            tokens: The sequence so far; what the call before got, and possibly more.
+            k: Number of drafts.
+        """
+        self._index(tokens)
+        source = -1
+        for key, latest in self._keys(tokens, len(tokens)):
+            source = latest.get(key, source)  # longer n-grams come later, and whatever has a long one has its end
+        if source < 0:
+            return []
+        text, size = list(tokens[source : source + k]), len(tokens)
+        for place in range(source + len(text), source + k):
+            text.append(text[place - size])
+        return text
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Take up the new tokens and a piece of the backlog; drop what is too far back."""
+        size, oldest = len(tokens), max(self._min_n, len(tokens) - self._lookback)
+        if self._last < 0 or size - self._last > BACKLOG:
+            for latest in self._latest:
+                latest.clear()
+            self._first = self._last = size
+        for place in range(max(self._last, oldest), size):
+            for key, latest in self._keys(tokens, place):
+                latest[key] = place
+        for place in range(self._first, min(oldest, self._last)):
+            for key, latest in self._keys(tokens, place):
+                if latest.get(key) == place:
+                    del latest[key]
+        self._first, self._last = max(self._first, oldest), size
+        begin = max(oldest, self._first - BACKLOG)
+        for place in range(self._first - 1, begin - 1, -1):
+            for key, latest in self._keys(tokens, place):
+                latest.setdefault(key, place)
+        self._first = min(self._first, begin)
+
+    def _keys(self, tokens: Sequence[int], place: int) -> Iterator[tuple[int, dict[int, int]]]:
+        """Yield the n-grams that end before ``place``, the shortest first, each with the table of its length."""
+        key, shortest = 0, self._min_n
+        for n in range(1, min(self._max_n, place) + 1):
+            key = key << _TOKEN_BITS | tokens[place - n]
+            if n >= shortest:
+                yield key, self._latest[n - shortest]
