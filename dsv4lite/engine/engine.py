@@ -110,7 +110,7 @@ class Engine:
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: Flight | None = None
         self._routed: dict[int, _Routed] = {}
-        self._no_grammars: UnsupportedError | None = None
+        self._no_grammars: str | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
         self._runner: Runner
@@ -250,7 +250,7 @@ class Engine:
         try:
             grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
         except UnsupportedError as error:  # concerns only requests that want one
-            self._no_grammars = error.with_traceback(None)  # which would hold on to the model
+            self._no_grammars = str(error)  # the error itself, or what caused it, would hold on to the model
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
@@ -371,7 +371,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         try:
             if request.params.structured_outputs is not None and self._no_grammars is not None:
-                raise self._no_grammars
+                raise UnsupportedError(self._no_grammars)
             self._scheduler.add(request)
         except DSV4LiteError as error:
             self._refuse(request, error)

@@ -624,7 +624,10 @@ def test_every_error_is_the_library_s_own() -> None:
 
 def test_a_closed_engine_lets_go_of_its_model_where_grammars_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
-        raise UnsupportedError("no library for grammars")
+        try:
+            raise ModuleNotFoundError("llguidance")
+        except ModuleNotFoundError as error:
+            raise UnsupportedError("no library for grammars") from error
 
     monkeypatch.setattr(engine_file, "GrammarCompiler", missing)
     with opened(tiny_model()) as llm:

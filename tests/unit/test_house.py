@@ -85,7 +85,10 @@ OPEN_KEYWORDS = {
     "request.SamplingParams.for_rollout": "its own fields, which its constructor checks",
 }
 # Caches that outlive an engine, and why.
-CACHES = {"kernels.gemm_triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own"}
+CACHES = {
+    "kernels.gemm_triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
+    "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
+}
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
