@@ -24,7 +24,7 @@ SCHEDULING = ("engine.pages", "engine.sequence", "engine.step", "engine.holdings
 # The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "request", "config", "models.config")},
+    {"vocabulary": ("errors", "request", "config", "layout", "models.config")},
     {
         "text": ("text",),
         "kernels": ("kernels",),
@@ -56,7 +56,8 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the face passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "request", "config", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse", "text.tokenizer",
+    "errors", "request", "config", "layout", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse",
+    "text.tokenizer",
     *SCHEDULING,
     "face.bridge", "face.collect", "face.prepare", "face.session", "face.batch", "face.streams", "face.common", "llm",
 )  # fmt: skip

@@ -1,0 +1,109 @@
+"""How many ranks an engine has along each axis, and where a rank stands. Plain integers.
+
+    world = pp x max(tp x dp, ep)        ranks count pipeline stage first, then copy, then replica (dp), then tp
+
+Within a pipeline stage the ``ep`` axis runs over the same ranks as ``dp`` and ``tp``: consecutive groups of ``ep`` ranks share the
+experts. Where ``ep`` is larger than ``tp x dp``, the attention part of the model stands on several copies of those ranks, which all
+compute the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4lite.errors import ConfigError
+
+AXES = ("tp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the axes.
+
+    Attributes:
+        tp: Ranks that share the matrices of attention and the vocabulary.
+        ep: Ranks that share the routed experts.
+        dp: Replicas of attention, each with its own requests and caches.
+        pp: Stages, each with consecutive layers.
+
+    Raises:
+        ConfigError: A size is not a positive integer, or they do not divide.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"{name}={size!r} must be an integer of at least 1")
+        plane = self.tp * self.dp
+        if plane % self.ep and self.ep % plane:
+            raise ConfigError(
+                f"ep={self.ep} does not fit tp={self.tp} x dp={self.dp}: it must divide {plane} or be a multiple of it, "
+                "for the same ranks share the experts"
+            )
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return max(self.tp * self.dp, self.ep)
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.stage
+
+    @property
+    def copies(self) -> int:
+        """How often the attention part of a stage exists besides its replicas; 1 unless ``ep`` exceeds ``tp x dp``."""
+        return self.stage // (self.tp * self.dp)
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank stands.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        if not 0 <= rank < self.world:
+            raise ConfigError(f"rank={rank} is not one of the {self.world} ranks of {self}")
+        pp, inner = divmod(rank, self.stage)
+        copy, inner = divmod(inner, self.tp * self.dp)
+        dp, tp = divmod(inner, self.tp)
+        return Place(tp=tp, ep=rank % self.stage % self.ep, dp=dp, pp=pp, copy=copy)
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks along an axis through a rank, in their order along it."""
+        here = self.place(rank)
+        start = here.pp * self.stage
+        inner = rank - start
+        if axis == "pp":
+            return tuple(range(inner, self.world, self.stage))
+        if axis == "ep":
+            first = start + inner - here.ep
+            return tuple(range(first, first + self.ep))
+        if axis == "tp":
+            return tuple(range(rank - here.tp, rank - here.tp + self.tp))
+        first = rank - here.dp * self.tp
+        return tuple(range(first, first + self.dp * self.tp, self.tp))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return all groups of an axis; every rank is in one of them."""
+        return tuple(sorted({self.group(axis, rank) for rank in range(self.world)}))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={getattr(self, name)}" for name in AXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands along each axis; ``copy`` counts the copies of the attention part of its stage."""
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+    copy: int

@@ -1,0 +1,256 @@
+"""Named axes of ranks, with their collectives as methods.
+
+An axis of size 1 does nothing and needs no torch.distributed. Others hold a process group, which may be the host's own or one that
+``Mesh.from_store`` makes besides any default group; nothing here is ever initialised for the process as a whole.
+
+Collectives return once the result can be used by the current stream. Rows are the first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.layout import AXES, Layout, Place
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+Group = Any
+"""A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """Ranks along one axis of a mesh.
+
+    Attributes:
+        name: ``tp``, ``ep``, ``dp`` or ``pp``.
+        rank: Position of this rank along the axis.
+        size: Ranks along the axis.
+        group: Their process group, in the order of their positions; ``None`` for size 1.
+    """
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"axis {self.name}: rank {self.rank} is not below the size {self.size}")
+        if self.size > 1 and self.group is None:
+            raise ConfigError(f"axis {self.name} has {self.size} ranks and no process group")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the axis; ``x`` may be overwritten with it."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the ranks' tensors, all of one shape, side by side along ``dim`` in the order of the ranks."""
+        if self.size == 1:
+            return x
+        flat = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
+        self._group._allgather_base(_plain(flat), _plain(x.flatten())).wait()
+        gathered = flat.view(self.size, *x.shape)
+        return gathered.flatten(0, 1) if dim % x.dim() == 0 else torch.cat(gathered.unbind(), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's part of the sum, the ``rank``-th of ``size`` equal parts of ``dim``."""
+        if self.size == 1:
+            return x
+        if x.shape[dim] % self.size:
+            raise ConfigError(
+                f"axis {self.name}: dimension {dim} of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
+            )
+        parts = torch.stack(x.chunk(self.size, dim))
+        mine = torch.empty(parts[0].numel(), dtype=x.dtype, device=x.device)
+        self._group._reduce_scatter_base(mine, parts.flatten()).wait()
+        return mine.view(parts.shape[1:])
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Return the rows that the other ranks have for this one, in the order of the ranks.
+
+        Args:
+            x: Rows [N, ...], first those for rank 0, then those for rank 1, …
+            send_counts: Rows for each rank.
+            receive_counts: Rows from each rank; what it sends to this one.
+        """
+        if self.size == 1:
+            return x
+        received = torch.empty(sum(receive_counts), *x.shape[1:], dtype=x.dtype, device=x.device)
+        sent = _plain(x.contiguous())
+        self._group.alltoall_base(_plain(received), sent, list(receive_counts), list(send_counts)).wait()
+        return received
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Return what the rank ``source`` along the axis gives; ``x``, of the same shape everywhere, is overwritten with it."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._group.broadcast([_plain(x)], options).wait()
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank along the axis, which must ``receive`` it."""
+        self._group.send([_plain(x.contiguous())], to, 0).wait()
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor with what a rank along the axis sends."""
+        self._group.recv([_plain(x)], source, 0).wait()
+        return x
+
+    @property
+    def _group(self) -> Group:
+        assert self.group is not None, f"axis {self.name} has one rank only"
+        return self.group
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a view in a dtype that every backend can move."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mesh:
+    """The axes of one rank, and where it stands among all."""
+
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    dp: Axis = field(default_factory=lambda: Axis("dp"))
+    pp: Axis = field(default_factory=lambda: Axis("pp"))
+
+    def __post_init__(self) -> None:
+        place = self.place
+        for name in AXES:
+            axis, expected = getattr(self, name), (getattr(place, name), getattr(self.layout, name))
+            if (axis.rank, axis.size) != expected:
+                raise ConfigError(
+                    f"rank {self.rank} of {self.layout} is number {expected[0]} of {expected[1]} along {name}, "
+                    f"but its group says {axis.rank} of {axis.size}"
+                )
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """Return the mesh of a model on one device."""
+        return cls()
+
+    @classmethod
+    def from_groups(
+        cls, *, tp: Group | None = None, ep: Group | None = None, dp: Group | None = None, pp: Group | None = None
+    ) -> Mesh:
+        """Return a mesh of process groups that the host has made; ``None`` stands for an axis of one rank.
+
+        The ranks of the groups must be those of a ``Layout``: stages outermost, then replicas, then tp; ep over the same ranks.
+
+        Raises:
+            ConfigError: The sizes do not divide, or this rank's places in the groups are not those of one rank of the layout.
+        """
+        given = {"tp": tp, "ep": ep, "dp": dp, "pp": pp}
+        axes = {name: Axis(name) if g is None else _axis(name, g) for name, g in given.items()}
+        layout = Layout(**{name: axis.size for name, axis in axes.items()})
+        where = {name: axis.rank for name, axis in axes.items()}
+        for rank in range(layout.world):
+            place = layout.place(rank)
+            if all(getattr(place, name) == at for name, at in where.items()):
+                return cls(layout=layout, rank=rank, **axes)
+        places = " ".join(f"{name}={at}" for name, at in where.items())
+        raise ConfigError(f"no rank of {layout} stands at {places}: ep must run over the ranks of dp and tp in their order")
+
+    @classmethod
+    def of_world(cls, *, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
+        """Return the mesh of all ranks of the default process group, which the host has initialised; makes the groups of the axes.
+
+        Every rank must call this, at the same time.
+
+        Raises:
+            ConfigError: There is no default group, or its size is not that of the layout.
+        """
+        layout = Layout(tp=tp, ep=ep, dp=dp, pp=pp)
+        if layout.world == 1:
+            return cls.single()
+        if not dist.is_initialized():
+            raise ConfigError(f"{layout} needs {layout.world} ranks; call torch.distributed.init_process_group first")
+        if dist.get_world_size() != layout.world:
+            raise ConfigError(f"{layout} needs {layout.world} ranks; the default process group has {dist.get_world_size()}")
+        made = {ranks: dist.new_group(list(ranks)) for ranks in _all_groups(layout)}
+        rank = dist.get_rank()
+        return cls._assemble(layout, rank, {ranks: group for ranks, group in made.items() if rank in ranks})
+
+    @classmethod
+    def from_store(cls, store: Store, layout: Layout, rank: int, device: torch.device, *, timeout_s: float = 600.0) -> Mesh:
+        """Return a mesh with groups of its own, that meet in a store: NCCL for a GPU, gloo for a CPU.
+
+        No default group is needed, and none is made. Every rank must call this.
+
+        Args:
+            store: Where the ranks find each other; the keys of another mesh must not be in it.
+            layout: Of the mesh.
+            rank: Of this process in the layout.
+            device: Of this rank's tensors.
+            timeout_s: Seconds after which a collective gives up.
+        """
+        mine = [ranks for ranks in _all_groups(layout) if rank in ranks]
+        made = {ranks: _make_group(store, ranks, rank, device, timedelta(seconds=timeout_s)) for ranks in mine}
+        return cls._assemble(layout, rank, made)
+
+    @classmethod
+    def _assemble(cls, layout: Layout, rank: int, made: Mapping[tuple[int, ...], Group]) -> Mesh:
+        axes = {}
+        for name in AXES:
+            ranks = layout.group(name, rank)
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks))
+        return cls(layout=layout, rank=rank, **axes)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        return self.layout.place(self.rank)
+
+    @property
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Rank and size along every axis, as ``Shards`` wants them."""
+        return {name: (getattr(self, name).rank, getattr(self, name).size) for name in AXES}
+
+    def groups(self) -> tuple[Group, ...]:
+        """Return the process groups of all axes, each once."""
+        return tuple(
+            {id(axis.group): axis.group for axis in (self.tp, self.ep, self.dp, self.pp) if axis.group is not None}.values()
+        )
+
+
+def _axis(name: str, group: Group) -> Axis:
+    rank, size = group.rank(), group.size()
+    return Axis(name, rank, size, group if size > 1 else None)
+
+
+def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
+    """Return the ranks of every group of more than one rank, once, in an order that is the same on every rank."""
+    return sorted({ranks for name in AXES for ranks in layout.groups(name) if len(ranks) > 1})
+
+
+def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, timeout: timedelta) -> Group:
+    from torch.distributed.distributed_c10d import PrefixStore  # which torch does not have everywhere
+
+    place = PrefixStore("-".join(map(str, ranks)), store)
+    position, size = ranks.index(rank), len(ranks)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(place, position, size, options)
+    return dist.ProcessGroupGloo(place, position, size, timeout)

@@ -1,0 +1,187 @@
+"""Axes and their collectives, on gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.layout import Layout
+from dsv4lite.parallel.mesh import Axis, Mesh
+from tests.parallel.ranks import RankError, Ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small integers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 8, shape, generator=generator).to(dtype)
+
+
+def reduced(mesh: Mesh, dtype: torch.dtype) -> Any:
+    axis = mesh.tp
+    strided = values(axis.rank, 6, 4, dtype=dtype).t()
+    whole = axis.all_reduce(strided)
+    rows = axis.reduce_scatter(values(axis.rank, 4 * axis.size, 3, dtype=dtype))
+    columns = axis.reduce_scatter(values(axis.rank, 3, 2 * axis.size, dtype=dtype), 1)
+    return whole, rows, columns, axis.all_reduce(torch.zeros(0, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_equal_those_of_one_process(ranks: Ranks, size: int) -> None:
+    for dtype in DTYPES:
+        whole = sum(values(r, 6, 4, dtype=dtype) for r in range(size)).t()
+        rows = sum(values(r, 4 * size, 3, dtype=dtype) for r in range(size)).chunk(size)
+        columns = sum(values(r, 3, 2 * size, dtype=dtype) for r in range(size)).chunk(size, 1)
+        for rank, answer in enumerate(ranks.run(reduced, dtype, layout=Layout(tp=size))):
+            assert torch.equal(answer[0], whole) and answer[0].dtype == dtype
+            assert torch.equal(answer[1], rows[rank]) and torch.equal(answer[2], columns[rank])
+            assert answer[3].shape == (0, 4)
+
+
+def moved(mesh: Mesh, dtype: torch.dtype) -> Any:
+    axis = mesh.ep
+    mine = values(axis.rank, 3, 2).to(dtype)
+    counts = [[(source + 2 * target) % 3 for target in range(axis.size)] for source in range(axis.size)]
+    rows = values(axis.rank, sum(counts[axis.rank]), 2).to(dtype)
+    return (
+        axis.all_gather(mine),
+        axis.all_gather(mine.t(), 1),
+        axis.all_gather(mine, -1),
+        axis.broadcast(mine.clone(), axis.size - 1),
+        axis.all_to_all(rows, counts[axis.rank], [row[axis.rank] for row in counts]),
+    )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_moved_rows_arrive_as_they_were(ranks: Ranks, dtype: torch.dtype) -> None:
+    size = 3
+    each = [values(r, 3, 2).to(dtype) for r in range(size)]
+    counts = [[(source + 2 * target) % 3 for target in range(size)] for source in range(size)]
+    sent = [values(r, sum(counts[r]), 2).to(dtype).split(counts[r]) for r in range(size)]
+    for rank, answer in enumerate(ranks.run(moved, dtype, layout=Layout(ep=size))):
+        expected = (
+            torch.cat(each),
+            torch.cat([x.t() for x in each], 1),
+            torch.cat(each, 1),
+            each[-1],
+            torch.cat([parts[rank] for parts in sent]),
+        )
+        for got, want in zip(answer, expected, strict=True):
+            assert got.dtype == want.dtype and got.shape == want.shape
+            assert torch.equal(got.to(torch.float32), want.to(torch.float32))
+
+
+def passed_on(mesh: Mesh) -> Any:
+    axis, x = mesh.pp, torch.empty(2, 3)
+    if axis.rank == 0:
+        axis.send(torch.arange(6.0).view(3, 2).t(), 1)
+        return axis.receive(x, axis.size - 1)
+    axis.receive(x, axis.rank - 1)
+    axis.send(x + 1, (axis.rank + 1) % axis.size)
+    return x
+
+
+def test_stages_pass_tensors_on(ranks: Ranks) -> None:
+    first, second, third = ranks.run(passed_on, layout=Layout(pp=3))
+    expected = torch.arange(6.0).view(3, 2).t()
+    assert torch.equal(second, expected) and torch.equal(third, expected + 1) and torch.equal(first, expected + 2)
+
+
+def places(mesh: Mesh) -> Any:
+    gathered = {name: getattr(mesh, name).all_gather(torch.tensor([mesh.rank])).tolist() for name in ("tp", "ep", "dp", "pp")}
+    return gathered, mesh.positions, len(mesh.groups()), dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, dp=2), Layout(tp=2, dp=2, ep=4), Layout(tp=2, pp=2), Layout(dp=2, ep=2), Layout(tp=2, ep=4)],
+    ids=str,
+)
+def test_axes_connect_the_ranks_of_the_layout(ranks: Ranks, layout: Layout) -> None:
+    for rank, (gathered, positions, num_groups, initialised) in enumerate(ranks.run(places, layout=layout)):
+        groups = {name: layout.group(name, rank) for name in gathered}
+        assert gathered == {name: list(group) for name, group in groups.items()}
+        assert positions == {name: (getattr(layout.place(rank), name), getattr(layout, name)) for name in gathered}
+        assert num_groups == len({group for group in groups.values() if len(group) > 1})
+        assert not initialised
+
+
+def scattered_unevenly(mesh: Mesh) -> Any:
+    return mesh.tp.reduce_scatter(torch.zeros(3, 2))
+
+
+def test_scatter_of_unequal_parts_is_refused_on_every_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(scattered_unevenly, layout=Layout(tp=2))
+    assert str(caught.value).count(r"dimension 0 of [3, 2] cannot be scattered over 2 ranks") == 2
+
+
+def adopted(mesh: Mesh) -> Any:
+    """Take the groups of a mesh as a host's own."""
+    groups = {name: getattr(mesh, name).group for name in ("tp", "ep", "dp", "pp")}
+    same = Mesh.from_groups(**groups)
+    wrong = ""
+    try:
+        Mesh.from_groups(**{**groups, "tp": groups["dp"], "dp": groups["tp"]})
+    except ConfigError as error:
+        wrong = str(error)
+    return same.layout, same.rank, same.tp.all_gather(torch.tensor([mesh.rank])).tolist(), wrong
+
+
+def test_groups_of_the_host_become_the_same_mesh(ranks: Ranks) -> None:
+    layout = Layout(tp=2, dp=2, ep=4)
+    for rank, (found, place, gathered, wrong) in enumerate(ranks.run(adopted, layout=layout)):
+        assert (found, place, gathered) == (layout, rank, list(layout.group("tp", rank)))
+        assert ("no rank of" in wrong) == (rank in (1, 2))  # the ends stand in the same place either way
+
+
+WORLD = """
+import sys, torch, torch.distributed as dist
+from dsv4lite.errors import ConfigError
+from dsv4lite.parallel.mesh import Mesh
+try:
+    Mesh.of_world(tp=2)
+    raise SystemExit("no error")
+except ConfigError as error:
+    assert "init_process_group" in str(error), error
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    Mesh.of_world(tp=2, ep=2)
+    raise SystemExit("no error")
+except ConfigError as error:
+    assert "needs 2 ranks; the default process group has 1" in str(error), error
+assert Mesh.of_world().layout.world == 1
+dist.destroy_process_group()
+"""
+
+
+def test_world_of_another_size_is_refused() -> None:
+    ran = subprocess.run([sys.executable, "-c", WORLD], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_single_axes_return_what_they_get() -> None:
+    mesh, x = Mesh.single(), values(0, 4, 2)
+    for axis in (mesh.tp, mesh.ep, mesh.dp, mesh.pp):
+        assert axis.all_reduce(x) is x and axis.all_gather(x, 1) is x and axis.reduce_scatter(x) is x
+        assert axis.all_to_all(x, [4], [4]) is x and axis.broadcast(x, 0) is x
+    assert mesh.groups() == () and mesh.positions["tp"] == (0, 1)
+
+
+def test_axis_without_a_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 ranks and no process group"):
+        Axis("tp", 0, 2)
+    with pytest.raises(ConfigError, match="rank 2 is not below"):
+        Axis("tp", 2, 2)
+
+
+def test_mesh_with_an_axis_in_another_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="number 1 of 2 along tp"):
+        Mesh(layout=Layout(tp=2), rank=1)
