@@ -56,7 +56,7 @@ class LayerCache:
         window: Raw kv rows.
         entries: Compressed rows, where the layer compresses.
         keys: Index keys of a csa layer, at the addresses of its entries.
-        carry: Accumulators float32 [slots, A, 3, C].
+        carry: Accumulators float32 [slots, copies, A, 3, C]: copy 0 after a run, or one for each beginning of a run with drafts.
         key_carry: Those of the index keys.
     """
 
@@ -85,11 +85,13 @@ class StateLayout:
         kv: Format of raw and compressed kv rows.
         key: Format of index keys.
         ratios: Compression of each layer that has state, MTP blocks included.
+        copies: Of a slot's accumulators: one, and one more for every draft that a run can have.
     """
 
     kv: RowFormat
     key: RowFormat
     ratios: tuple[int, ...]
+    copies: int = 1
 
     @classmethod
     def of(cls, config: V4Config, *, dtype: torch.dtype, quantized: bool, with_mtp: bool) -> StateLayout:
@@ -124,7 +126,7 @@ class StateLayout:
                 total += 2 * 3 * 4 * (self.kv.width + self.key.width)
             elif ratio:
                 total += 3 * 4 * self.kv.width
-        return total
+        return self.copies * total
 
     @property
     def snapshot_bytes(self) -> int:
@@ -160,10 +162,10 @@ class StateCache:
             if ratio:
                 layer.entries = RowStore(layout.kv, sizes.grow_pages, GROW_PAGE // ratio, device)
                 sets = 2 if ratio == OVERLAP_RATIO else 1
-                layer.carry = empty_carry(sizes.slots, sets, layout.kv.width, device=device)
+                layer.carry = empty_carry(sizes.slots, layout.copies, sets, layout.kv.width, device=device)
             if ratio == OVERLAP_RATIO:
                 layer.keys = RowStore(layout.key, sizes.grow_pages, GROW_PAGE // ratio, device)
-                layer.key_carry = empty_carry(sizes.slots, 2, layout.key.width, device=device)
+                layer.key_carry = empty_carry(sizes.slots, layout.copies, 2, layout.key.width, device=device)
                 snapshots.append(
                     (
                         empty_carry(sizes.snapshots, layout.kv.width, device=device),
@@ -187,30 +189,30 @@ class StateCache:
         return [carry for layer in self.layers for carry in (layer.carry, layer.key_carry) if carry is not None]
 
     def reset(self, slots: Tensor) -> None:
-        """Empty the accumulators of slots int64 [N]."""
+        """Empty the accumulators of slots int64 [N], in copy 0."""
         for carry in self._carries():
-            carry[slots] = 0.0
-            carry[slots, :, 0] = float("-inf")
+            carry[slots, 0] = 0.0
+            carry[slots, 0, :, 0] = float("-inf")
 
     def save(self, slots: Tensor, snapshots: Tensor) -> None:
-        """Keep what slots hold at a 256-token border."""
+        """Keep what slots hold in copy 0, at a 256-token border."""
         for layer, (main, key) in zip(self._overlapping(), self.snapshots, strict=True):
             assert layer.carry is not None and layer.key_carry is not None
-            main[snapshots] = layer.carry[slots, 0]
-            key[snapshots] = layer.key_carry[slots, 0]
+            main[snapshots] = layer.carry[slots, 0, 0]
+            key[snapshots] = layer.key_carry[slots, 0, 0]
 
     def restore(self, snapshots: Tensor, slots: Tensor) -> None:
         """Set slots to what snapshots hold."""
         self.reset(slots)
         for layer, (main, key) in zip(self._overlapping(), self.snapshots, strict=True):
             assert layer.carry is not None and layer.key_carry is not None
-            layer.carry[slots, 0] = main[snapshots]
-            layer.key_carry[slots, 0] = key[snapshots]
+            layer.carry[slots, 0, 0] = main[snapshots]
+            layer.key_carry[slots, 0, 0] = key[snapshots]
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy accumulators between slots."""
+        """Copy accumulators, those in copy 0, between slots."""
         for carry in self._carries():
-            carry[target] = carry[source]
+            carry[target, 0] = carry[source, 0]
 
     def copy_grow_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy grow pages in every layer."""

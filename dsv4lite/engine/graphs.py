@@ -143,6 +143,8 @@ class DecodeGraphs:
             first_S=positions,
             rows_S=every,
             lens_S=torch.ones_like(every),
+            drafts_S=torch.zeros_like(every),
+            carry_S=torch.zeros_like(every),
             grow_SP=self._tables.index_select(0, places),
             window_SP=inputs[_COLUMNS:].view(size, self._window_pages),
             window_first_S=window_first,

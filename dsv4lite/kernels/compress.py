@@ -45,7 +45,7 @@ class Segments:
         sequence_G: int64, index of the sequence in the step.
         last_S: int64, each sequence's last segment.
         open_S: bool, whether that segment's group remains unfinished.
-        closed_E: int64, segments whose group closes, one entry each.
+        closed_E: int64, segments whose group closes and whose entry is wanted, one each.
         positions_E: int64, position of the first token of each closed group.
     """
 
@@ -59,9 +59,46 @@ class Segments:
     positions_E: Tensor
 
 
-def make_segments(starts_S: Tensor, lens_S: Tensor, ratio: int) -> Segments:
-    """Cut the tokens of a step, ``lens`` [S] tokens from positions ``starts`` [S], at the borders of groups of ``ratio``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """The beginnings of a step's runs after which accumulators are kept: all of a run, and all but so many of its drafts.
+
+    Attributes:
+        owner_P: int64, the run, in ascending order.
+        copy_P: int64, where the accumulators go: 0 without drafts, 1 with the first of them, and so on.
+        lens_P: int64, tokens.
+        whole_P: bool, the run itself.
+    """
+
+    owner_P: Tensor
+    copy_P: Tensor
+    lens_P: Tensor
+    whole_P: Tensor
+
+
+def make_prefixes(lens_S: Tensor, drafts_S: Tensor) -> Prefixes:
+    """Return the beginnings of runs of ``lens`` [S] tokens of which the last ``drafts`` [S] may turn out wrong, int64."""
+    counts_S = drafts_S + 1
+    owner_P = torch.repeat_interleave(torch.arange(len(lens_S), device=lens_S.device), counts_S)
+    copy_P = torch.arange(len(owner_P), device=lens_S.device) - (counts_S.cumsum(0) - counts_S)[owner_P]
+    last_P = drafts_S[owner_P]
+    return Prefixes(owner_P=owner_P, copy_P=copy_P, lens_P=lens_S[owner_P] - last_P + copy_P, whole_P=copy_P == last_P)
+
+
+def make_segments(
+    starts_S: Tensor, lens_S: Tensor, ratio: int, *, rows_S: Tensor | None = None, whole_S: Tensor | None = None
+) -> Segments:
+    """Cut the tokens of a step at the borders of groups.
+
+    Args:
+        starts_S: int64, first position of each run.
+        lens_S: int64, its tokens.
+        ratio: Tokens of a group.
+        rows_S: int64, batch row of its first token; by default the runs lie one behind the other.
+        whole_S: bool, runs whose entries are wanted; by default all.
+    """
     device = starts_S.device
+    rows_S = lens_S.cumsum(0) - lens_S if rows_S is None else rows_S
     ends_S = starts_S + lens_S
     first_group = starts_S // ratio
     count_S = (ends_S - 1) // ratio - first_group + 1
@@ -70,14 +107,14 @@ def make_segments(starts_S: Tensor, lens_S: Tensor, ratio: int) -> Segments:
     group_G = first_group[sequence_G] + torch.arange(len(sequence_G), device=device) - before_S[sequence_G]
     begin_G = torch.maximum(group_G * ratio, starts_S[sequence_G])
     end_G = torch.minimum((group_G + 1) * ratio, ends_S[sequence_G])
-    row_G = (lens_S.cumsum(0) - lens_S - starts_S)[sequence_G] + begin_G
+    row_G = (rows_S - starts_S)[sequence_G] + begin_G
     size_G = end_G - begin_G
     place_L = torch.arange(int(size_G.max()), device=device)
     missing_GL = place_L >= size_G[:, None]
     tokens_GL = row_G[:, None] + torch.minimum(place_L, (size_G - 1)[:, None])
     closed_G = end_G == (group_G + 1) * ratio
     last_S = before_S + count_S - 1
-    closed_E = closed_G.nonzero()[:, 0]
+    closed_E = (closed_G if whole_S is None else closed_G & whole_S[sequence_G]).nonzero()[:, 0]
     return Segments(
         tokens_GL=tokens_GL,
         missing_GL=missing_GL if bool(missing_GL.any()) else None,
@@ -160,18 +197,20 @@ def compress_step_ref(
     if not len(present):
         return
     starts_S, lens_S, slots_S = (part[present].long() for part in (paging.first_S, paging.lens_S, paging.slots_S))
-    segments = make_segments(starts_S, lens_S, ratio)
-    before_S = lens_S.cumsum(0) - lens_S
+    prefixes = make_prefixes(lens_S, paging.drafts_S[present].long())
+    owner_P, before_S = prefixes.owner_P, lens_S.cumsum(0) - lens_S
+    segments = make_segments(starts_S[owner_P], prefixes.lens_P, ratio, rows_S=before_S[owner_P], whole_S=prefixes.whole_P)
     rows_T = torch.arange(int(lens_S.sum()), device=projected.device)
     rows_T = rows_T + torch.repeat_interleave(paging.rows_S[present].long() - before_S, lens_S)
     columns = ape.shape[1]
     values, scores = projected[rows_T, :columns], projected[rows_T, columns : 2 * columns]
     scores = scores + ape[paging.positions_T[rows_T].long() % ratio]
-    pooled, carry[slots_S] = compress(values, scores, carry[slots_S], segments)
+    slots_P, from_P = slots_S[owner_P], paging.carry_S[present].long()[owner_P]
+    pooled, carry[slots_P, prefixes.copy_P] = compress(values, scores, carry[slots_P, from_P], segments)
 
     closing_E = rows_T[segments.tokens_GL[segments.closed_E, -1]]
     entries = rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
-    index_E, sequence_E = segments.positions_E // ratio, present[segments.sequence_G[segments.closed_E]]
+    index_E, sequence_E = segments.positions_E // ratio, present[owner_P[segments.sequence_G[segments.closed_E]]]
     page_E = paging.grow_SP[sequence_E, index_E // store.rows_per_page].long()
     address_E = page_E * store.rows_per_page + index_E % store.rows_per_page
     store.write(address_E, hadamard_transform(entries) if hadamard else entries)
@@ -196,7 +235,7 @@ def compress_step(
         projected: float32 [T, 2 columns or more], rows of any stride: values, then scores without their position term.
         ape: float32 [ratio, columns], the position term; columns = C without, 2 C with overlap.
         norm_weight: float32 [C].
-        carry: float32 [slots, A, 3, C], changed in place where ``paging`` names a slot.
+        carry: float32 [slots, copies, A, 3, C], changed in place where ``paging`` names a slot; one copy more than drafts.
         store: Entries, ``256 / ratio`` rows a page, packed; the page of an entry follows from ``paging.grow_SP``.
         paging: Where the tokens stand.
         ratio: Tokens of a group.

@@ -55,15 +55,16 @@ def _store_set(carry, at, mask, p, t, w, WIDTH: tl.constexpr):
 def _store_carry(
     carry, at, mask, closed, p, t, w, lower_p, lower_t, lower_w, A: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Store what is carried after a token, and return it."""
     closed = closed != 0
     # after = torch.stack([where(is_open, done, last_lower), where(is_open, last_lower, fresh)]); without overlap, lower is fresh
     fresh_p, fresh_t, fresh_w = _empty(ROWS)
     p, t, w = _choose(closed, lower_p, lower_t, lower_w, p, t, w)
-    tl.debug_barrier()  # the same program has read what it now overwrites
+    lower_p, lower_t, lower_w = _choose(closed, fresh_p, fresh_t, fresh_w, lower_p, lower_t, lower_w)
     _store_set(carry, at, mask, p, t, w, WIDTH)
     if A == 2:
-        p, t, w = _choose(closed, fresh_p, fresh_t, fresh_w, lower_p, lower_t, lower_w)
-        _store_set(carry + 3 * WIDTH, at, mask, p, t, w, WIDTH)
+        _store_set(carry + 3 * WIDTH, at, mask, lower_p, lower_t, lower_w, WIDTH)
+    return p, t, w, lower_p, lower_t, lower_w
 
 
 @triton.jit
@@ -197,7 +198,9 @@ def _single_kernel(
     sin,
     positions,
     slots,
+    copies,
     grow,
+    num_copies,
     row_stride,
     page_stride,
     pages,
@@ -218,24 +221,27 @@ def _single_kernel(
     if (position >= 0) & (slot >= 0):
         at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
         mask = at < WIDTH
-        carry += slot * (A * 3 * WIDTH)
+        carry += slot * num_copies * (A * 3 * WIDTH)
+        before = carry + tl.load(copies + token) * (A * 3 * WIDTH)
         phase = position % RATIO
         closed = phase == RATIO - 1
         UPPER: tl.constexpr = (A - 1) * WIDTH
         low_p, low_t, low_w = _empty(ROWS)
-        p, t, w = _carried(carry, at, mask, slot >= 0, WIDTH)
+        p, t, w = _carried(before, at, mask, slot >= 0, WIDTH)
         score, value = _token(projected + UPPER, ape + UPPER, at, mask, row_stride, token, phase, A * WIDTH)
         if A == 2:
-            low_p, low_t, low_w = _carried(carry + 3 * WIDTH, at, mask, slot >= 0, WIDTH)
+            low_p, low_t, low_w = _carried(before + 3 * WIDTH, at, mask, slot >= 0, WIDTH)
             low_score, low_value = _token(projected, ape, at, mask, row_stride, token, phase, A * WIDTH)
             low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, low_score, low_value)
         p, t, w = _accumulate(p, t, w, score, value)
+        tl.debug_barrier()  # the same program has read what it now overwrites
+        total, weighted = t, w
         _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
         if closed:
             row = grow + token.to(tl.int64) * pages
             _store_entry(
-                t, w, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
-                LOG, KIND, GPU,
+                total, weighted, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH,
+                ROWS, PLACES, LOG, KIND, GPU,
             )  # fmt: skip
 
 
@@ -251,9 +257,11 @@ def _entry_kernel(
     positions,
     sequences,
     slots,
+    copies,
     first,
     grow,
     tokens,
+    num_copies,
     row_stride,
     page_stride,
     pages,
@@ -283,7 +291,7 @@ def _entry_kernel(
             mask = at < WIDTH
             last = tl.load(positions + token)
             begin = tl.load(first + sequence)
-            before = carry + slot * (A * 3 * WIDTH)
+            before = carry + (slot * num_copies + tl.load(copies + sequence)) * (A * 3 * WIDTH)
             _, t, w = _in_progress(projected, ape, before, at, mask, row_stride, last, token, begin, A, RATIO, WIDTH, ROWS, STAGES)
             pages_of = grow + sequence * pages
             _store_entry(
@@ -298,9 +306,12 @@ def _carry_kernel(
     ape,
     carry,
     slots,
+    copies,
     first,
     rows,
     lens,
+    drafts,
+    num_copies,
     row_stride,
     A: tl.constexpr,
     RATIO: tl.constexpr,
@@ -308,31 +319,46 @@ def _carry_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per sequence and block of channels: what is carried after the step."""
+    """One program per sequence and block of channels: what is carried after the step, and before each of its drafts."""
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence).to(tl.int64)
     length = tl.load(lens + sequence)
     if (slot >= 0) & (length > 0):
         at = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]) * 64 + tl.arange(0, 64)[None, :]
         mask = at < WIDTH
-        carry += slot * (A * 3 * WIDTH)
+        carry += slot * num_copies * (A * 3 * WIDTH)
+        before = carry + tl.load(copies + sequence) * (A * 3 * WIDTH)
         begin = tl.load(first + sequence)
-        position = begin + length - 1
-        row = tl.load(rows + sequence) + length - 1
+        guesses = tl.load(drafts + sequence)
+        position = begin + length - 1 - guesses
+        row = tl.load(rows + sequence) + length - 1 - guesses
         closed = position % RATIO == RATIO - 1
         low_p, low_t, low_w = _empty(ROWS)
         # Without overlap a closed group leaves nothing; with it, its lower half is all that is left.
-        p, t, w = _in_progress(projected, ape, carry, at, mask, row_stride, position, row, begin, A, RATIO, WIDTH, ROWS, STAGES)
+        p, t, w = _in_progress(projected, ape, before, at, mask, row_stride, position, row, begin, A, RATIO, WIDTH, ROWS, STAGES)
         if A == 2:
             start = tl.maximum(position // RATIO * RATIO, begin)
             low_p, low_t, low_w = _choose(
-                start == begin, *_carried(carry + 3 * WIDTH, at, mask, start == begin, WIDTH), low_p, low_t, low_w
+                start == begin, *_carried(before + 3 * WIDTH, at, mask, start == begin, WIDTH), low_p, low_t, low_w
             )
             from_row = row - (position - start)
             low_p, low_t, low_w = _pour(
                 low_p, low_t, low_w, projected, ape, at, mask, row_stride, from_row, row + 1, start % RATIO, A * WIDTH, STAGES
             )
-        _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
+        tl.debug_barrier()  # the same program has read what it now overwrites
+        p, t, w, low_p, low_t, low_w = _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
+        UPPER: tl.constexpr = (A - 1) * WIDTH
+        for guess in range(1, guesses + 1):
+            phase = (position + guess) % RATIO
+            score, value = _token(projected + UPPER, ape + UPPER, at, mask, row_stride, row + guess, phase, A * WIDTH)
+            p, t, w = _accumulate(p, t, w, score, value)
+            if A == 2:
+                score, value = _token(projected, ape, at, mask, row_stride, row + guess, phase, A * WIDTH)
+                low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, score, value)
+            copy = carry + guess * (A * 3 * WIDTH)
+            p, t, w, low_p, low_t, low_w = _store_carry(
+                copy, at, mask, phase == RATIO - 1, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS
+            )
 
 
 def _kind(fmt: RowFormat) -> int:
@@ -361,7 +387,7 @@ def compress_step_triton(
     assert width % 64 == 0 and width == store.format.width and (not hadamard or width & (width - 1) == 0), width
     assert projected.dtype == torch.float32 and projected.stride(1) == 1 and projected.shape[1] >= 2 * sets * width
     assert ape.shape == (ratio, sets * width) and ape.is_contiguous() and ratio & (ratio - 1) == 0
-    assert carry.shape[1:] == (sets, 3, width) and carry.is_contiguous()
+    assert carry.shape[2:] == (sets, 3, width) and carry.is_contiguous()
     assert cos_T.shape == sin_T.shape == (tokens, 32) and cos_T.is_contiguous() and sin_T.is_contiguous()
     if tokens == 0:
         return
@@ -375,23 +401,26 @@ def compress_step_triton(
         "GPU": projected.is_cuda,
         "num_warps": _warps(width),
     }
-    grow = paging.grow_SP
+    grow, slots, copies = paging.grow_SP, paging.slots_S, paging.carry_S
     strides = (projected.stride(0), store.memory.stride(0), grow.stride(0), eps)
     places = (projected, ape, norm_weight, carry, store.memory, cos_T, sin_T, paging.positions_T)
     if paging.singles:
-        _single_kernel[(tokens,)](*places, paging.slots_S, grow, *strides, **shape, **entry, enable_fp_fusion=False)
+        _single_kernel[(tokens,)](*places, slots, copies, grow, carry.shape[1], *strides, **shape, **entry, enable_fp_fusion=False)
         return
-    of_sequences = (paging.sequence_T, paging.slots_S, paging.first_S, grow, tokens)
+    of_sequences = (paging.sequence_T, slots, copies, paging.first_S, grow, tokens, carry.shape[1])
     grid = (triton.cdiv(tokens, ratio),)
     _entry_kernel[grid](*places, *of_sequences, *strides, **shape, **entry, STAGES=stages, enable_fp_fusion=False)
     _carry_kernel[(len(paging.slots_S), triton.cdiv(width, 64 * CARRY_ROWS))](
         projected,
         ape,
         carry,
-        paging.slots_S,
+        slots,
+        copies,
         paging.first_S,
         paging.rows_S,
         paging.lens_S,
+        paging.drafts_S,
+        carry.shape[1],
         projected.stride(0),
         **shape,
         ROWS=CARRY_ROWS,
@@ -409,12 +438,13 @@ def _warps(width: int) -> int:
 def variants() -> list[Variant]:
     """Return the launches of csa and hca layers of the released models, and of FP8 keys."""
     floats = dict.fromkeys(("projected", "ape", "norm_weight", "carry"), "*fp32")
-    where = dict.fromkeys(("positions", "sequences", "slots", "first", "grow"), "*i32")
-    sizes = dict.fromkeys(("row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
+    where = dict.fromkeys(("positions", "sequences", "slots", "copies", "first", "grow"), "*i32")
+    sizes = dict.fromkeys(("num_copies", "row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
     signature = floats | {"memory": "*u8", "cos": "*fp32", "sin": "*fp32"} | where | sizes
     single = {name: kind for name, kind in signature.items() if name not in ("sequences", "first")}
     carry = {name: floats[name] for name in ("projected", "ape", "carry")}
-    carry |= dict.fromkeys(("slots", "first", "rows", "lens"), "*i32") | {"row_stride": "i32"}
+    carry |= dict.fromkeys(("slots", "copies", "first", "rows", "lens", "drafts"), "*i32")
+    carry |= {"num_copies": "i32", "row_stride": "i32"}
     found = []
     for ratio, width, log, kind in ((4, 512, 0, 0), (4, 128, 7, 1), (4, 128, 7, 2), (128, 512, 0, 0), (4, 128, 0, 0)):
         shape = {"A": 2 if ratio == OVERLAP_RATIO else 1, "RATIO": ratio, "WIDTH": width}

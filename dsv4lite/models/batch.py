@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, StateLayout, Store
-from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_segments
+from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_prefixes, make_segments
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.config import V4Config
@@ -37,6 +37,9 @@ class SequenceInput:
         pages: Its grow pages, in order, for all positions up to the last new one.
         window_first: Logical index of the first of ``window_pages``.
         window_pages: Physical window pages; -1 where a page is neither read nor written.
+        drafts: How many of the last tokens are guesses. Without any, accumulators are kept in copy 0; with some, in copy i after
+            token i, and all other tokens but the first are guesses.
+        carry: The copy of the accumulators that it starts from.
     """
 
     token_ids: Sequence[int]
@@ -45,18 +48,25 @@ class SequenceInput:
     pages: Sequence[int]
     window_first: int
     window_pages: Sequence[int]
+    drafts: int = 0
+    carry: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its tokens are one that is known, and guesses: no part of a prompt."""
+        return len(self.token_ids) == 1 + self.drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryBlock:
     """Tokens ``begin`` to ``end`` of a step that find their rows in the same way.
 
-    Single-token sequences form one block (``sequence`` is ``None``, token i is of sequence i) and read their window from pages.
+    Tokens of sequences that decode form one block (``sequence`` is ``None``) and read their window, own rows included, from pages.
     A chunk of one sequence reads its window from ``prior`` rows of the pages, followed by the chunk's own rows from ``source`` on:
     each token its own list of them, or, in a band, all tokens the same rows under a mask.
 
     Attributes:
-        window_NW: int64: addresses for singles, else indices into prior rows followed by own rows; ``None`` for a band.
+        window_NW: int64: addresses for decoding, else indices into prior rows followed by own rows; ``None`` for a band.
         valid_NW: bool; for a band [N, rows].
         last_position: The largest position in the block.
     """
@@ -111,6 +121,9 @@ class Batch:
     """One step's tokens.
 
     Attributes:
+        sequence_T: int64, which sequence each token is of.
+        carry_from: Slot and copy, int64 [P], of the accumulators that each prefix of ``Segments`` starts from.
+        carry_to: Slot and copy where they go.
         rope_T: cos and sin of sliding-window layers.
         compress_rope_T: cos and sin of compressed layers; ``None`` if there are none.
         groups: By compression ratio.
@@ -121,7 +134,9 @@ class Batch:
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_S: Tensor
+    sequence_T: Tensor
+    carry_from: tuple[Tensor, Tensor]
+    carry_to: tuple[Tensor, Tensor]
     blocks: tuple[QueryBlock, ...]
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor] | None
@@ -136,7 +151,7 @@ class Batch:
         rows = self.groups[ratio].rows_per_page
         page = (entries // rows).clamp_min(0)
         if block.sequence is None:
-            physical = self.tables_SP[: block.end].gather(1, page.expand(block.end, -1))
+            physical = self.tables_SP[self.sequence_T[: block.end, None], page]
         else:
             physical = self.tables_SP[block.sequence][page]
         return torch.where(entries < 0, -1, physical * rows + entries % rows)
@@ -228,7 +243,7 @@ def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def make_batch(
     sequences: Sequence[SequenceInput], config: V4Config, rotary: Rotary, device: torch.device, *, banded: bool = False
 ) -> Batch:
-    """Work out a step; single-token sequences come first.
+    """Work out a step; sequences that decode come first.
 
     Args:
         sequences: What each sequence runs.
@@ -237,33 +252,35 @@ def make_batch(
         device: Where.
         banded: Let tokens of a chunk share rows under a mask: faster, but the order of summation then depends on the chunk.
     """
-    starts = [s.start for s in sequences]
-    lens = [len(s.token_ids) for s in sequences]
-    singles = next((i for i, n in enumerate(lens) if n > 1), len(lens))
-    assert all(n > 1 for n in lens[singles:]), "single-token sequences come first"
-    starts_S, lens_S = (torch.tensor(v, dtype=torch.int64, device=device) for v in (starts, lens))
-    token_ids_T = torch.tensor([t for s in sequences for t in s.token_ids], dtype=torch.int64, device=device)
-    if singles == len(lens):
-        sequence_T, positions_T = torch.arange(singles, device=device), starts_S
-    else:
-        sequence_T = torch.repeat_interleave(torch.arange(len(lens), device=device), lens_S)
-        offsets_S = lens_S.cumsum(0) - lens_S
-        positions_T = torch.arange(len(token_ids_T), device=device) - (offsets_S - starts_S)[sequence_T]
 
-    window_SP = _padded([s.window_pages for s in sequences], device)
-    window_first = [s.window_first for s in sequences]
-    window_first_S = torch.tensor(window_first, dtype=torch.int64, device=device)
-    blocks = _query_blocks(sequences, singles, starts_S, window_SP, window_first_S, config.window, device, banded)
-    write_rows, write_addresses = _window_writes(sequences, singles, starts_S, window_SP, window_first_S, config.window, device)
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    starts_S, lens_S = integers([s.start for s in sequences]), integers([len(s.token_ids) for s in sequences])
+    decoding = next((i for i, s in enumerate(sequences) if not s.decodes), len(sequences))
+    assert not any(s.decodes for s in sequences[decoding:]), "sequences that decode come first"
+    token_ids_T = integers([t for s in sequences for t in s.token_ids])
+    rows_S = lens_S.cumsum(0) - lens_S
+    if len(token_ids_T) == len(sequences):
+        sequence_T, positions_T = torch.arange(len(sequences), device=device), starts_S
+    else:
+        sequence_T = torch.repeat_interleave(torch.arange(len(sequences), device=device), lens_S)
+        positions_T = torch.arange(len(token_ids_T), device=device) - (rows_S - starts_S)[sequence_T]
+
+    window = _Windows(sequences, decoding, positions_T, sequence_T, config.window, device)
+    write_rows, write_addresses = window.writes()
 
     tables_SP = _padded([s.pages for s in sequences], device)
+    slots_S, carry_S = integers([s.slot for s in sequences]), integers([s.carry for s in sequences])
+    prefixes = make_prefixes(lens_S, integers([s.drafts for s in sequences]))
+    owner_P = prefixes.owner_P
     ratios = sorted({r for r in config.ratios if r})
     groups: dict[int, GroupStep] = {}
     for ratio in ratios:
-        segments = make_segments(starts_S, lens_S, ratio)
+        segments = make_segments(starts_S[owner_P], prefixes.lens_P, ratio, rows_S=rows_S[owner_P], whole_S=prefixes.whole_P)
         rows = GROW_PAGE // ratio
         entry_E = segments.positions_E // ratio
-        page_E = tables_SP[segments.sequence_G[segments.closed_E], entry_E // rows]
+        page_E = tables_SP[owner_P[segments.sequence_G[segments.closed_E]], entry_E // rows]
         groups[ratio] = GroupStep(
             ratio=ratio,
             rows_per_page=rows,
@@ -276,8 +293,10 @@ def make_batch(
     return Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
-        slots_S=torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=device),
-        blocks=tuple(blocks),
+        sequence_T=sequence_T,
+        carry_from=(slots_S[owner_P], carry_S[owner_P]),
+        carry_to=(slots_S[owner_P], prefixes.copy_P),
+        blocks=tuple(window.blocks(banded)),
         rope_T=rope_angles(positions_T, rotary.main),
         compress_rope_T=rope_angles(positions_T, rotary.compress) if ratios else None,
         groups=groups,
@@ -302,6 +321,8 @@ def make_paged_batch(
         starts,
         rows,
         lens,
+        [s.drafts for s in sequences],
+        [s.carry for s in sequences],
         [s.window_first for s in sequences],
         _flat([s.window_pages for s in sequences], -1),
         _flat([s.pages for s in sequences], 0),
@@ -309,7 +330,8 @@ def make_paged_batch(
     packed = torch.tensor([value for column in columns for value in column], dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    token_ids, positions, sequence, slots, first, row, length, window_first, window, grow = packed.split([len(c) for c in columns])
+    parts = packed.split([len(c) for c in columns])
+    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = parts
     paging = Paging(
         positions_T=positions,
         sequence_T=sequence,
@@ -317,6 +339,8 @@ def make_paged_batch(
         first_S=first,
         rows_S=row,
         lens_S=length,
+        drafts_S=drafts,
+        carry_S=carry,
         grow_SP=grow.view(len(lens), -1),
         window_SP=window.view(len(lens), -1),
         window_first_S=window_first,
@@ -332,98 +356,100 @@ def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:
     return [value for table in tables for value in (*table, *([filler] * (width - len(table))))]
 
 
-def _query_blocks(
-    sequences: Sequence[SequenceInput],
-    singles: int,
-    starts_S: Tensor,
-    window_SP: Tensor,
-    window_first_S: Tensor,
-    window: int,
-    device: torch.device,
-    banded: bool,
-) -> list[QueryBlock]:
-    blocks = []
-    place_W = torch.arange(window, device=device)
-    if singles:
-        position_S = starts_S[:singles, None]
-        read_SW = (position_S - window + 1).clamp_min(0) + place_W
-        valid_SW = read_SW <= position_S
-        page_SW = torch.where(valid_SW, read_SW // WINDOW_PAGE - window_first_S[:singles, None], 0)
-        address_SW = window_SP[:singles].gather(1, page_SW) * WINDOW_PAGE + read_SW % WINDOW_PAGE
-        blocks.append(
-            QueryBlock(
-                begin=0,
-                end=singles,
-                sequence=None,
-                window_NW=address_SW,
-                valid_NW=valid_SW,
-                prior=None,
-                source=0,
-                last_position=max(s.start for s in sequences[:singles]),
-            )
+class _Windows:
+    """Works out which window rows the tokens of a step read and write; those of the first ``decoding`` sequences decode."""
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceInput],
+        decoding: int,
+        positions_T: Tensor,
+        sequence_T: Tensor,
+        window: int,
+        device: torch.device,
+    ) -> None:
+        self._sequences, self._decoding, self._window, self._device = sequences, decoding, window, device
+        self._rows = sum(len(s.token_ids) for s in sequences[:decoding])
+        self._position_N = positions_T[: self._rows, None]
+        self._sequence_N = sequence_T[: self._rows]
+        self._pages_SP = _padded([s.window_pages for s in sequences], device)
+        self._first_S = torch.tensor([s.window_first for s in sequences], dtype=torch.int64, device=device)
+
+    def blocks(self, banded: bool) -> list[QueryBlock]:
+        """Return who reads what: decoding tokens in one block, chunks in blocks of some tokens each."""
+        blocks = [self._decode_block()] if self._rows else []
+        row = self._rows
+        for index in range(self._decoding, len(self._sequences)):
+            length = len(self._sequences[index].token_ids)
+            size = BAND_BLOCK if banded else QUERY_BLOCK
+            blocks += [self._chunk_block(index, row, begin, min(begin + size, length), banded) for begin in range(0, length, size)]
+            row += length
+        return blocks
+
+    def _decode_block(self) -> QueryBlock:
+        read_NW = (self._position_N - self._window + 1).clamp_min(0) + torch.arange(self._window, device=self._device)
+        valid_NW = read_NW <= self._position_N
+        return QueryBlock(
+            begin=0,
+            end=self._rows,
+            sequence=None,
+            window_NW=self._addresses(torch.where(valid_NW, read_NW, self._position_N)),
+            valid_NW=valid_NW,
+            prior=None,
+            source=0,
+            last_position=max(s.start + s.drafts for s in self._sequences[: self._decoding]),
         )
-    row = singles
-    for index in range(singles, len(sequences)):
-        seq = sequences[index]
-        length = len(seq.token_ids)
-        size = BAND_BLOCK if banded else QUERY_BLOCK
-        for begin in range(0, length, size):
-            end = min(begin + size, length)
-            oldest = max(0, seq.start + begin - window + 1)  # position of the first row anyone in the block reads
-            prior = None
-            if oldest < seq.start:
-                read_P = torch.arange(oldest, seq.start, device=device)
-                prior = window_SP[index, read_P // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + read_P % WINDOW_PAGE
-            position_N = torch.arange(seq.start + begin, seq.start + end, device=device)[:, None]
-            window_NW: Tensor | None = None
-            if banded:
-                read_R = torch.arange(oldest, seq.start + end, device=device)
-                valid_NW = (read_R <= position_N) & (read_R > position_N - window)
-            else:
-                read_NW = (position_N - window + 1).clamp_min(0) + place_W
-                valid_NW = read_NW <= position_N
-                window_NW = torch.where(valid_NW, read_NW - oldest, 0)
-            blocks.append(
-                QueryBlock(
-                    begin=row + begin,
-                    end=row + end,
-                    sequence=index,
-                    window_NW=window_NW,
-                    valid_NW=valid_NW,
-                    prior=prior,
-                    source=row + max(0, oldest - seq.start),
-                    last_position=seq.start + end - 1,
-                )
-            )
-        row += length
-    return blocks
 
+    def _addresses(self, positions_NW: Tensor) -> Tensor:
+        """Return where rows of decoding sequences lie."""
+        page_NW = positions_NW // WINDOW_PAGE - self._first_S[self._sequence_N, None]
+        return self._pages_SP[self._sequence_N[:, None], page_NW] * WINDOW_PAGE + positions_NW % WINDOW_PAGE
 
-def _window_writes(
-    sequences: Sequence[SequenceInput],
-    singles: int,
-    starts_S: Tensor,
-    window_SP: Tensor,
-    window_first_S: Tensor,
-    window: int,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor]:
-    """Return which rows are kept (``None`` for all) and where: every single row, and a chunk's last ``window`` rows."""
-    page_S = (starts_S[:singles] // WINDOW_PAGE - window_first_S[:singles])[:, None]
-    addresses = [window_SP[:singles].gather(1, page_S)[:, 0] * WINDOW_PAGE + starts_S[:singles] % WINDOW_PAGE]
-    if singles == len(sequences):
-        return None, addresses[0]
-    rows = [torch.arange(singles, device=device)]
-    row = singles
-    for index in range(singles, len(sequences)):
-        seq = sequences[index]
-        length = len(seq.token_ids)
-        kept = torch.arange(max(0, length - window), length, device=device)
-        position = seq.start + kept
-        addresses.append(window_SP[index, position // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + position % WINDOW_PAGE)
-        rows.append(row + kept)
-        row += length
-    return torch.cat(rows), torch.cat(addresses)
+    def _chunk_block(self, index: int, row: int, begin: int, end: int, banded: bool) -> QueryBlock:
+        """Return the block of tokens ``begin`` to ``end`` of a sequence whose first token is in ``row``."""
+        seq, window, device = self._sequences[index], self._window, self._device
+        oldest = max(0, seq.start + begin - window + 1)  # position of the first row anyone in the block reads
+        prior = None
+        if oldest < seq.start:
+            read_P = torch.arange(oldest, seq.start, device=device)
+            prior = self._pages_SP[index, read_P // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + read_P % WINDOW_PAGE
+        position_N = torch.arange(seq.start + begin, seq.start + end, device=device)[:, None]
+        window_NW: Tensor | None = None
+        if banded:
+            read_R = torch.arange(oldest, seq.start + end, device=device)
+            valid_NW = (read_R <= position_N) & (read_R > position_N - window)
+        else:
+            read_NW = (position_N - window + 1).clamp_min(0) + torch.arange(window, device=device)
+            valid_NW = read_NW <= position_N
+            window_NW = torch.where(valid_NW, read_NW - oldest, 0)
+        return QueryBlock(
+            begin=row + begin,
+            end=row + end,
+            sequence=index,
+            window_NW=window_NW,
+            valid_NW=valid_NW,
+            prior=prior,
+            source=row + max(0, oldest - seq.start),
+            last_position=seq.start + end - 1,
+        )
+
+    def writes(self) -> tuple[Tensor | None, Tensor]:
+        """Return which rows are kept (``None`` for all) and where: every decoding row, and a chunk's last ``window`` rows."""
+        addresses = [self._addresses(self._position_N)[:, 0]]
+        if self._decoding == len(self._sequences):
+            return None, addresses[0]
+        rows = [torch.arange(self._rows, device=self._device)]
+        row = self._rows
+        for index in range(self._decoding, len(self._sequences)):
+            seq = self._sequences[index]
+            length = len(seq.token_ids)
+            kept = torch.arange(max(0, length - self._window), length, device=self._device)
+            position = seq.start + kept
+            page = self._pages_SP[index, position // WINDOW_PAGE - seq.window_first]
+            addresses.append(page * WINDOW_PAGE + position % WINDOW_PAGE)
+            rows.append(row + kept)
+            row += length
+        return torch.cat(rows), torch.cat(addresses)
 
 
 def one_pass(
@@ -448,9 +474,9 @@ def one_pass(
         layer = LayerCache(DenseStore(kv, grow * GROW_PAGE, numerics.dtype, device))
         if ratio:
             layer.entries = DenseStore(kv, grow * GROW_PAGE // ratio, numerics.dtype, device)
-            layer.carry = empty_carry(len(prompts), 2 if ratio == OVERLAP_RATIO else 1, config.head_dim, device=device)
+            layer.carry = empty_carry(len(prompts), 1, 2 if ratio == OVERLAP_RATIO else 1, config.head_dim, device=device)
         if ratio == OVERLAP_RATIO:
             layer.keys = DenseStore(key, grow * GROW_PAGE // ratio, numerics.dtype, device)
-            layer.key_carry = empty_carry(len(prompts), 2, config.index_dim, device=device)
+            layer.key_carry = empty_carry(len(prompts), 1, 2, config.index_dim, device=device)
         caches.append(layer)
     return make_batch(sequences, config, rotary, device, banded=numerics.banded), caches

@@ -105,11 +105,11 @@ class Compressor(nn.Module):
         self.norm = parameter(width, numerics=numerics)
 
     def forward(
-        self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, slots_S: Tensor, group: GroupStep, dtype: torch.dtype
+        self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, batch: Batch, group: GroupStep, dtype: torch.dtype
     ) -> Tensor:
         """Advance the accumulators; return the rotated entries that close [E, width]."""
-        entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[slots_S], group.segments)
-        carry[slots_S] = after.detach()
+        entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[batch.carry_from], group.segments)
+        carry[batch.carry_to] = after.detach()
         return rope(rms_norm(entries_EC.to(dtype), self.norm, self.eps), *group.rope_E)
 
     def step(
@@ -244,13 +244,13 @@ class Attention(nn.Module):
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
         assert cache.entries is not None and cache.carry is not None
-        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.carry, batch.slots_S, group, dtype)
+        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.carry, batch, group, dtype)
         cache.entries.write(group.write_E, entries)
         if self.kind == "csa":
             assert cache.keys is not None and cache.key_carry is not None
             begin, width = 2 * width, self.key_compressor.columns
             values, scores = projected[:, begin : begin + width], projected[:, begin + width : begin + 2 * width]
-            keys = self.key_compressor(values, scores, cache.key_carry, batch.slots_S, group, dtype)
+            keys = self.key_compressor(values, scores, cache.key_carry, batch, group, dtype)
             cache.keys.write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
 
     def _round_index(self, iq_THC: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ def step_of(sequences: int, first: int, length: int) -> Step:
         first_S=ints(torch.full((sequences,), first)),
         rows_S=ints(each * length),
         lens_S=ints(torch.full((sequences,), length)),
+        drafts_S=ints(torch.zeros(sequences)),
+        carry_S=ints(torch.zeros(sequences)),
         grow_SP=ints(torch.randperm(sequences * grow).view(sequences, grow)),
         window_SP=ints(torch.randperm(sequences * width).view(sequences, width)),
         window_first_S=ints(torch.full((sequences,), oldest)),

@@ -67,6 +67,8 @@ def step(tokens: int, singles: bool) -> Paging:
         first_S=ints([position if singles else 0] * count),
         rows_S=numbers[:count].clone(),
         lens_S=ints([1 if singles else tokens] * count),
+        drafts_S=ints([0] * count),
+        carry_S=ints([0] * count),
         grow_SP=pages,
         window_SP=windows,
         window_first_S=ints([0] * count),
@@ -109,7 +111,7 @@ def compress_case(paging: Paging, tokens: int, copies: int, ratio: int, fmt: Row
     ape, norm = torch.randn(ratio, columns, device=CUDA), torch.rand(width, device=CUDA) + 0.5
     angles = rope_angles(paging.positions_T // ratio * ratio, rope_frequencies(64, 10000.0).to(CUDA))
     stores = [RowStore(fmt, paging.grow_SP.numel(), 256 // ratio, CUDA) for _ in range(2)]
-    carries = [empty_carry(len(paging.slots_S), sets, width, device=CUDA) for _ in range(2)]
+    carries = [empty_carry(len(paging.slots_S), 1, sets, width, device=CUDA) for _ in range(2)]
 
     def call(i: int, reference: bool = False) -> None:
         op = compress_step_ref if reference else compress_step

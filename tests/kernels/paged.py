@@ -36,6 +36,8 @@ def make_paging(steps: Sequence[tuple[int, int]], device: torch.device, *, paddi
         first_S=ints([first for first, _ in steps]),
         rows_S=ints([sum(lens[:s]) for s in range(len(steps))]),
         lens_S=ints(lens),
+        drafts_S=ints([0] * len(steps)),
+        carry_S=ints([0] * len(steps)),
         grow_SP=ints(grow),
         window_SP=ints(window),
         window_first_S=ints(firsts),

@@ -16,6 +16,7 @@ from dsv4lite.kernels.compress import (
     compress_step,
     compress_step_ref,
     empty_carry,
+    make_prefixes,
     make_segments,
 )
 from dsv4lite.kernels.norm import rms_norm
@@ -184,6 +185,12 @@ def test_segments_name_places_groups_and_borders() -> None:
     assert rows == [[0, 1], [2, 3, 4, 5], [6], [7], [8, 9, 10, 11]]
 
 
+def test_prefixes_are_the_runs_and_their_beginnings_before_drafts() -> None:
+    p = make_prefixes(torch.tensor([5, 3, 1]), torch.tensor([0, 2, 0]))
+    assert p.owner_P.tolist() == [0, 1, 1, 1, 2] and p.lens_P.tolist() == [5, 1, 2, 3, 1]
+    assert p.copy_P.tolist() == [0, 0, 1, 2, 0] and p.whole_P.tolist() == [True, False, False, True, True]
+
+
 # ---------------------------------------------------------------------------------------------------------- a step into the store
 
 
@@ -202,7 +209,7 @@ FORMATS: list[tuple[RowFormat, bool]] = [(Fp8Kv(64, 64), False), (Fp4Key(128), T
 def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     """Chunks, singles and padding; entries and carries equal those of each sequence pooled, normed and packed at once."""
     width, slots = fmt.width, [2, 0, 3]
-    carry = empty_carry(5, sets_of(ratio), width)
+    carry = empty_carry(5, 1, sets_of(ratio), width)
     stranger = carry[1:2].fill_(7.0).clone()
     store = RowStore(fmt, 3 * 16, 256 // ratio, torch.device("cpu"))
     lens = [2 * ratio + 3, ratio, 1]
@@ -223,7 +230,7 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
         columns = ape.shape[1]
         scores = whole[i][:end, columns:] + ape[torch.arange(end) % ratio]
         pooled, after = compress(whole[i][:end, :columns], scores, empty_carry(1, sets_of(ratio), width), segments)
-        assert torch.equal(carry[slot], after[0])
+        assert torch.equal(carry[slot], after)
         rows = rope(rms_norm(pooled.bfloat16(), norm, 1e-6), *rope_angles(segments.positions_E, freq))
         entry = torch.arange(len(rows))
         per_page = 256 // ratio
@@ -232,9 +239,44 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
         assert torch.equal(store.read(addresses, torch.bfloat16), wanted)
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("start", [1, 2, 3, 4, 5, 125, 126, 127, 128])
+def test_drafts_leave_accumulators_before_each_and_can_be_taken_back(ratio: int, start: int) -> None:
+    """Runs of five with four drafts, of which two, none and all are right: the same as if the others had never been."""
+    fmt, drafts = Fp8Kv(64, 64), 4
+    projected, ape, norm = step_inputs(start + 9, fmt.width, ratio)
+    wrong = step_inputs(drafts, fmt.width, ratio, seed=50)[0]
+    freq = rope_frequencies(64, 10000.0)
+
+    def run(carry: Tensor, store: RowStore, rows: Tensor, position: int, guesses: int, copy: int) -> None:
+        paging = step_of(
+            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, guesses, 0], carry=[0, copy, 0], padding=1
+        )
+        angles = rope_angles(paging.positions_T // ratio * ratio, freq)
+        step = torch.cat([projected[:3], rows, projected[:1], torch.full((1, rows.shape[1]), float("nan"))])
+        compress_step(step, ape, norm, carry, store, paging, ratio, *angles, 1e-6, False)
+
+    ours, plain = (empty_carry(4, drafts + 1, sets_of(ratio), fmt.width) for _ in range(2))
+    our_store, plain_store = (RowStore(fmt, 3 * 16, 256 // ratio, torch.device("cpu")) for _ in range(2))
+    for carry, store in ((ours, our_store), (plain, plain_store)):
+        run(carry, store, projected[:start], 0, 0, 0)
+    done, copy = start, 0
+    for right in (2, 0, drafts):
+        run(ours, our_store, torch.cat([projected[done : done + right + 1], wrong[right:]]), done, drafts, copy)
+        for i in range(right + 1):
+            run(plain, plain_store, projected[done + i : done + i + 1], done + i, 0, 0)
+            assert torch.equal(ours[2, i], plain[2, 0])
+        done, copy = done + right + 1, right
+    assert done == start + 9
+    entry, per_page = torch.arange(done // ratio), 256 // ratio
+    tables = step_of([1, done, 2], [3, 1, 1], slots=[1, 2, 0]).grow_SP
+    addresses = tables[1][entry // per_page].long() * per_page + entry % per_page
+    assert torch.equal(our_store.read(addresses, torch.bfloat16), plain_store.read(addresses, torch.bfloat16))
+
+
 def test_compress_step_of_nothing_but_padding_changes_nothing() -> None:
     projected, ape, norm = step_inputs(2, 128, 4)
-    carry, store = empty_carry(1, 2, 128), RowStore(Fp8Kv(64, 64), 1, 64, torch.device("cpu"))
+    carry, store = empty_carry(1, 1, 2, 128), RowStore(Fp8Kv(64, 64), 1, 64, torch.device("cpu"))
     before = carry.clone()
     paging = step_of([], [], padding=2)
     compress_step_ref(projected, ape, norm, carry, store, paging, 4, torch.ones(2, 32), torch.zeros(2, 32), 1e-6, False)

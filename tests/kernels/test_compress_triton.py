@@ -43,15 +43,18 @@ class Run:
 
         self.ape, self.norm = random(ratio, sets * width), random(width).abs() + 0.5
         self.projected = 2 * random(count, tokens, 2 * sets * width + 32)
-        self.carry = empty_carry(count + 2, sets, width, device=DEVICE)
+        self.carry = empty_carry(count + 2, 3, sets, width, device=DEVICE)
+        self.copies = [0] * count
         self.carry[count:] = 7.0  # of a stranger
         self.store = RowStore(fmt, 16 * count + 1, 256 // ratio, DEVICE)
         self.store.memory.fill_(0xA5)
         self.starts = [0] * count
 
-    def step(self, lens: list[int], padding: int, singles: bool, reference: bool = False) -> None:
+    def step(self, lens: list[int], padding: int, singles: bool, reference: bool = False, drafts: list[int] | None = None) -> None:
         slots = [*range(1, len(lens)), 0]
-        paging = step_of(self.starts, lens, slots=slots, padding=padding, singles=singles, device=DEVICE)
+        paging = step_of(
+            self.starts, lens, slots=slots, drafts=drafts, carry=self.copies, padding=padding, singles=singles, device=DEVICE
+        )
         parts = [rows[start : start + count] for rows, start, count in zip(self.projected, self.starts, lens, strict=True)]
         blank = torch.full((padding, self.projected.shape[2]), float("nan"), device=DEVICE)
         projected = torch.cat([*parts, blank])[:, 16:]
@@ -59,6 +62,12 @@ class Run:
         op = compress_step_ref if reference else compress_step_triton
         op(projected, self.ape, self.norm, self.carry, self.store, paging, self.ratio, *angles, 1e-6, self.transformed)
         self.starts = [start + count for start, count in zip(self.starts, lens, strict=True)]
+        self.copies = list(drafts or [0] * len(lens))
+
+    def take_back(self, counts: list[int]) -> None:
+        """Go back to before the last drafts."""
+        self.starts = [start - count for start, count in zip(self.starts, counts, strict=True)]
+        self.copies = [copy - count for copy, count in zip(self.copies, counts, strict=True)]
 
 
 def turns_of(ratio: int) -> list[Turn]:
@@ -100,6 +109,29 @@ def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> 
     for other in (parts, singles):
         assert torch.equal(other.carry, whole.carry)
         assert torch.equal(other.store.memory, whole.store.memory)
+
+
+@pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:2] + CASES[4:])
+def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool) -> None:
+    """Whatever was drafted and rejected, accumulators and entries have the bits of single tokens."""
+    ours, singles, theirs = (Run(ratio, fmt, transformed, 3, 3 * ratio) for _ in range(3))
+    for run in (ours, singles, theirs):
+        run.step([ratio - 1, 2, 1], 0, False, reference=run is theirs)
+    for drafts, rejected in (([2, 1, 0], [1, 0, 0]), ([2, 2, 2], [0, 1, 2]), ([1, 0, 2], [1, 0, 0])):
+        lens = [count + 1 for count in drafts]
+        for run in (ours, theirs):
+            run.step(lens, 1, False, reference=run is theirs, drafts=drafts)
+        torch.testing.assert_close(ours.carry, theirs.carry, rtol=4e-6, atol=2e-6 * float(ours.projected.abs().max()))
+        for run in (ours, theirs):
+            run.take_back(rejected)
+    while singles.starts != ours.starts:
+        lens = [int(start < end) for start, end in zip(singles.starts, ours.starts, strict=True)]
+        singles.step(lens, 0, False)
+    for slot, copy in zip((1, 2, 0), ours.copies, strict=True):
+        assert torch.equal(ours.carry[slot, copy], singles.carry[slot, 0])
+    for run in (ours, singles):
+        run.step([2 * ratio - start for start in run.starts], 1, False)
+    assert torch.equal(ours.store.memory, singles.store.memory)
 
 
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:1] + CASES[4:])
