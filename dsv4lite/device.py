@@ -133,7 +133,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     try:
         stream = idle.get_nowait()
     except Empty:
-        stream = torch.cuda.Stream(device)
+        stream = _new_stream(device)
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -145,6 +145,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
             idle.put(stream)
         except RuntimeError as error:  # after a CUDA error nothing works any more, and everybody knows already
             log.warning("memory could not be given back to %s: %s", device, _first_line(error))
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for which the matrix library has its memory already: later it would lie in, and keep, a block of any size."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
+    return stream
 
 
 @cache
