@@ -20,7 +20,10 @@ import dsv4lite
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsv4lite"
 
-SCHEDULING = ("engine.pages", "engine.sequence", "engine.step", "engine.holdings", "engine.scheduler", "engine.ngram")
+SCHEDULING = (
+    *("engine.pages", "engine.sequence", "engine.step", "engine.holdings", "engine.scheduler"),
+    *("engine.ngram", "engine.draft_policy"),
+)
 # The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (

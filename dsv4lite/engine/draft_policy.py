@@ -1,0 +1,278 @@
+"""How many tokens to draft: as many as gain the most tokens per second, learned from the steps themselves.
+
+A step of R sequences with k drafts each takes T(R, k) seconds and gains R (1 + s_1 + ... + s_k) tokens, where s_i is the chance
+that the first i drafts are accepted.  Both are measured:
+
+acceptance   by position, of the sequences whose drafts before it were accepted; older steps count less
+cost         by number of sequences, in classes of half octaves, and k.  Steps of one class differ in length for many reasons
+             (contexts grow, others use the machine); what moves the k in use moves the others with it, so that k is judged by
+             ratios.  What was never measured is taken from the nearest class that has it.
+
+The k in use changes when what it lost against a better one, beyond a margin, adds up to some steps: at once if much is lost, late
+if little is, and never for noise about nothing.  Other k are tried now and then.  The time that this loses is counted and kept
+below ``EXPLORATION`` of all time, after a little that is granted to each class at its start.
+
+Time comes in as an argument: the same observations lead to the same decisions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+
+EXPLORATION = 0.0075
+"""Share of all time that trying other k may lose."""
+
+_GRANTED_STEPS = 5.0  # that a new class may lose
+_SAVED_STEPS = 32.0  # most that is saved up
+_MARGIN = 0.01  # gain that does not count
+_PATIENCE = 4.0  # steps lost, beyond the margin, before the k in use changes
+_CHEAP = 0.1  # steps that a try may lose to count as cheap
+_PAUSE = 4  # steps between two tries
+_TRIES = 3  # measurements of a k before it can be chosen
+_SAMPLES = 512.0  # drafts that acceptance remembers, but of
+_STEPS = (16.0, 128.0)  # at least and at most so many steps
+_COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
+_LEVEL_GAIN = 1 / 16  # how fast all costs of a class follow the one that is measured
+_SURPRISE = 0.7  # log of the largest deviation that is believed at once
+_FIRST_ACCEPTANCE, _TRUST = 0.7, 2.0  # what is believed before there are measurements, and how many it outweighs
+_LARGEST_CLASS = 1 << 14
+_CLASSES = tuple(sorted(size << octave for octave in range(14) for size in (2, 3)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftClass:
+    """What is known of steps with about so many sequences.
+
+    Attributes:
+        num_sequences: Most sequences of the class.
+        k: In use.
+        seconds: Of a step, by k; ``None`` where it was never measured.
+        steps: Steps measured, by k.
+    """
+
+    num_sequences: int
+    k: int
+    seconds: tuple[float | None, ...]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftState:
+    """What a policy knows and has done.
+
+    Attributes:
+        acceptance: By position, the chance that a draft is accepted if those before it are.
+        classes: By number of sequences, ascending.
+        changes: How often the k in use of a class changed.
+        tries: Steps with another k than the one in use.
+        seconds: Of all steps.
+        lost_seconds: What the tries lost of it, as far as known.
+    """
+
+    acceptance: tuple[float, ...]
+    classes: tuple[DraftClass, ...]
+    changes: int
+    tries: int
+    seconds: float
+    lost_seconds: float
+
+
+@dataclass(slots=True)
+class _Class:
+    """Steps with about the same number of sequences; lists are by k."""
+
+    size: int
+    k: int
+    cost: list[float]  # logarithm of the seconds
+    steps: list[int]
+    tried: list[int]  # when, in steps of the class
+    regret: list[float] = field(default_factory=list)
+    now: int = 0
+    last_try: int = 0
+
+
+class DraftPolicy:
+    """Chooses k for every step, and learns from it."""
+
+    def __init__(self, max_k: int) -> None:
+        """Know nothing.
+
+        Args:
+            max_k: Most tokens to draft.
+        """
+        assert max_k >= 1
+        self.max_k = max_k
+        self._accepted = [0.0] * max_k
+        self._reached = [0.0] * max_k
+        self._classes: dict[int, _Class] = {}
+        self._changes = self._tries = 0
+        self._seconds = self._lost = 0.0
+        self._credit = 0.0
+
+    def choose(self, num_sequences: int) -> int:
+        """Return the number of tokens to draft for each sequence of the next step; 0 is not to draft."""
+        here = self._class(num_sequences)
+        here.now += 1
+        candidate = self._candidate(here)
+        if candidate is None:
+            return here.k
+        here.last_try = here.tried[candidate] = here.now
+        self._tries += 1
+        return candidate
+
+    def observe(self, num_sequences: int, k: int, seconds: float, accepted: Sequence[int]) -> None:
+        """Learn from a step that did nothing but continue sequences.
+
+        Args:
+            num_sequences: How many.
+            k: Tokens that could be drafted for each; a drafter may have had fewer.
+            seconds: From its start to its end.
+            accepted: By position, the sequences whose draft there was accepted.
+        """
+        assert 0 <= k <= self.max_k and len(accepted) == k and seconds > 0
+        here = self._class(num_sequences)
+        self._learn_acceptance(num_sequences, accepted)
+        self._learn_cost(here, k, log(seconds))
+        self._seconds += seconds
+        step, tokens = exp(self._cost(here, here.k)), self._tokens()
+        granted = _GRANTED_STEPS * step if sum(here.steps) == 1 else 0.0
+        self._credit = min(self._credit + granted + EXPLORATION * seconds, _SAVED_STEPS * step)
+        if k != here.k:
+            lost = max(0.0, seconds - step * tokens[k] / tokens[here.k])
+            self._credit -= lost
+            self._lost += lost
+        self._decide(here)
+
+    def snapshot(self) -> DraftState:
+        """Return what is known and was done."""
+        return DraftState(
+            acceptance=tuple(self._acceptance()),
+            classes=tuple(
+                DraftClass(
+                    num_sequences=size,
+                    k=found.k,
+                    seconds=tuple(exp(c) if n else None for c, n in zip(found.cost, found.steps, strict=True)),
+                    steps=tuple(found.steps),
+                )
+                for size, found in sorted(self._classes.items())
+            ),
+            changes=self._changes,
+            tries=self._tries,
+            seconds=self._seconds,
+            lost_seconds=self._lost,
+        )
+
+    # ----------------------------------------------------------------------------------------------------------- learning
+
+    def _class(self, num_sequences: int) -> _Class:
+        size = num_sequences if num_sequences < 2 else _CLASSES[bisect_left(_CLASSES, min(num_sequences, _LARGEST_CLASS))]
+        found = self._classes.get(size)
+        if found is None:
+            ks = self.max_k + 1
+            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks)
+            others = self._nearest(size)
+            self._classes[size] = found
+            if others:  # until it is measured, it is taken for its neighbour
+                found.k = max(range(ks), key=self._rates(others[0]).__getitem__)
+        return found
+
+    def _nearest(self, size: int) -> list[_Class]:
+        """Return the other classes, the nearest first."""
+        sizes = sorted((s for s in self._classes if s != size), key=lambda s: abs(log(s / size)))
+        return [self._classes[s] for s in sizes if any(self._classes[s].steps)]
+
+    def _learn_acceptance(self, num_sequences: int, accepted: Sequence[int]) -> None:
+        memory = min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
+        reached = num_sequences
+        for position, count in enumerate(accepted):
+            keep = 1 - 1 / memory
+            self._accepted[position] = keep * self._accepted[position] + count
+            self._reached[position] = keep * self._reached[position] + reached
+            reached = count
+
+    def _learn_cost(self, here: _Class, k: int, cost: float) -> None:
+        steps = here.steps[k]
+        here.steps[k] += 1
+        here.tried[k] = here.now
+        if steps == 0:
+            here.cost[k] = cost
+            return
+        surprise = max(-_SURPRISE, min(_SURPRISE, cost - here.cost[k]))
+        if steps >= _TRIES:
+            for other, measured in enumerate(here.steps):
+                if measured:
+                    here.cost[other] += _LEVEL_GAIN * surprise
+        here.cost[k] += surprise / min(steps + 1, _COST_MEMORY[k == here.k])
+
+    # ---------------------------------------------------------------------------------------------------------- expecting
+
+    def _acceptance(self) -> list[float]:
+        out, belief = [], _FIRST_ACCEPTANCE
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            belief = (accepted + _TRUST * belief) / (reached + _TRUST)
+            out.append(belief)
+        return out
+
+    def _tokens(self) -> list[float]:
+        """Return the tokens that a sequence gains in a step, by k."""
+        out, survival = [1.0], 1.0
+        for acceptance in self._acceptance():
+            survival *= acceptance
+            out.append(out[-1] + survival)
+        return out
+
+    def _cost(self, here: _Class, k: int) -> float:
+        """Return the logarithm of the seconds of a step: measured, by the ratio in the nearest class that has it, or guessed."""
+        if here.steps[k]:
+            return here.cost[k]
+        known = sorted((j for j, steps in enumerate(here.steps) if steps), key=lambda j: abs(j - k))
+        for other in self._nearest(here.size):
+            if not other.steps[k]:
+                continue
+            if not known:
+                return other.cost[k]
+            for j in known:
+                if other.steps[j]:
+                    return here.cost[j] + other.cost[k] - other.cost[j]
+        if len(known) < 2:
+            return here.cost[known[0]] if known else 0.0
+        near, far = known[:2]
+        at, slope = exp(here.cost[near]), (exp(here.cost[near]) - exp(here.cost[far])) / (near - far)
+        return log(max(at + slope * (k - near), at / 2))
+
+    def _rates(self, here: _Class) -> list[float]:
+        return [tokens * exp(-self._cost(here, k)) for k, tokens in enumerate(self._tokens())]
+
+    # ----------------------------------------------------------------------------------------------------------- deciding
+
+    def _decide(self, here: _Class) -> None:
+        """Add up what the k in use loses against each other one; change to the best once it is enough."""
+        rates = self._rates(here)
+        for k, rate in enumerate(rates):
+            regret = here.regret[k] + rate / rates[here.k] - 1 - _MARGIN
+            here.regret[k] = max(0.0, regret) if here.steps[k] >= _TRIES else 0.0
+        if max(here.regret) > _PATIENCE:
+            here.k = max(range(len(rates)), key=lambda k: rates[k] if here.regret[k] else 0.0)
+            here.regret = [0.0] * len(rates)
+            self._changes += 1
+
+    def _candidate(self, here: _Class) -> int | None:
+        """Return another k to try now, if one is due and its loss is saved up."""
+        if here.now - here.last_try < _PAUSE or not here.steps[here.k]:
+            return None
+        tokens, step = self._tokens(), exp(self._cost(here, here.k))
+
+        def loss(k: int) -> float:
+            """Return the steps that trying k loses."""
+            return max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
+
+        others = [k for k in range(self.max_k + 1) if k != here.k]
+        new = [k for k in others if here.steps[k] < _TRIES]
+        if new:
+            k = new[0]  # without drafts first, for that costs least
+        else:  # what loses little is tried more often
+            k = max(others, key=lambda k: (here.now - here.tried[k]) / (_CHEAP + loss(k)))
+        return k if loss(k) * step <= self._credit else None
