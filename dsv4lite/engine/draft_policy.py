@@ -9,8 +9,8 @@ cost         by number of sequences, in classes of half octaves, and k.  Steps o
              ratios.  What was never measured is taken from the nearest class that has it.
 
 The k in use changes when what it lost against a better one, beyond a margin, adds up to some steps: at once if much is lost, late
-if little is, and never for noise about nothing.  Other k are tried now and then.  The time that this loses is counted and kept
-below ``EXPLORATION`` of all time, after a little that is granted to each class at its start.
+if little is, and hardly ever for noise about nothing.  Other k are tried now and then, as often as what a try loses allows: below
+``EXPLORATION`` of all time, after a few steps that each class is granted at its start.
 
 Time comes in as an argument: the same observations lead to the same decisions.
 """
@@ -25,11 +25,9 @@ from math import exp, log
 EXPLORATION = 0.0075
 """Share of all time that trying other k may lose."""
 
-_GRANTED_STEPS = 5.0  # that a new class may lose
-_SAVED_STEPS = 32.0  # most that is saved up
+_GRANTED_STEPS = 1.0  # that each of the first tries may lose at once
 _MARGIN = 0.01  # gain that does not count
 _PATIENCE = 4.0  # steps lost, beyond the margin, before the k in use changes
-_CHEAP = 0.1  # steps that a try may lose to count as cheap
 _PAUSE = 4  # steps between two tries
 _TRIES = 3  # measurements of a k before it can be chosen
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
@@ -110,7 +108,6 @@ class DraftPolicy:
         self._classes: dict[int, _Class] = {}
         self._changes = self._tries = 0
         self._seconds = self._lost = 0.0
-        self._credit = 0.0
 
     def choose(self, num_sequences: int) -> int:
         """Return the number of tokens to draft for each sequence of the next step; 0 is not to draft."""
@@ -138,12 +135,8 @@ class DraftPolicy:
         self._learn_cost(here, k, log(seconds))
         self._seconds += seconds
         step, tokens = exp(self._cost(here, here.k)), self._tokens()
-        granted = _GRANTED_STEPS * step if sum(here.steps) == 1 else 0.0
-        self._credit = min(self._credit + granted + EXPLORATION * seconds, _SAVED_STEPS * step)
         if k != here.k:
-            lost = max(0.0, seconds - step * tokens[k] / tokens[here.k])
-            self._credit -= lost
-            self._lost += lost
+            self._lost += seconds - step * tokens[k] / tokens[here.k]
         self._decide(here)
 
     def snapshot(self) -> DraftState:
@@ -260,19 +253,17 @@ class DraftPolicy:
             self._changes += 1
 
     def _candidate(self, here: _Class) -> int | None:
-        """Return another k to try now, if one is due and its loss is saved up."""
+        """Return another k that is due for a try: the longer ago it was measured and the less a try loses, the sooner."""
         if here.now - here.last_try < _PAUSE or not here.steps[here.k]:
             return None
         tokens, step = self._tokens(), exp(self._cost(here, here.k))
-
-        def loss(k: int) -> float:
-            """Return the steps that trying k loses."""
-            return max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
-
-        others = [k for k in range(self.max_k + 1) if k != here.k]
-        new = [k for k in others if here.steps[k] < _TRIES]
-        if new:
-            k = new[0]  # without drafts first, for that costs least
-        else:  # what loses little is tried more often
-            k = max(others, key=lambda k: (here.now - here.tried[k]) / (_CHEAP + loss(k)))
-        return k if loss(k) * step <= self._credit else None
+        most, due = 0.0, None
+        for k in range(self.max_k + 1):
+            lost = max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
+            granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
+            # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
+            wait = 0.0 if granted else lost * self.max_k / EXPLORATION
+            overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
+            if k != here.k and overdue >= max(1.0, most):
+                most, due = overdue, k
+        return due

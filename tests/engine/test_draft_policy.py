@@ -46,8 +46,8 @@ class Engine:
         self.rng = random.Random(self.seed)
         self.policy = DraftPolicy(MAX_K)
         self.chosen: list[int] = []
-        self.tokens, self.seconds = 0, 0.0
-        self.best = self.switched = 0.0  # tokens that the best fixed k, and the better of on and off, make in the same time
+        # Tokens expected of the chosen k, of the best fixed one, and of the better of on and off in the same time.
+        self.tokens = self.best = self.switched = 0.0
 
     def run(self, steps: int, num_sequences: int, acceptance: Sequence[float]) -> None:
         rates = [rate(self.cost, acceptance, num_sequences, k) for k in range(MAX_K + 1)]
@@ -60,10 +60,10 @@ class Engine:
                 accepted.append(reached)
             self.policy.observe(num_sequences, k, seconds, accepted)
             self.chosen.append(k)
-            self.tokens += num_sequences + sum(accepted)
-            self.seconds += seconds
-            self.best += seconds * max(rates)
-            self.switched += seconds * max(rates[0], rates[MAX_K])
+            mean_seconds = self.cost(num_sequences, k)
+            self.tokens += mean_seconds * rates[k]
+            self.best += mean_seconds * max(rates)
+            self.switched += mean_seconds * max(rates[0], rates[MAX_K])
 
 
 GOOD, MIDDLING, BAD = (0.85, 0.7, 0.6, 0.5), (0.4, 0.3, 0.2, 0.2), (0.05, 0.05, 0.05, 0.05)
