@@ -6,8 +6,8 @@
 Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are taken in blocks with a running maximum; in bfloat16 the
 probabilities are rounded per block before they meet the values, as the official kernel does (4e-5 of it). Blocks of masked rows
 change no bit, so a token's result does not depend on how many rows the rest of the batch needs. On packed pages the kernel may
-take other blocks and splits the rows: it agrees with the reference to 2^-7 of a result plus 2^-8 of the head's largest one, and its
-bits follow from the token's own rows and the number of splits.
+take other blocks and splits the rows: it agrees with the reference to 2^-7 of a result plus 2^-8 of the head's largest one (in
+float32 2^-16), and its bits follow from the token's own rows and the number of splits.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def paged_attention(
     """Attend each token's heads to its window and its compressed entries, and rotate the results back.
 
     Args:
-        q_THC: bfloat16 queries.
+        q_THC: bfloat16 queries; on plain rows in their dtype.
         fresh_TB: uint8, packed rows of this step's tokens: data bytes, then scale bytes. A stride of a multiple of 16 bytes is
             read faster.
-        window, entries: Packed kv rows; ``None`` for a layer without compressed entries.
+        window, entries: Packed or plain kv rows; ``None`` for a layer without compressed entries.
         paging: Where tokens and rows are.
         sink_H: float32 logit that only joins the denominator.
         scale: Multiplies the logits.
@@ -101,7 +101,7 @@ def paged_attention(
         window_size: Latest positions that a token sees, itself included.
 
     Returns:
-        bfloat16 [T, H, C]; zeros for padding.
+        [T, H, C] in the dtype of q; zeros for padding.
     """
     if use_triton(q_THC):
         from dsv4lite.kernels.attention_triton import paged_attention_triton
@@ -132,9 +132,9 @@ def paged_attention_ref(
     """See ``paged_attention``; gathers rows and calls ``sparse_attention``."""
     out = torch.empty_like(q_THC)
     for part in torch.arange(len(q_THC), device=q_THC.device).split(_REF_TOKENS):
-        rows, valid = _window_rows(part, fresh_TB, window, paging, window_size)
+        rows, valid = _window_rows(part, fresh_TB, window, paging, window_size, q_THC.dtype)
         if entries is not None:
-            more, seen = _entry_rows(part, entries, paging, ratio, selected_TK)
+            more, seen = _entry_rows(part, entries, paging, ratio, selected_TK, q_THC.dtype)
             rows, valid = torch.cat([rows, more], 1), torch.cat([valid, seen], 1)
         missing = -valid.shape[1] % BLOCK
         rows, valid = pad(rows, (0, 0, 0, missing)), pad(valid, (0, missing))
@@ -145,22 +145,26 @@ def paged_attention_ref(
     return out
 
 
-def _window_rows(part: Tensor, fresh_TB: Tensor, window: RowStore, paging: Paging, window_size: int) -> tuple[Tensor, Tensor]:
-    """Return the window's rows of tokens ``part`` int64 [N], bfloat16 [N, W, C], and which of them there are."""
+def _window_rows(
+    part: Tensor, fresh_TB: Tensor, window: RowStore, paging: Paging, window_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the window's rows of tokens ``part`` int64 [N], [N, W, C] in ``dtype``, and which of them there are."""
     sequence, position = paging.sequence_T[part].long(), paging.positions_T[part].long()[:, None]
     at_NW = (position + 1 - window_size).clamp_min(0) + torch.arange(window_size, device=position.device)
     valid = at_NW <= position
     since = at_NW - paging.first_S[sequence].long()[:, None]
     page = at_NW // window.rows_per_page - paging.window_first_S[sequence].long()[:, None]
     page = paging.window_SP[sequence].long().gather(1, torch.where(valid & (since < 0), page, 0))
-    stored = window.read(page * window.rows_per_page + at_NW % window.rows_per_page, torch.bfloat16)
+    stored = window.read(page * window.rows_per_page + at_NW % window.rows_per_page, dtype)
     fresh = fresh_TB[torch.where(valid & (since >= 0), paging.rows_S[sequence].long()[:, None] + since, 0)]
     data, scales = fresh.split([window.format.data_bytes, window.format.scale_bytes], -1)
-    return torch.where((since >= 0)[..., None], window.format.unpack(data, scales, torch.bfloat16), stored), valid
+    return torch.where((since >= 0)[..., None], window.format.unpack(data, scales, dtype), stored), valid
 
 
-def _entry_rows(part: Tensor, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the entries of tokens ``part`` int64 [N], bfloat16 [N, K, C], and which of them there are."""
+def _entry_rows(
+    part: Tensor, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the entries of tokens ``part`` int64 [N], [N, K, C] in ``dtype``, and which of them there are."""
     visible = (paging.positions_T[part].long()[:, None] + 1) // ratio
     count = int(visible.max()) if selected_TK is None else selected_TK.shape[1]
     entry_NK = torch.arange(count, device=visible.device).expand(len(part), -1)
@@ -169,4 +173,4 @@ def _entry_rows(part: Tensor, entries: RowStore, paging: Paging, ratio: int, sel
         entry_NK = torch.where(visible > count, selected_TK[part].long(), entry_NK)
     entry_NK = torch.where(valid, entry_NK, 0)
     page = paging.grow_SP[paging.sequence_T[part].long()].long().gather(1, entry_NK // entries.rows_per_page)
-    return entries.read(page * entries.rows_per_page + entry_NK % entries.rows_per_page, torch.bfloat16), valid
+    return entries.read(page * entries.rows_per_page + entry_NK % entries.rows_per_page, dtype), valid

@@ -29,7 +29,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard as hadamard_transform
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import RowStore
+from dsv4lite.kernels.rows import PlainRow, RowStore
 
 OVERLAP_RATIO = 4
 
@@ -209,7 +209,8 @@ def compress_step_ref(
     pooled, carry[slots_P, prefixes.copy_P] = compress(values, scores, carry[slots_P, from_P], segments)
 
     closing_E = rows_T[segments.tokens_GL[segments.closed_E, -1]]
-    entries = rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
+    dtype = store.format.dtype if isinstance(store.format, PlainRow) else torch.bfloat16
+    entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
     index_E, sequence_E = segments.positions_E // ratio, present[owner_P[segments.sequence_G[segments.closed_E]]]
     page_E = paging.grow_SP[sequence_E, index_E // store.rows_per_page].long()
     address_E = page_E * store.rows_per_page + index_E % store.rows_per_page
@@ -236,7 +237,7 @@ def compress_step(
         ape: float32 [ratio, columns], the position term; columns = C without, 2 C with overlap.
         norm_weight: float32 [C].
         carry: float32 [slots, copies, A, 3, C], changed in place where ``paging`` names a slot; one copy more than drafts.
-        store: Entries, ``256 / ratio`` rows a page, packed; the page of an entry follows from ``paging.grow_SP``.
+        store: Entries, ``256 / ratio`` rows a page, packed or plain; the page of an entry follows from ``paging.grow_SP``.
         paging: Where the tokens stand.
         ratio: Tokens of a group.
         cos_T, sin_T: float32 [T, rope / 2], angles of the first position of each token's group.

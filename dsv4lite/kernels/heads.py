@@ -1,12 +1,12 @@
 """The norm and the rotation of every query head, and what the indexer's heads go through.
 
     q  = rope(rms_norm_heads(query[:H C]))
-    iq = round_fp4(hadamard(rope(query[H C:])))
+    iq = round_fp4(hadamard(rope(query[H C:])))        plain models: rope(query[H C:])
 
 Source: DeepSeek-V4 specification 3.3, 3.6 and 4.3.  Numerics: those of ``rms_norm_heads``, ``rope``, ``hadamard`` and
 ``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: where the sum lies at a border,
 a head's factor is the neighbouring bfloat16 (seen in one of 10^4 heads), and the head differs by one unit in the last place.
-Index heads are equal.
+Index heads are equal. In float32 heads agree to 1e-6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from dsv4lite.kernels.rope import rope
 
 
 def head_norms_ref(
-    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
+    query_TK: Tensor,
+    heads: int,
+    channels: int,
+    index_heads: int,
+    index_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    *,
+    fp4: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """See ``head_norms``."""
     q_THC = query_TK[:, : heads * channels].unflatten(1, (heads, channels))
@@ -28,26 +37,37 @@ def head_norms_ref(
     if not index_heads:
         return q_THC, None
     iq_THC = query_TK[:, heads * channels :].unflatten(1, (index_heads, index_dim))
-    return q_THC, round_fp4(hadamard(rope(iq_THC, cos, sin)))
+    iq_THC = rope(iq_THC, cos, sin)
+    return q_THC, round_fp4(hadamard(iq_THC)) if fp4 else iq_THC
 
 
 def head_norms(
-    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
+    query_TK: Tensor,
+    heads: int,
+    channels: int,
+    index_heads: int,
+    index_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    *,
+    fp4: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise and rotate query heads; rotate, transform and round index heads.
+    """Normalise and rotate query heads; rotate index heads, and transform and round them.
 
     Args:
-        query_TK: bfloat16 [T, H C + Hi Ci].
+        query_TK: [T, H C + Hi Ci], bfloat16; float32 only in plain models.
         heads, channels: H and C.
         index_heads, index_dim: Hi and Ci; no index heads if Hi is 0.
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
+        fp4: Transform and round index heads, as keys of quantized models are.
 
     Returns:
-        Queries bfloat16 [T, H, C], and index queries bfloat16 [T, Hi, Ci] or ``None``.
+        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given.
     """
     if use_triton(query_TK):
         from dsv4lite.kernels.heads_triton import head_norms_triton
 
         return head_norms_triton(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
-    return head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
+    return head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4=fp4)

@@ -84,7 +84,7 @@ def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Pag
     See ``index_scores_paged`` and ``select_paged``.
     """
     tokens = len(iq_THC)
-    round_tokens = max(1, SCORE_BYTES // (2 * max(1, entries_max)))
+    round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, entries_max)))
     selected_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=iq_THC.device)
     for begin in range(0, tokens, round_tokens):
         part = slice(begin, min(begin + round_tokens, tokens))
@@ -105,16 +105,16 @@ def index_scores_paged(
     """Score the visible entries of tokens ``begin`` to ``begin + N`` of a step.
 
     Args:
-        iq_NHC: bfloat16 index queries, already rounded to FP4.
-        weights_NH: bfloat16 head weights, any stride.
-        keys: Packed FP4 index keys.
+        iq_NHC: bfloat16 index queries, already rounded to FP4; on plain keys as they are, in the keys' dtype.
+        weights_NH: Head weights in the same dtype, any stride.
+        keys: Packed FP4 or plain index keys.
         paging: Where the tokens and keys are.
         top_k: Tokens that see no more entries than this need no scores.
         entries_max: Most entries that any token sees, as far as the host knows.
         begin: First token.
 
     Returns:
-        bfloat16 [N, entries_max]; anything where the entry is not visible or the token needs no scores.
+        [N, entries_max] in the dtype of ``iq``; anything where the entry is not visible or the token needs no scores.
     """
     if use_triton(iq_NHC):
         from dsv4lite.kernels.indexer_triton import index_scores_paged_triton
@@ -127,13 +127,13 @@ def index_scores_paged_ref(
     iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, entries_max: int, *, begin: int = 0
 ) -> Tensor:
     """See ``index_scores_paged``; scores every entry of every token, one token at a time."""
-    scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=torch.bfloat16, device=iq_NHC.device)
+    scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
     visible_N = _visible(paging, PAGE_TOKENS // keys.rows_per_page, begin, len(iq_NHC)).tolist()
     for n, count in enumerate(visible_N):
         entry_E = torch.arange(count, device=scores.device)
         page = paging.grow_SP[paging.sequence_T[begin + n], entry_E // keys.rows_per_page].long()
-        rows = keys.read(page * keys.rows_per_page + entry_E % keys.rows_per_page, torch.bfloat16)
-        scores[n, :count] = index_scores(iq_NHC[n : n + 1], weights_NH[n : n + 1], rows)[0].to(torch.bfloat16)
+        rows = keys.read(page * keys.rows_per_page + entry_E % keys.rows_per_page, iq_NHC.dtype)
+        scores[n, :count] = index_scores(iq_NHC[n : n + 1], weights_NH[n : n + 1], rows)[0].to(scores.dtype)
     return scores
 
 
@@ -141,7 +141,7 @@ def select_paged(scores_NE: Tensor, paging: Paging, top_k: int, ratio: int, *, b
     """Return the best visible entries of tokens ``begin`` to ``begin + N`` of a step; of equals the older.
 
     Args:
-        scores_NE: bfloat16; what is not visible may hold anything.
+        scores_NE: bfloat16 or float32; what is not visible may hold anything.
         paging: Where the tokens are.
         top_k: How many are wanted.
         ratio: Tokens of an entry.

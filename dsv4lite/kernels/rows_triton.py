@@ -30,6 +30,12 @@ def bf16(x, GPU: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, WIDE: tl.constexpr, GPU: tl.constexpr):
+    # .to(dtype), and wide again; WIDE is float32, the other bfloat16
+    return x if WIDE else bf16(x, GPU)
+
+
+@triton.jit
 def power_scale(amax, QMAX: tl.constexpr):
     # scale_bits: 2^ceil(log2(amax / qmax)); returns its e8m0 byte and its inverse
     bits = ((amax * (1.0 / QMAX)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000

@@ -167,7 +167,6 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> Tensor:
         """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
         if isinstance(batch, PagedBatch):
-            assert rounded is not None
             return self._project_out(self._attend_paged(x_TD, rounded, batch, cache))
         c, tokens = self.config, x_TD.shape[0]
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
@@ -192,8 +191,8 @@ class Attention(nn.Module):
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
         return self._project_out(rope(o_THC, *angles, inverse=True))
 
-    def _attend_paged(self, x_TD: Tensor, rounded: Rounded, batch: PagedBatch, cache: LayerCache) -> Tensor:
-        """The same up to the heads' results [T, H, C], on packed rows, in ops that know a step's tokens only from the device.
+    def _attend_paged(self, x_TD: Tensor, rounded: Rounded | None, batch: PagedBatch, cache: LayerCache) -> Tensor:
+        """The same up to the heads' results [T, H, C], on rows in pages, in ops that know a step's tokens only from the device.
 
         Queries take more memory than anything else in a step (``memory.py``): none of theirs stays longer than it is needed.
         """
@@ -201,12 +200,12 @@ class Attention(nn.Module):
         window, entries = cache.window, cache.entries
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent = rounded_linear(rounded, self.wq_a_wkv, x_TD.dtype)
-        qr_codes, qr_scales, fresh_TB = latent_norms(
-            latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window
-        )
+        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
+        qr_TR, qr_scales, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window)
+        query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
         heads = (c.num_attention_heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
-        q_THC, iq_THC = head_norms(rounded_linear((qr_codes, qr_scales), self.wq_b, x_TD.dtype), *heads, *angles, c.norm_eps)
+        q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
+        del query
         selected_TK: Tensor | None = None
         if self.ratio:
             weights_TH, count = self._compress_paged(x_TD, batch, cache), batch.max_tokens // self.ratio
@@ -238,7 +237,7 @@ class Attention(nn.Module):
             return None
         assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
         part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-        self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=True)
+        self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
         return self._index_weights(projected, x_TD.dtype)
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
@@ -462,7 +461,8 @@ class DeepseekV4(nn.Module):
         return streams.final()
 
     def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
-        return Streams(value_TND, self.config, self.numerics.row_tile, rounded=isinstance(batch, PagedBatch))
+        rounded = self.numerics.quantized and isinstance(batch, PagedBatch)
+        return Streams(value_TND, self.config, self.numerics.row_tile, rounded=rounded)
 
     def logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the next token."""

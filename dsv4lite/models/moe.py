@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import can_tile, experts_forward
-from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.moe import route, swiglu
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_quantize
+from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
@@ -26,7 +26,6 @@ from dsv4lite.weights.quant import (
     TiledStack,
     linear,
     parameter,
-    round_input,
     rounded_linear,
 )
 
@@ -42,35 +41,18 @@ class WideExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
         """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        (tokens, per_token), dtype = chosen_TK.shape, x_TD.dtype
-        x_TD = round_input(x_TD, self.w13).to(self.w13.weight.dtype)
-        if tokens == 1:
-            outputs = [self._one(e, x_TD, weight_TK[:, k : k + 1], dtype).float() for k, e in enumerate(chosen_TK[0].tolist())]
-        else:
-            order = chosen_TK.flatten().argsort(stable=True)
-            counts = torch.bincount(chosen_TK.flatten(), minlength=self.count).tolist()
-            weights = weight_TK.flatten()[order]
-            inputs = x_TD[order // per_token]
-            parts, begin = [], 0
-            for expert, count in enumerate(counts):
-                if count:
-                    rows = slice(begin, begin + count)
-                    parts.append(self._one(expert, inputs[rows], weights[rows, None], dtype))
-                    begin += count
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order), device=order.device)
-            outputs = list(torch.cat(parts)[back].view(tokens, per_token, -1).float().unbind(1))
-        total = outputs[0]
-        for output in outputs[1:]:
-            total = total + output
-        return (total + shared_TD.float()).to(dtype)
-
-    def _one(self, expert: int, x_TD: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
-        """Run one expert on inputs already rounded as its matrices want; the mixing weight is applied before ``w2``."""
-        w13, w2 = self.w13.weight, self.w2.weight
-        h_TI = matmul_rows(x_TD, w13[expert], self.w13.row_tile).to(dtype)
-        u_TI = (swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit) * weight_T1).to(dtype)
-        return matmul_rows(round_input(u_TI, self.w2).to(w2.dtype), w2[expert], self.w2.row_tile).to(dtype)
+        w13, w2 = self.w13, self.w2
+        return wide_experts_forward(
+            x_TD,
+            chosen_TK,
+            weight_TK,
+            w13.weight,
+            w2.weight,
+            self.limit,
+            shared_TD,
+            row_tile=w13.row_tile,
+            round_inputs=w13.rounds_input,
+        )
 
     def slots(self, prefix: str) -> NamedSlots:
         for e in range(self.count):

@@ -34,6 +34,7 @@ class Numerics:
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
         resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts.py``), ``plain`` are widened.
+        paged: Steps run in the ops that work on rows in pages: on an accelerator, unless a quantized model does not stay quantized.
     """
 
     dtype: torch.dtype
@@ -43,6 +44,7 @@ class Numerics:
     device: torch.device
     resident_fp8: bool = False
     resident_experts: ExpertFormat = "plain"
+    paged: bool = False
 
     @classmethod
     def choose(
@@ -74,12 +76,8 @@ class Numerics:
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
             resident_experts=expert_format if quantized and not on_cpu else "plain",
+            paged=not on_cpu and quantized and dense_fp8 and expert_format != "plain",
         )
-
-    @property
-    def paged(self) -> bool:
-        """Whether steps run in the ops that work on packed rows: everything stays quantized, on an accelerator."""
-        return self.resident_fp8 and self.resident_experts != "plain"
 
     @property
     def row_tile(self) -> int | None:
@@ -260,7 +258,7 @@ def parameter(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float3
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
 
 
-def round_input(x: Tensor, matrix: Matrix) -> Tensor:
+def _round_input(x: Tensor, matrix: Matrix) -> Tensor:
     """Return ``x`` as the matrix wants to see it."""
     return round_fp8(x, ACTIVATION_GROUP) if matrix.rounds_input else x
 
@@ -276,7 +274,7 @@ def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, *, ro
     """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
     if matrix.scale is None:
-        return float_linear(round_input(x_TK, matrix)[:, None], weight[None], dtype, tile)[:, 0]
+        return float_linear(_round_input(x_TK, matrix)[:, None], weight[None], dtype, tile)[:, 0]
     return rounded_linear(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP), matrix, dtype)
 
 

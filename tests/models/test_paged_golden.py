@@ -27,7 +27,12 @@ LAYERS = range(OFFICIAL.num_hidden_layers)
 @pytest.fixture(scope="module", params=DEVICES)
 def model(request: pytest.FixtureRequest, official_weights: Outputs) -> Iterator[DeepseekV4]:
     numerics = replace(
-        rounded(), device=torch.device(request.param), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4"
+        rounded(),
+        device=torch.device(request.param),
+        matrix_dtype=torch.bfloat16,
+        resident_fp8=True,
+        resident_experts="fp4",
+        paged=True,
     )
     model = fill(poisoned(OFFICIAL, numerics, with_mtp=True), official_weights).requires_grad_(False)
     assert model.paged
