@@ -164,12 +164,17 @@ def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     return SimpleQueue()
 
 
+def give_back_unused(device: torch.device) -> None:
+    """Give memory that loading has left back to the device: what is allocated next would else keep large pieces by using a part."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def reserve(device: torch.device, count: int) -> None:
     """Let PyTorch take memory in one piece for what this thread's stream allocates from now on, and keep it.
 
     Steps find room in it whatever ran before, and what is missing is missed at the start rather than in traffic.
     """
-    torch.cuda.empty_cache()  # what loading has left, in pieces of no use
     torch.empty(count, dtype=torch.uint8, device=device)
 
 

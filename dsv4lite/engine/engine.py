@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, default_cache_dir
-from dsv4lite.device import advice_for, choose_device, forget_frames, own_stream, reserve, start_error
+from dsv4lite.device import advice_for, choose_device, forget_frames, give_back_unused, own_stream, reserve, start_error
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
@@ -244,6 +244,7 @@ class Engine:
         plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
         require_fit(plan)
         model = source.build(numerics, with_mtp=False, seed=config.seed, progress=config.progress)
+        give_back_unused(device)
         cache = StateCache.allocate(model.layout, plan.sizes, device)
         vocab_size = source.model.vocab_size
         grammars = None
