@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -319,13 +320,15 @@ def broken(boom: Exception) -> Any:
 def test_stream_that_cannot_be_left_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, works: bool
 ) -> None:
-    boom, emptied = torch.AcceleratorError(ILLEGAL), []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    boom, emptied, idle = torch.AcceleratorError(ILLEGAL), [], SimpleQueue[str]()
+    monkeypatch.setattr(devices, "_idle_streams", lambda device: idle)
+    monkeypatch.setattr(devices, "_new_stream", lambda device: "a stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext() if works else broken(boom))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="first"), own_stream(torch.device("cuda", 0)):
         raise ZeroDivisionError("first")
     assert emptied == [True] * works and ("could not be given back" in caplog.text) != works
+    assert idle.qsize() == works  # the next engine runs on it, unless it is broken
 
 
 def test_errors_are_told_apart() -> None:
