@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import assert_idle, engine_of, opened, prompts_of, room_for
 from tests.e2e.test_engine_determinism import Ask, Reference, ask_all, asks
+from tests.e2e.traffic import traffic
 
 pytestmark = pytest.mark.gpu
 
@@ -90,44 +90,10 @@ def test_kernels_predict_text_as_well_as_the_references() -> None:
     assert abs(fast - slow) < 0.005 * slow
 
 
-async def traffic(llm: AsyncLLM, requests: int) -> list[str]:
-    """Send random requests, some of them aborted, cancelled or late; return why each ended."""
-    rng, ends = random.Random(4), []
-    gate = asyncio.Semaphore(150)
-
-    async def one(index: int) -> None:
-        prompt = [rng.randrange(300, VOCAB) for _ in range(rng.choice((1, 5, 60, 130, 400, 1500)))]
-        params = SamplingParams(
-            max_tokens=rng.randrange(1, 200),
-            temperature=rng.choice((0, 0.7)),
-            top_p=rng.choice((1.0, 0.9)),
-            n=rng.choice((1, 1, 1, 2)),
-            logprobs=rng.choice((None, None, 2)),
-            frequency_penalty=rng.choice((0.0, 0.0, 0.4)),
-        )
-        deadline = rng.choice((None, None, 0.05, 1.0))
-        fate, delay = rng.random(), rng.random() / 4
-        async with gate:
-            task = asyncio.ensure_future(llm.generate(prompt, params, request_id=str(index), deadline=deadline))
-            if fate < 0.3:
-                await asyncio.sleep(delay)
-                if fate < 0.15:
-                    task.cancel()
-                else:
-                    llm.abort(str(index))
-            try:
-                ends.append((await task).outputs[0].finish_reason)
-            except asyncio.CancelledError:
-                ends.append("cancelled")
-
-    await asyncio.gather(*(one(index) for index in range(requests)))
-    return ends
-
-
 def test_random_traffic_leaves_nothing_behind() -> None:
     async def run() -> list[str]:
         async with AsyncLLM(str(TINY), device="cuda", kv_cache_memory_bytes=24 << 20, max_model_len=2048, max_num_seqs=48) as llm:
-            ends = await traffic(llm, 1500)
+            ends = await traffic(llm, 1500, vocab_size=VOCAB, seed=4)
             await asyncio.wrap_future(engine_of(llm).call(assert_idle))
             return ends
 
