@@ -63,6 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
+
+    replay = commands.add_parser(
+        "replay",
+        help="find the first bad op of a saved step",
+        description="Run a saved step again, every op beside its reference on the same inputs, and name the first that is wrong.",
+    )
+    replay.add_argument("dump", help="file that dump_dir or dump_step made")
+    replay.add_argument("--model", help="folder or hub id of the checkpoint (default: the one that the step ran on)")
+    replay.add_argument("--device", help="cpu, cuda or cuda:N (default: where the step ran, if it is here)")
+    replay.add_argument("--all", action="store_true", help="print every output of every op, too")
+    replay.set_defaults(run=_replay)
     return parser
 
 
@@ -109,8 +120,18 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from dsv4lite.engine.replay import replay  # brings torch, which the other commands may not need
+
+    report = replay(args.dump, model=args.model, device=args.device)
+    if args.all:
+        print(report.table(), end="\n\n")
+    print(report)
+    return 0 if report.first is None else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit, 2 for an error."""
+    """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit or a bad op, 2 for an error."""
     args = _parser().parse_args(argv)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)

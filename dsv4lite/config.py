@@ -48,7 +48,10 @@ def default_cache_dir() -> str:
 
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (bool,), "True or False") for name in ("enable_prefix_caching", "deterministic")),
-    *((name, (str, os.PathLike, type(None)), "a string or None") for name in ("revision", "tokenizer", "compile_cache_dir")),
+    *(
+        (name, (str, os.PathLike, type(None)), "a string or None")
+        for name in ("revision", "tokenizer", "compile_cache_dir", "dump_dir")
+    ),
     *((name, (int,), "an integer") for name in ("seed", "prefix_checkpoint_tokens")),
     ("device", (str,), "a string such as 'auto', 'cpu' or 'cuda:0'"),
     ("gpu_memory_utilization", (int, float), "a number"),
@@ -80,6 +83,7 @@ class EngineConfig:
         seed: Seed of requests that give none.
         progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
+        dump_dir: Where the first step that fails, or whose logits are not finite, is saved; until then no steps overlap.
     """
 
     model: str
@@ -101,6 +105,7 @@ class EngineConfig:
     seed: int = 0
     progress: bool | Progress = False
     compile_cache_dir: str | None = None
+    dump_dir: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ those of ``threading``. Nothing is held open between calls: no task group, no ca
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -332,6 +333,11 @@ class AsyncLLM(Face):
         self._check("reset_prefix_cache")
         await self._bridge.wait(self._session.reset_prefix_cache())
 
+    async def dump_step(self, path: str | os.PathLike[str]) -> None:
+        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run."""
+        self._check("dump_step")
+        await self._bridge.wait(self._session.dump_step(path))
+
     # ---- inside ----
 
     async def _start(self) -> None:
@@ -554,6 +560,10 @@ class LLM(Face):
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
         self._session.reset_prefix_cache().result()
+
+    def dump_step(self, path: str | os.PathLike[str]) -> None:
+        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run."""
+        self._session.dump_step(path).result()
 
     # ---- inside ----
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.aborted: list[tuple[str | None, int | None]] = []
         self.resets = 0
+        self.dumps: list[Path] = []
         self.steps = 0
         self.max_open = 0
         self.closes = 0
@@ -115,6 +117,9 @@ class FakeEngine:
 
     def reset_prefix_cache(self) -> Future[None]:
         return self.call(lambda: setattr(self, "resets", self.resets + 1))
+
+    def dump_step(self, path: Path) -> Future[None]:
+        return self.call(lambda: self.dumps.append(path))
 
     def stats(self) -> Any:
         return {"open": len(self.sequences)}

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from dsv4lite.device import advice_for, choose_device, forget_frames, give_back_
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.pages import Pools
+from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
@@ -114,6 +116,7 @@ class Engine:
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
         self._runner: Runner
+        self._recorder: StepRecorder
 
     # ------------------------------------------------------------------------------------------------- from other threads
 
@@ -174,6 +177,10 @@ class Engine:
     def reset_prefix_cache(self) -> Future[None]:
         """Forget cached prefixes."""
         return self.call(lambda engine: engine._scheduler.reset_prefix_cache())
+
+    def dump_step(self, path: Path) -> Future[None]:
+        """Save the next step; done as soon as that is sure to happen."""
+        return self.call(lambda engine: engine._recorder.request(path))
 
     def check(self) -> Future[None]:
         """Verify that every page, slot and snapshot is accounted for; fails with AssertionError otherwise."""
@@ -252,6 +259,7 @@ class Engine:
             grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
         except UnsupportedError as error:  # concerns only requests that want one
             self._no_grammars = str(error)  # the error itself, or what caused it, would hold on to the model
+        self._recorder = StepRecorder(config, model, cache)
         graphs = None
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
@@ -306,14 +314,20 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the previous one (without overlap: of this one)."""
         started = time.perf_counter()
+        recorder = self._recorder if self._recorder.active else None
+        if recorder is not None:
+            self._settle()  # a step that may be saved runs alone
         plan = self._scheduler.schedule(time.monotonic())
         self._tell(self._scheduler.pop_expired())
-        flight = self._runner.launch(plan) if plan is not None else None
-        previous, self._in_flight = (self._in_flight, flight) if self._overlap else (flight, None)
+        flight = self._runner.launch(plan, recorder) if plan is not None else None
+        overlap = self._overlap and recorder is None
+        previous, self._in_flight = (self._in_flight, flight) if overlap else (flight, None)
         if previous is not None:
             launched = time.perf_counter()
             results = previous.results()
             landed = time.perf_counter()
+            if recorder is not None:
+                recorder.end(previous.samples)
             self._land(previous, results)
             ended = time.perf_counter()
             self._count(len(results), step_s=ended - started, host_s=launched - started + ended - landed)
@@ -436,7 +450,9 @@ class Engine:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
             log.error("the engine failed", exc_info=error)
-            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}"
+            saved = self._recorder.failed(error)
+            where = "" if saved is None else f"; the step is saved as {saved}"
+            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
             self._dead = EngineDeadError(message, phase="step")
             self._dead.__cause__ = error
             self._closing = True
@@ -447,7 +463,7 @@ class Engine:
         """Drop tensors, and answer those who still wait."""
         self._in_flight = None
         self._routed.clear()
-        del self._runner, self._scheduler
+        del self._runner, self._scheduler, self._recorder
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
         self._ended = True

@@ -26,6 +26,19 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 _COLUMNS = 4  # token, position, slot, first window page
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphShape:
+    """What a graph was recorded for.
+
+    Attributes:
+        size: Number of sequences, padding included.
+        max_model_len: No sequence is longer.
+    """
+
+    size: int
+    max_model_len: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeOutput:
     """What a replay leaves; valid until the next one, for those who work on the same stream.
@@ -61,7 +74,7 @@ class DecodeGraphs:
         self._cache = cache
         self.last_token = empty_last_token(cache)
         self._max_model_len = max_model_len
-        self._window_pages = (model.config.window - 2) // WINDOW_PAGE + 2
+        self._window_pages = most_window_pages(model)
         pages = -(-max_model_len // GROW_PAGE)
         self._tables = torch.zeros(len(self.last_token), pages, dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
@@ -94,29 +107,18 @@ class DecodeGraphs:
             graph.capture_end()
         self._captured[size] = _Captured(graph=graph, inputs=inputs, output=output)
 
+    def shape_for(self, count: int) -> GraphShape:
+        """Return which graph runs a step of ``count`` sequences."""
+        return GraphShape(size=next(size for size in self.sizes if size >= count), max_model_len=self._max_model_len)
+
     def replay(self, sequences: Sequence[SequencePlan]) -> DecodeOutput:
         """Run a step; rows follow the order of ``sequences``, the rest is padding."""
-        size = next(size for size in self.sizes if size >= len(sequences))
+        size = self.shape_for(len(sequences)).size
         if size not in self._captured:
             self.capture(size)
         captured = self._captured[size]
         self._update_tables(sequences)
-        missing = size - len(sequences)
-        filler, width = [-1] * missing, self._window_pages
-        windows = [s.window_pages + (-1,) * (width - len(s.window_pages)) for s in sequences]
-        columns = [
-            *(s.token_ids[0] for s in sequences),
-            *[0] * missing,
-            *(s.start for s in sequences),
-            *filler,
-            *(s.slot for s in sequences),
-            *filler,
-            *(s.window_first for s in sequences),
-            *filler,
-            *(page for window in windows for page in window),
-            *filler * width,
-        ]
-        captured.inputs.view(-1).copy_(torch.tensor(columns, dtype=torch.int32, device="cpu").pin_memory(), non_blocking=True)
+        captured.inputs.copy_(decode_inputs(sequences, size, self._window_pages).pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.output
 
@@ -131,34 +133,75 @@ class DecodeGraphs:
         self._tables[rows[:, 0].long(), :width] = rows[:, 1:]
 
     def _forward(self, inputs: Tensor) -> DecodeOutput:
-        """One step on ``inputs`` [4 + Q, B]; the window pages, [B, Q], lie at the end."""
-        model, size = self._model, inputs.shape[1]
-        token_ids, positions, slots, window_first = inputs[:_COLUMNS]
-        places = torch.where(slots < 0, len(self.last_token) - 1, slots)
-        every = torch.arange(size, dtype=torch.int32, device=inputs.device)
-        paging = Paging(
-            positions_T=positions,
-            sequence_T=every,
-            slots_S=slots,
-            first_S=positions,
-            rows_S=every,
-            lens_S=torch.ones_like(every),
-            drafts_S=torch.zeros_like(every),
-            carry_S=torch.zeros_like(every),
-            grow_SP=self._tables.index_select(0, places),
-            window_SP=inputs[_COLUMNS:].view(size, self._window_pages),
-            window_first_S=window_first,
-            singles=True,
-        )
-        tokens = torch.where(token_ids < 0, self.last_token[places], token_ids)
-        batch = PagedBatch.of(
-            tokens,
-            paging,
-            model.rotary,
-            max_tokens=self._max_model_len,
-            deterministic=model.numerics.deterministic,
-        )
-        logits = model.logits(model(batch, self._cache.layers))
+        """One step on ``inputs`` of ``decode_inputs``."""
+        batch, places = decode_batch(inputs, self._tables, self.last_token, self._model, self._max_model_len)
+        logits = self._model.logits(self._model(batch, self._cache.layers))
         _, best, finite = argmax_finite(logits)
         self.last_token.index_copy_(0, places.long(), best)
         return DecodeOutput(logits=logits, top=torch.stack([best, finite.long()]))
+
+
+def most_window_pages(model: DeepseekV4) -> int:
+    """Return how many window pages a step of one token may read or write."""
+    return (model.config.window - 2) // WINDOW_PAGE + 2
+
+
+def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: int) -> Tensor:
+    """Return what a step of single tokens is told, int32 [4 + window pages, size] on the CPU; missing sequences are padding.
+
+    The first rows are tokens, positions, slots and first window pages; the rest, as [size, window pages], are window pages.
+    """
+    missing = size - len(sequences)
+    filler = [-1] * missing
+    windows = [s.window_pages + (-1,) * (window_pages - len(s.window_pages)) for s in sequences]
+    columns = [
+        *(s.token_ids[0] for s in sequences),
+        *[0] * missing,
+        *(s.start for s in sequences),
+        *filler,
+        *(s.slot for s in sequences),
+        *filler,
+        *(s.window_first for s in sequences),
+        *filler,
+        *(page for window in windows for page in window),
+        *filler * window_pages,
+    ]
+    return torch.tensor(columns, dtype=torch.int32, device="cpu").view(_COLUMNS + window_pages, size)
+
+
+def decode_batch(
+    inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, max_model_len: int
+) -> tuple[PagedBatch, Tensor]:
+    """Return a step of single tokens.
+
+    Args:
+        inputs: From ``decode_inputs``.
+        tables: int32 [slots + 1, P], grow pages by slot.
+        last_token: int64 [slots + 1], the token sampled last in each slot, where ``inputs`` has ``IN_FLIGHT``.
+        model: Whose step it is.
+        max_model_len: No sequence is longer.
+
+    Returns:
+        The batch, and int32 [B], the row of ``tables`` of each sequence; that of padding is the last one.
+    """
+    size = inputs.shape[1]
+    token_ids, positions, slots, window_first = inputs[:_COLUMNS]
+    places = torch.where(slots < 0, len(last_token) - 1, slots)
+    every = torch.arange(size, dtype=torch.int32, device=inputs.device)
+    paging = Paging(
+        positions_T=positions,
+        sequence_T=every,
+        slots_S=slots,
+        first_S=positions,
+        rows_S=every,
+        lens_S=torch.ones_like(every),
+        drafts_S=torch.zeros_like(every),
+        carry_S=torch.zeros_like(every),
+        grow_SP=tables.index_select(0, places),
+        window_SP=inputs[_COLUMNS:].view(size, -1),
+        window_first_S=window_first,
+        singles=True,
+    )
+    tokens = torch.where(token_ids < 0, last_token[places], token_ids)
+    deterministic = model.numerics.deterministic
+    return PagedBatch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic), places

@@ -14,6 +14,7 @@ from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
+from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Samples
 from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
@@ -111,19 +112,29 @@ class Runner:
     def _run_padding(self, tokens: int) -> None:
         self.model.logits(self.model(padding(tokens, self.model), self.cache.layers)[:1])
 
-    def launch(self, plan: StepPlan) -> Flight:
-        """Start a step; on a device with a stream of its own this returns before the step ends."""
+    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> Flight:
+        """Start a step; on a device with a stream of its own this returns before the step ends.
+
+        Args:
+            plan: What to run.
+            recorder: Looks at the step, and may save it.
+        """
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
         wanted = any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences)
-        if self._graphs is not None and self._graphs.covers(plan) and not wanted:
-            return self._replay(plan, self._graphs)
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(plan) and not wanted else None
+        if recorder is not None:
+            recorder.begin(plan, None if graphs is None else graphs.shape_for(len(plan.sequences)))
+        if graphs is not None:
+            return self._replay(plan, graphs)
         batch = pack(plan, self.model, self._last_token)
         routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
         if routing:
             shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(shape, dtype=torch.int16, device=numerics.device)
         streams_TND = self.model(batch, self.cache.layers)
+        if recorder is not None:
+            recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
         first_row, row = {}, 0
         for sequence in plan.sequences:

@@ -44,6 +44,7 @@ class EngineSettings(TypedDict, total=False):
     seed: int
     progress: bool | Progress
     compile_cache_dir: str | None
+    dump_dir: str | None
     hf_overrides: Mapping[str, Any]
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dsv4lite.config import EngineConfig
@@ -77,6 +79,7 @@ class EngineLike(Protocol):
     def pause(self) -> Future[None]: ...
     def resume(self) -> Future[None]: ...
     def reset_prefix_cache(self) -> Future[None]: ...
+    def dump_step(self, path: Path) -> Future[None]: ...
     def stats(self) -> EngineStats: ...
     def memory(self) -> MemoryPlan: ...
     def close(self) -> None: ...
@@ -340,6 +343,17 @@ class Session:
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes."""
         return self.engine("reset_prefix_cache").reset_prefix_cache()
+
+    def dump_step(self, path: str | os.PathLike[str]) -> Future[None]:
+        """Have the next step saved.
+
+        Raises:
+            ConfigError: There is no such folder, or it cannot be written to.
+        """
+        file = Path(path).absolute()
+        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
+        return self.engine("dump_step").dump_step(file)
 
     # ---- from the engine ----
 

@@ -1,0 +1,220 @@
+"""A step in a file: what ran, what it read, and in which versions. ``engine/replay.py`` runs it again.
+
+The file is in the safetensors format; its metadata hold one JSON text under ``dsv4lite.step``, and its tensors the state that the
+step's sequences use, of every layer I:
+
+    layers.I.window              uint8 [pages, bytes], the window pages that the plan names, by ascending id
+    layers.I.entries, .keys      the same of the grow pages
+    layers.I.carry, .key_carry   float32 [slots, copies, A, 3, C], the accumulators before the step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsv4lite.engine.cache import LayerCache
+from dsv4lite.engine.graphs import GraphShape
+from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
+from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.rows import RowStore
+from dsv4lite.weights.quant import Numerics
+
+VERSION = 1
+_HEADER = "dsv4lite.step"
+_PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The state that sequences use, by ascending ids."""
+
+    slots: tuple[int, ...]
+    windows: tuple[int, ...]
+    pages: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequencePlan]) -> Places:
+        """Collect what sequences name."""
+        return cls(
+            slots=tuple(sorted({s.slot for s in sequences})),
+            windows=tuple(sorted({page for s in sequences for page in s.window_pages if page != NO_PAGE})),
+            pages=tuple(sorted({page for s in sequences for page in s.pages})),
+        )
+
+    def renumber(self, plan: StepPlan) -> StepPlan:
+        """Return a plan's sequences for a state that holds these places and nothing else."""
+        slot, window, page = ({old: new for new, old in enumerate(ids)} for ids in (self.slots, self.windows, self.pages))
+        window[NO_PAGE] = NO_PAGE
+        return StepPlan(
+            step=plan.step,
+            sequences=tuple(
+                s._replace(
+                    slot=slot[s.slot],
+                    pages=tuple(page[p] for p in s.pages),
+                    window_pages=tuple(window[p] for p in s.window_pages),
+                )
+                for s in plan.sequences
+            ),
+        )
+
+
+def stores(layers: Sequence[LayerCache], places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
+    """Return the stores of layers by the names of their tensors, and which of their pages are meant."""
+    named = [
+        (f"layers.{i}.{name}", store, ids)
+        for i, layer in enumerate(layers)
+        for name, store, ids in (
+            ("window", layer.window, places.windows),
+            ("entries", layer.entries, places.pages),
+            ("keys", layer.keys, places.pages),
+        )
+    ]
+    return [(name, store, ids) for name, store, ids in named if isinstance(store, RowStore)]
+
+
+def carries(layers: Sequence[LayerCache]) -> dict[str, Tensor]:
+    """Return the accumulators of layers by the names of their tensors."""
+    named = {
+        f"layers.{i}.{name}": carry
+        for i, layer in enumerate(layers)
+        for name, carry in (("carry", layer.carry), ("key_carry", layer.key_carry))
+    }
+    return {name: carry for name, carry in named.items() if carry is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepDump:
+    """One step.
+
+    Attributes:
+        reason: Why it was saved.
+        plan: Its sequences; what the step did before and after them is in the state, or of no matter.
+        copies: Of each slot's accumulators.
+        left_out: How many sequences of the step there was no room for.
+        graph: If the step was replayed from a CUDA graph, which one.
+        settings: ``EngineConfig`` fields that say which model it was.
+        numerics: Its arithmetic, and where it ran.
+        versions: Of packages, driver and device.
+        rows: The state; empty where the device could not be read any more.
+    """
+
+    reason: str
+    plan: StepPlan
+    copies: int
+    left_out: int
+    graph: GraphShape | None
+    settings: Mapping[str, Any]
+    numerics: Numerics
+    versions: Mapping[str, str]
+    rows: Mapping[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Write the file, in place of one that is there; a half-written one has another name.
+
+        Raises:
+            OSError, SafetensorError: It cannot be written.
+            TypeError: A setting is no JSON.
+        """
+        header = {
+            "version": VERSION,
+            "reason": self.reason,
+            "step": self.plan.step,
+            "sequences": [s._asdict() for s in self.plan.sequences],
+            "copies": self.copies,
+            "left_out": self.left_out,
+            "graph": None if self.graph is None else [self.graph.size, self.graph.max_model_len],
+            "settings": dict(self.settings),
+            "numerics": {f.name: _plain(getattr(self.numerics, f.name)) for f in fields(self.numerics)},
+            "versions": dict(self.versions),
+        }
+        partly = path.with_name(path.name + ".part")
+        try:
+            save_file({name: rows.contiguous() for name, rows in self.rows.items()}, partly, {_HEADER: json.dumps(header)})
+            os.replace(partly, path)
+        finally:
+            partly.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepDump:
+        """Read a file.
+
+        Raises:
+            ConfigError: There is none, it is damaged, or it is no saved step of this version.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                text = (file.metadata() or {}).get(_HEADER)
+                rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"dump={str(path)!r} cannot be read: {error}") from error
+        if text is None:
+            raise ConfigError(f"dump={str(path)!r} is a safetensors file, but no step that dsv4lite has saved")
+        try:
+            header = json.loads(text)
+            if header["version"] != VERSION:
+                raise ConfigError(
+                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the one"
+                    f" that saved it: {header['versions']}"
+                )
+            return cls(
+                reason=header["reason"],
+                plan=StepPlan(step=header["step"], sequences=tuple(_sequence(s) for s in header["sequences"])),
+                copies=header["copies"],
+                left_out=header["left_out"],
+                graph=None if header["graph"] is None else GraphShape(size=header["graph"][0], max_model_len=header["graph"][1]),
+                settings=dict(header["settings"]),
+                numerics=_numerics(header["numerics"]),
+                versions=dict(header["versions"]),
+                rows=rows,
+            )
+        except (AttributeError, KeyError, IndexError, RuntimeError, TypeError) as error:
+            raise _damaged(path, error) from error
+        except ValueError as error:
+            raise error if isinstance(error, ConfigError) else _damaged(path, error) from error
+
+
+def _damaged(path: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}")
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+
+
+def _numerics(values: Mapping[str, Any]) -> Numerics:
+    dtypes = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
+    types = {name: dtypes[values[name]] for name in ("dtype", "matrix_dtype")}
+    return Numerics(**{**values, **types, "device": torch.device(values["device"])})
+
+
+def _sequence(values: Mapping[str, Any]) -> SequencePlan:
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return SequencePlan(**plain)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Return what a step's numbers depend on besides the model."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    found["device"] = device.type
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found["cuda"] = torch.version.cuda or "none"
+    return found

@@ -1,0 +1,509 @@
+"""Steps that are saved, and run again op by op."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsv4lite.__main__ import main
+from dsv4lite.config import tiny_model
+from dsv4lite.engine import engine as engine_file
+from dsv4lite.engine import recorder as recorder_file
+from dsv4lite.engine.dump import StepDump
+from dsv4lite.engine.graphs import GraphShape
+from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.replay import replay
+from dsv4lite.engine.step import StepPlan
+from dsv4lite.errors import ConfigError, EngineDeadError, RequestFailedError
+from dsv4lite.kernels import compress, compress_triton, heads, heads_triton
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.memory import choose_numerics
+from dsv4lite.models import deepseek_v4, moe
+from dsv4lite.request import SamplingParams
+from dsv4lite.weights import quant
+from dsv4lite.weights.quant import Numerics
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
+
+VOCAB = SMALL["vocab_size"]
+POISON = VOCAB - 1
+SHORT, LONG, OTHER = prompts_of((20, 300, 170), VOCAB - 1, seed=9)
+
+
+def some(**settings: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 4, "temperature": 0, "ignore_eos": True, **settings})
+
+
+def poisoned(name: str, tensor: Tensor) -> Tensor:
+    """Make one token's embedding a NaN."""
+    if name == "embed.weight":
+        tensor = tensor.clone()
+        tensor[POISON] = float("nan")
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("small"), change=poisoned)
+
+
+def recorder_of(llm: LLM) -> StepRecorder:
+    return engine_of(llm)._recorder
+
+
+def dumps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*"))
+
+
+def on_paged_state(*args: Any) -> Numerics:
+    """Choose for the CPU what a GPU would choose."""
+    numerics = choose_numerics(*args)
+    return replace(numerics, matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Steps of the shipped checkpoint on packed state: one token and a part of a prompt, and two single tokens."""
+    folder, begin = tmp_path_factory.mktemp("paged"), StepRecorder.begin
+    saved: dict[str, Path] = {}
+
+    def choose(recorder: StepRecorder, plan: StepPlan, graph: GraphShape | None) -> None:
+        lengths = [len(s.token_ids) for s in plan.sequences]
+        name = "mixed" if lengths[0] == 1 < lengths[-1] else "decode" if lengths == [1, 1] else ""
+        if name and name not in saved:
+            saved[name] = folder / name
+            recorder.request(saved[name])
+        begin(recorder, plan, graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_file, "choose_numerics", on_paged_state)
+        patch.setattr(StepRecorder, "begin", choose)
+        with opened(tiny_model(), dump_dir=folder / "failures", max_num_batched_tokens=64) as llm:
+            llm.generate_batch(prompts_of((60, 40), 4096, seed=5), some())
+    assert set(saved) == {"mixed", "decode"} and dumps(folder / "failures") == []
+    return saved
+
+
+def header_of(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        return str(file.metadata()["dsv4lite.step"])
+
+
+def edit(path: Path, target: Path, **changes: Any) -> Path:
+    """Write a dump with other entries in its header."""
+    header = json.loads(header_of(path))
+    header = {key: value for key, value in (header | changes).items() if key not in changes or value is not None}
+    save_file(load_file(path), target, {"dsv4lite.step": json.dumps(header)})
+    return target
+
+
+# ----------------------------------------------------------------------------------------------------------- what is found
+
+
+def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) -> None:
+    dump = StepDump.load(paged["mixed"])
+    assert [len(s.token_ids) for s in dump.plan.sequences] == [1, 36] and dump.graph is None
+    assert dump.reason == "it was asked for" and dump.versions["torch"] == version("torch")
+    report = replay(paged["mixed"])
+    assert report.first is None and report.notes == () and {op.layer for op in report.ops} == {None, *range(6)}
+    assert not any(op.compared for op in report.ops), "there are no kernels on a CPU"
+    assert replay(paged["decode"]).first is None
+
+
+def test_recorded_steps_run_as_they_were_recorded(paged: dict[str, Path], tmp_path: Path) -> None:
+    """A graph has padding, and chooses entries at any length."""
+    path = edit(paged["decode"], tmp_path / "graph", graph=[4, 1024])
+    plain, recorded = replay(paged["decode"]), replay(path)
+    assert recorded.first is None
+    more = [op.op for op in recorded.ops if op.op not in {op.op for op in plain.ops}]
+    assert more == ["choose_paged"] * 2 and len(recorded.ops) == len(plain.ops) + 2
+
+
+Launcher = Callable[..., Any]
+
+
+def wrong_query(number: int) -> Launcher:
+    calls = itertools.count()
+
+    def launch(*args: Any) -> Any:
+        q_THC, iq_THC = heads.head_norms_ref(*args)
+        if next(calls) == number:
+            q_THC = q_THC.clone()
+            q_THC[-1, 3, :5] *= 2
+        return q_THC, iq_THC
+
+    return launch
+
+
+def wrong_row(number: int) -> Launcher:
+    calls = itertools.count()
+
+    def launch(*args: Any) -> None:
+        compress.compress_step_ref(*args)
+        if next(calls) == number:
+            args[4].memory[0] = 0x38
+
+    return launch
+
+
+def no_number(number: int) -> Launcher:
+    calls = itertools.count()
+
+    def launch(*args: Any) -> Any:
+        q_THC, iq_THC = heads.head_norms_ref(*args)
+        return q_THC * (float("nan") if next(calls) == number else 1), iq_THC
+
+    return launch
+
+
+def failing(number: int) -> Launcher:
+    calls = itertools.count()
+
+    def launch(*args: Any) -> Any:
+        if next(calls) == number:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return heads.head_norms_ref(*args)
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("op", "launcher", "place", "problem"),
+    [
+        ("head_norms", wrong_query(3), "layers.3.attn", "output 0 is .* from the reference"),
+        ("head_norms", no_number(2), "layers.2.attn", "output 0: .* not finite, 0 of the reference's"),
+        ("head_norms", failing(4), "layers.4.attn", "raised RuntimeError: CUDA error"),
+        ("compress_step", wrong_row(3), "layers.4.attn", "output state 4 is .* from the reference"),
+        ("compress_step", wrong_row(-1), None, ""),
+    ],
+)
+def test_a_wrong_kernel_is_named(
+    paged: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    op: str,
+    launcher: Launcher,
+    place: str | None,
+    problem: str,
+) -> None:
+    reference, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
+    monkeypatch.setattr(reference, "use_triton", lambda x: True)
+    monkeypatch.setattr(kernels, f"{op}_triton", launcher)
+    report = replay(paged["mixed"])
+    assert {ran.op for ran in report.ops if ran.compared} == {op}
+    if place is None:
+        assert report.first is None
+        return
+    first = report.first
+    assert first is not None and (first.op, first.place) == (op, place)
+    assert re.search(problem, str(first.problem))
+    wrong = [ran for ran in report.ops if ran.problem is not None]
+    assert wrong == [first] or "not finite" in problem, "what follows is compared with references on the same inputs"
+    assert f"first op that is wrong: {place}: {op}(" in str(report) and report.table().count("<--") >= 1
+
+
+def test_a_wrong_kernel_shows_on_the_command_line(
+    paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(paged["decode"])]) == 0
+    assert capsys.readouterr().out.endswith("no op is wrong\n")
+    monkeypatch.setattr(heads, "use_triton", lambda x: True)
+    monkeypatch.setattr(heads_triton, "head_norms_triton", wrong_query(1))
+    assert main(["replay", str(paged["decode"]), "--all"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "layers.1.attn: head_norms(" in lines[-1] and sum(line.endswith("<--") for line in lines) == 1
+
+
+def test_names_are_put_back(paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in a replay, models call their ops afterwards."""
+
+    def names() -> dict[str, Any]:
+        return {f"{file.__name__}.{name}": op for file in (deepseek_v4, moe, quant, heads) for name, op in vars(file).items()}
+
+    before = names()
+    monkeypatch.setattr(deepseek_v4.DeepseekV4, "logits", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replay(paged["decode"])
+    assert names() == before
+
+
+# ----------------------------------------------------------------------------------------------------------- what is saved
+
+
+def test_a_weight_that_is_no_number_is_saved_once_and_named(tmp_path: Path) -> None:
+    def spoiled(name: str, tensor: Tensor) -> Tensor:
+        return tensor.index_fill(0, torch.tensor([3]), float("nan")) if name == "layers.1.attn.wo_b.weight" else tensor
+
+    folder = tmp_path / "dumps" / "here"
+    with opened(write_model(tmp_path / "model", change=spoiled), dump_dir=folder) as llm:
+        outputs = llm.generate_batch([SHORT, LONG, OTHER], some(), on_error="return")
+        assert all(isinstance(output.error, RequestFailedError) for output in outputs)
+        assert not recorder_of(llm).active
+    (path,) = dumps(folder)
+    report = replay(path)
+    assert re.fullmatch(r"streams or logits of sequences \[0.*\] are not finite", report.reason)
+    first = report.first
+    assert first is not None and (first.place, first.op) == ("layers.1.attn", "float_linear")
+    assert first.weights == first.bad_weights == ("layers.1.attn.wo_b.weight",) and first.bad_inputs == 0
+    assert report.notes[0] == "parameters that are not finite: layers.1.attn.wo_b.weight"
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    outputs = llm.generate_batch(prompts, some(), on_error="return")
+    return [None if output.error is not None else output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_first_step_with_a_nan_is_saved_and_others_go_on(model: Path, tmp_path: Path, overlap: bool) -> None:
+    """It is the one that reads the bad token, though nothing is sampled there, and runs another sequence's prompt, too."""
+    prompts = [SHORT, [*LONG[:100], POISON, *LONG[100:]], OTHER]
+    settings = {"max_num_batched_tokens": 128, "deterministic": True, "overlap": overlap}
+    with opened(model, **settings) as llm:
+        expected = tokens_of(llm, prompts)
+    with opened(model, dump_dir=str(tmp_path), **settings) as llm:
+        assert tokens_of(llm, prompts) == expected and expected.count(None) == 1
+    (path,) = dumps(tmp_path)
+    plan = StepDump.load(path).plan
+    assert [(s.start, len(s.token_ids), s.sample) for s in plan.sequences] == [(0, 20, True), (0, 108, False)]
+    report = replay(path)
+    assert report.reason == "streams or logits of sequences [1] are not finite"
+    first = report.first
+    assert first is not None and (first.place, first.op) == ("layers.0", "hc_leave_enter") and first.bad_inputs > 0
+    assert report.notes[0] == "parameters that are not finite: embed"
+
+
+def test_a_later_step_runs_on_the_state_that_it_had(model: Path, tmp_path: Path) -> None:
+    """State is what the steps before have left: a forged token gives the logits that the engine would have given."""
+    with opened(model, dump_dir=str(tmp_path), max_num_batched_tokens=64) as llm:
+        with pytest.raises(RequestFailedError):
+            llm.generate([*LONG, POISON], some())
+        wanted = llm.generate([*LONG, 9], some(logprobs=0, logprobs_mode="raw"))
+    (path,) = dumps(tmp_path)
+    dump = StepDump.load(path)
+    (sequence,) = dump.plan.sequences
+    assert sequence.start == 256 and len(sequence.token_ids) == 45
+    healthy = sequence._replace(token_ids=(*sequence.token_ids[:-1], 9))
+    replace(dump, plan=replace(dump.plan, sequences=(healthy,))).save(tmp_path / "forged")
+    seen: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        logits = deepseek_v4.DeepseekV4.logits
+        patch.setattr(deepseek_v4.DeepseekV4, "logits", lambda *args: seen.append(logits(*args)) or seen[-1])
+        assert replay(tmp_path / "forged").first is None
+    logprobs = wanted.outputs[0].logprobs
+    assert logprobs is not None
+    token, value = int(seen[0][-1].argmax()), float(seen[0][-1].log_softmax(-1).max())
+    assert token == wanted.token_ids[0] and value == pytest.approx(float(logprobs.sampled[0]), abs=1e-5)
+
+
+class Broken(Exception):
+    pass
+
+
+def breaks(*args: Any) -> None:
+    raise Broken("the first error")
+
+
+def test_a_step_that_fails_is_saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineDeadError, match=r"Broken: the first error; the step is saved as .*safetensors") as error:
+        with LLM(str(model), **MODEST, dump_dir=str(tmp_path)) as llm:
+            llm.generate(SHORT, some())
+            monkeypatch.setattr(deepseek_v4.DeepseekV4, "logits", breaks)
+            llm.generate(OTHER, some())
+    assert isinstance(error.value.__cause__, Broken)
+    monkeypatch.undo()
+    (path,) = dumps(tmp_path)
+    report = replay(path)
+    assert report.reason == "Broken: the first error" and report.first is None
+    assert sum(len(s.token_ids) for s in StepDump.load(path).plan.sequences) == len(OTHER)
+
+
+def test_a_device_that_is_lost_leaves_the_plan(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    with pytest.raises(EngineDeadError, match="launch failure"), LLM(str(model), **MODEST, dump_dir=str(tmp_path)) as llm:
+        monkeypatch.setattr(StepRecorder, "_state", lost)
+        monkeypatch.setattr(deepseek_v4.DeepseekV4, "logits", lost)
+        llm.generate(SHORT, some())
+    monkeypatch.undo()
+    (path,) = dumps(tmp_path)
+    report = replay(path)
+    assert report.first is None and "the device was lost" in str(report)
+
+
+def fails(*args: Any) -> None:
+    raise MemoryError("no room for diagnostics")
+
+
+def test_a_failing_recorder_hides_no_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StepDump, "save", fails)
+    with pytest.raises(EngineDeadError) as error, LLM(str(model), **MODEST, dump_dir=str(tmp_path)) as llm:
+        monkeypatch.setattr(deepseek_v4.DeepseekV4, "logits", breaks)
+        llm.generate(SHORT, some())
+    assert isinstance(error.value.__cause__, Broken) and error.value.__cause__.__context__ is None
+    assert str(error.value).endswith("Broken: the first error") and "no room for diagnostics" in caplog.text
+    assert dumps(tmp_path) == []
+
+
+@pytest.mark.parametrize("broken", ["carries", "stores"])
+def test_a_failing_recorder_stops_no_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    with opened(model) as llm:
+        expected = tokens_of(llm, [SHORT, [POISON], OTHER])
+    monkeypatch.setattr(recorder_file, broken, fails)
+    with opened(model, dump_dir=str(tmp_path)) as llm:
+        assert tokens_of(llm, [SHORT, [POISON], OTHER]) == expected
+        assert not recorder_of(llm).active
+    assert dumps(tmp_path) == [] and "a step could not be saved; none will be any more" in caplog.text
+
+
+def test_nothing_is_recorded_unless_it_is_wanted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("begin", "watch", "end"):
+        monkeypatch.setattr(StepRecorder, name, fails)
+    with opened(model, overlap=True) as llm:
+        assert tokens_of(llm, [SHORT, [POISON], OTHER]).count(None) == 1
+
+
+def test_engines_do_not_see_each_others_dumps(model: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", seed=1, change=poisoned)
+    shared = tmp_path / "dumps"
+    with opened(model, dump_dir=shared) as one, opened(other, dump_dir=shared) as two, opened(model) as three:
+        for llm in (one, three, two):
+            with pytest.raises(RequestFailedError):
+                llm.generate([*SHORT, POISON], some())
+    names = [StepDump.load(path).settings["model"] for path in dumps(shared)]
+    assert sorted(names) == sorted([str(model), str(other)])
+
+
+def test_large_steps_are_saved_in_part(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [SHORT, LONG, [POISON, *OTHER]]
+    for pages, kept in ((2, ["0", "2"]), (0, [])):
+        folder = tmp_path / str(pages)
+        with opened(model, dump_dir=folder) as llm:
+            layout = recorder_of(llm)._cache.layout
+            room = pages * layout.grow_page_bytes + 3 * layout.window_page_bytes + 2 * layout.slot_bytes
+            monkeypatch.setattr(recorder_file, "MAX_STATE_BYTES", room if pages else 1)
+            tokens_of(llm, prompts)
+        (path,) = dumps(folder)
+        assert [str(s.seq_id) for s in StepDump.load(path).plan.sequences] == kept
+        if kept:
+            report = replay(path)
+            assert report.first is not None and "1 other sequences of the step are left out" in report.notes[1]
+        else:
+            with pytest.raises(ConfigError, match="has no sequence"):
+                replay(path)
+
+
+# --------------------------------------------------------------------------------------------------------------- on request
+
+
+def test_a_step_is_saved_on_request(model: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", {**SMALL, "compress_ratios": [8, 4, 0, 0]})
+    with opened(model, overlap=True) as llm:
+        path = tmp_path / "step"
+        expected = llm.generate(SHORT, some()).token_ids
+        llm.dump_step(path)
+        assert not path.exists(), "the next step is meant"
+        assert llm.generate(SHORT, some()).token_ids == expected
+        assert replay(path).first is None and not recorder_of(llm).active
+        path.write_text("it is replaced")
+        llm.dump_step(str(path))
+        llm.generate(OTHER, some())
+        assert StepDump.load(path).plan.num_tokens == len(OTHER)
+        with pytest.raises(ConfigError, match=r"with --model name the one that the step ran on, '.*small"):
+            replay(path, model=str(other))
+        for bad in (tmp_path / "missing" / "step", tmp_path, path / "step"):
+            with pytest.raises(ConfigError, match="must be a file in a folder"):
+                llm.dump_step(bad)
+    assert dumps(tmp_path) == [other, path]
+
+
+async def test_a_step_is_saved_on_request_from_a_loop(model: Path, tmp_path: Path) -> None:
+    async with AsyncLLM(str(model), **MODEST) as llm:
+        await llm.dump_step(tmp_path / "step")
+        await llm.generate(SHORT, some())
+    assert StepDump.load(tmp_path / "step").plan.num_tokens == len(SHORT)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"dump_dir=.*cannot be written to.*choose another"), opened(model, dump_dir=folder):
+            pass
+    with pytest.raises(ConfigError, match="dump_dir=3 must be a string or None"):
+        LLM(str(model), dump_dir=3)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_dump_is_replayed_by_a_fresh_process_without_an_engine(paged: dict[str, Path]) -> None:
+    program = f"""
+import sys
+from dsv4lite.__main__ import main
+status = main(["replay", {str(paged["decode"])!r}])
+assert not any(name.startswith(("dsv4lite.engine.engine", "dsv4lite.engine.scheduler")) for name in sys.modules)
+sys.exit(status)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("no op is wrong\n")
+
+
+def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+    content = good.read_bytes()
+    for name, data in (("empty", b""), ("noise", bytes(range(256)) * 9), ("cut", content[:-100]), ("short", content[:40])):
+        (folder / name).write_bytes(data)
+        yield folder / name, "cannot be read"
+    yield folder / "missing", "cannot be read"
+    yield folder, "cannot be read"
+    for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
+        save_file({"a": torch.zeros(3)}, folder / name, metadata)
+        yield folder / name, "no step that dsv4lite has saved"
+    yield edit(good, folder / "newer", version=2, sequences=None), "has version 2, this dsv4lite reads 1"
+    (folder / "text").write_bytes(content.replace(b'{\\"version\\"', b'(\\"version\\"', 1))
+    yield folder / "text", "damaged"
+    header = json.loads(header_of(good))
+    for key in header.keys() - {"graph"}:
+        yield edit(good, folder / f"no {key}", **{key: None}), "damaged"
+    yield edit(good, folder / "field", sequences=[{**header["sequences"][0], "speed": 1}]), "damaged.*speed"
+    yield edit(good, folder / "device", numerics={**header["numerics"], "device": "abacus"}), "damaged"
+    yield edit(good, folder / "dtype", numerics={**header["numerics"], "dtype": "torch.int3"}), "damaged"
+
+
+def test_damaged_and_foreign_files_are_refused(
+    paged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, message in damaged_files(paged["decode"], tmp_path):
+        with pytest.raises(ConfigError, match=message):
+            StepDump.load(path)
+    assert main(["replay", str(tmp_path / "noise")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="device="):
+        replay(paged["decode"], device="cuda:7")
+
+
+def test_failed_writes_leave_nothing(paged: dict[str, Path], tmp_path: Path) -> None:
+    dump = StepDump.load(paged["decode"])
+    with pytest.raises(TypeError):
+        replace(dump, settings={"seed": object()}).save(tmp_path / "step")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        dump.save(tmp_path / "folder")
+    assert dumps(tmp_path) == [tmp_path / "folder"]
