@@ -2,6 +2,7 @@
 
     python examples/benchmark.py --layers 8 --batch 1 8 64              # a table
     python examples/benchmark.py --layers 24 --batch 1 --json out.json
+    python examples/benchmark.py --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
 
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
 part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (3.4 GB a layer).
@@ -13,18 +14,21 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import random
 import statistics
 import time
 from collections.abc import Coroutine
 from itertools import pairwise
 from typing import Any
+from xml.sax.saxutils import escape
 
 import torch
 
 from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
+COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
 
 
 def flash(layers: int) -> dict[str, Any]:
@@ -156,6 +160,56 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten from ``low`` to ``high``."""
+    every = [digit * 10.0**power for power in range(-3, 12) for digit in (1, 2, 5)]
+    return [value for value in every if low <= value <= high]
+
+
+def plot(result: dict[str, Any]) -> str:
+    """Return tokens per second against batch as an SVG, logarithmic both ways: a line for each context, and the floor's, dashed."""
+    width, height, left, right, top, bottom = 720, 460, 80, 150, 50, 60
+    rows = result["decode"]
+    curves = {
+        f"context {context}": [(row["batch"], row["batch"] / row["step_s"]) for row in rows if row["context"] == context]
+        for context in sorted({row["context"] for row in rows})
+    }
+    curves["bytes of weights"] = sorted({(row["batch"], row["batch"] / row["floor_s"]) for row in rows})
+    batches = sorted({batch for points in curves.values() for batch, _ in points})
+    rates = [rate for points in curves.values() for _, rate in points]
+    low_x, high_x, low_y, high_y = batches[0] / 1.2, batches[-1] * 1.2, min(rates) / 1.3, max(rates) * 1.3
+
+    def x(batch: float) -> str:
+        return f"{left + (width - left - right) * math.log(batch / low_x) / math.log(high_x / low_x):.1f}"
+
+    def y(rate: float) -> str:
+        return f"{height - bottom - (height - top - bottom) * math.log(rate / low_y) / math.log(high_y / low_y):.1f}"
+
+    title = escape(f"{result['device']}, V4-Flash/{result['layers']}: decoded tokens per second")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="28" font-size="15">{title}</text>',
+    ]
+    for batch in batches:
+        parts.append(f'<line x1="{x(batch)}" x2="{x(batch)}" y1="{top}" y2="{height - bottom}" stroke="#eee"/>')
+        parts.append(f'<text x="{x(batch)}" y="{height - bottom + 20}" text-anchor="middle">{batch}</text>')
+    for rate in ticks(low_y, high_y):
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y(rate)}" y2="{y(rate)}" stroke="#eee"/>')
+        parts.append(f'<text x="{left - 8}" y="{y(rate)}" text-anchor="end" dominant-baseline="middle">{rate:,.0f}</text>')
+    middle = (left + width - right) / 2
+    parts.append(f'<text x="{middle}" y="{height - 18}" text-anchor="middle">sequences that decode together</text>')
+    for i, (name, points) in enumerate(curves.items()):
+        floor = i == len(curves) - 1
+        stroke = 'stroke="#888" stroke-dasharray="5 4"' if floor else f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="2"'
+        path = " ".join(f"{x(batch)},{y(rate)}" for batch, rate in sorted(points))
+        parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
+        parts += [] if floor else [f'<circle cx="{x(b)}" cy="{y(r)}" r="3" fill="{COLOURS[i % len(COLOURS)]}"/>' for b, r in points]
+        at = top + 8 + 22 * i
+        parts.append(f'<line x1="{width - right + 14}" x2="{width - right + 40}" y1="{at}" y2="{at}" {stroke}/>')
+        parts.append(f'<text x="{width - right + 46}" y="{at}" dominant-baseline="middle">{name}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
@@ -166,11 +220,15 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
     parser.add_argument("--profile", action="store_true", help="list the kernels by their time")
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this SVG file")
     args = parser.parse_args()
     result = asyncio.run(run(args))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
+    if args.plot:
+        with open(args.plot, "w", encoding="utf-8") as file:
+            file.write(plot(result))
 
 
 if __name__ == "__main__":
