@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv4lite.models.config import V4Config, Yarn
+from dsv4lite.models.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import Numerics
 
@@ -48,6 +48,14 @@ TINY = V4Config(
     index_topk=3,
     yarn=Yarn(factor=16.0, original_positions=65536),
 )
+
+TINY_DSPARK = replace(
+    TINY,
+    num_mtp_layers=0,
+    ratios=(0, 4, 8, 4, 8, 0, 0, 0),
+    dspark=DSparkConfig(block=5, noise_token_id=59, targets=(2, 3, 4), markov_rank=8, stages=3),
+)
+"""The known-answer model with the drafter of refreshed releases."""
 
 OFFICIAL = V4Config(
     vocab_size=1024,
@@ -89,7 +97,7 @@ def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
     """Store every tensor of a checkpoint in its slot; each slot must get exactly one and none may be left over."""
     slots = model.slots()
     weights = {name for name in checkpoint if not name.endswith(".scale")}
-    if not model.mtp:
+    if not model.mtp and model.dspark is None:
         weights = {name for name in weights if not name.startswith("mtp.")}
     assert weights == set(slots), weights ^ set(slots)
     for name, slot in slots.items():
@@ -161,19 +169,35 @@ def _tiny_tensor(name: str, shape: tuple[int, ...], config: V4Config) -> Tensor:
 
 
 def _shapes(c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name every tensor of an unquantized checkpoint with an MTP block, with its shape."""
+    """Name every tensor of an unquantized checkpoint with its drafter, with its shape."""
     yield "embed.weight", (c.vocab_size, c.hidden_size)
     yield "head.weight", (c.vocab_size, c.hidden_size)
     yield "norm.weight", (c.hidden_size,)
     yield from _hc_shapes("hc_head", c.streams, 1, c)
     for layer in range(c.num_hidden_layers):
         yield from _block_shapes(f"layers.{layer}.", layer, c)
+    if c.dspark is not None:
+        yield from _dspark_shapes(c, c.dspark)
+        return
     yield from _block_shapes("mtp.0.", c.num_hidden_layers, c)
     yield from _hc_shapes("mtp.0.hc_head", c.streams, 1, c)
     for name in ("e_proj", "h_proj"):
         yield f"mtp.0.{name}.weight", (c.hidden_size, c.hidden_size)
     for name in ("enorm", "hnorm", "norm"):
         yield f"mtp.0.{name}.weight", (c.hidden_size,)
+
+
+def _dspark_shapes(c: V4Config, dspark: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for stage in range(dspark.stages):
+        yield from _block_shapes(f"mtp.{stage}.", c.num_hidden_layers + stage, c)
+    yield "mtp.0.main_proj.weight", (c.hidden_size, len(dspark.targets) * c.hidden_size)
+    yield "mtp.0.main_norm.weight", (c.hidden_size,)
+    last = f"mtp.{dspark.stages - 1}."
+    yield last + "norm.weight", (c.hidden_size,)
+    yield from _hc_shapes(last + "hc_head", c.streams, 1, c)
+    yield last + "markov_head.markov_w1.weight", (c.vocab_size, dspark.markov_rank)
+    yield last + "markov_head.markov_w2.weight", (c.vocab_size, dspark.markov_rank)
+    yield last + "confidence_head.proj.weight", (1, c.hidden_size + dspark.markov_rank)
 
 
 def _hc_shapes(prefix: str, rows: int, scales: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:

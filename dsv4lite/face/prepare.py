@@ -27,7 +27,7 @@ class ModelTraits(Protocol):
     """What this side wants to know of the model."""
 
     @property
-    def dspark(self) -> bool: ...
+    def dspark(self) -> object: ...
 
 
 class EngineFacts(Protocol):

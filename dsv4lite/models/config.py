@@ -43,8 +43,10 @@ _RENAMED = {
     "max_position_embeddings": "max_positions",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
-_MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers")
+_MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers", "dspark_noise_token_id")
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+_DSPARK_STAGES = "n_mtp_layers"
+_MOST_DSPARK_ROWS = 64  # a block lies in at most two window pages
 _STRUCTURED = (
     *("compress_ratios", "layer_types", "compress_rates", "num_hash_layers", "mlp_layer_types"),
     *("rope_scaling", "rope_parameters", "partial_rotary_factor", "num_local_experts", "quantization_config"),
@@ -90,13 +92,34 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkConfig:
+    """The block drafter of refreshed releases.
+
+    Attributes:
+        block: Rows of a draft: the newest token and noise; as many tokens are drafted.
+        noise_token_id: What stands for a token that is not known.
+        targets: Layers whose streams it sees, ascending.
+        markov_rank: Of the bias that a token gives to the next one.
+        stages: Layers that it has.
+    """
+
+    block: int
+    noise_token_id: int
+    targets: tuple[int, ...]
+    markov_rank: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class V4Config:
     """Sizes of a DeepSeek-V4 model.
 
     Attributes:
-        ratios: Compression of each layer, MTP blocks last: 0 (sliding window only), 4 (CSA) or another number (HCA).
+        ratios: Compression of each layer, those of the drafter last: 0 (sliding window only), 4 (CSA) or another number (HCA).
         num_hash_layers: Leading layers that choose experts by token id.
+        num_mtp_layers: MTP blocks; a refreshed release has none.
         quantized: The checkpoint's matrices are FP8 or FP4, so its arithmetic includes the roundings of spec chapter 4.
+        dspark: The drafter of a refreshed release.
     """
 
     vocab_size: int
@@ -132,18 +155,18 @@ class V4Config:
     quantized: bool = False
     bos_token_id: int | None = 0
     eos_token_id: int | None = 1
-    dspark: bool = False
+    dspark: DSparkConfig | None = None
 
     def __post_init__(self) -> None:
-        need = self.num_hidden_layers + self.num_mtp_layers
+        need = self.num_hidden_layers + self.num_draft_layers
         if len(self.ratios) != need:
             raise ConfigError(
                 f"compress_ratios has {len(self.ratios)} entries; {self.num_hidden_layers} layers "
-                f"and {self.num_mtp_layers} MTP blocks need {need}"
+                f"and {self.num_draft_layers} of the drafter need {need}"
             )
         if any(self.ratios[self.num_hidden_layers :]):
             last = self.ratios[self.num_hidden_layers :]
-            raise UnsupportedError(f"MTP blocks are sliding-window only; compress_ratios ends in {last}")
+            raise UnsupportedError(f"MTP blocks and drafters are sliding-window only; compress_ratios ends in {last}")
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} is not a multiple of o_groups={self.o_groups}")
         if self.rope_dim % 2 or not 0 < self.rope_dim < self.head_dim:
@@ -166,6 +189,11 @@ class V4Config:
     def hashed(self, layer: int) -> bool:
         """Return whether a layer chooses its experts by token id."""
         return layer < self.num_hash_layers
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers of the drafter, after the hidden ones."""
+        return self.num_mtp_layers if self.dspark is None else self.dspark.stages
 
     @property
     def nope_dim(self) -> int:
@@ -205,14 +233,15 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
     layers = settings["num_hidden_layers"]
     ratios = _ratios(raw, layers)
     # transformers has no MTP, whatever its config says; a refreshed release counts its drafter, which is not an MTP block.
-    dspark = any(raw.get(key) is not None for key in _DSPARK)
-    no_mtp = dspark or raw.get("compress_ratios") is None
+    dspark = _dspark(raw, layers)
+    no_mtp = dspark is not None or raw.get("compress_ratios") is None
     settings["num_mtp_layers"] = mtp = 0 if no_mtp else settings.get("num_mtp_layers", max(0, len(ratios) - layers))
+    drafting = mtp if dspark is None else dspark.stages
     if len(ratios) == layers:
-        ratios += [0] * mtp
+        ratios += [0] * drafting
     return V4Config(
         **settings,
-        ratios=tuple(ratios[: layers + mtp]),
+        ratios=tuple(ratios[: layers + drafting]),
         quantized=bool(quantization),
         bos_token_id=next(iter(_token_ids(raw, "bos_token_id", default=0)), None),
         eos_token_id=next(iter(_token_ids(raw, "eos_token_id", default=1)), None),
@@ -232,7 +261,7 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
 
 
 def _check_spelling(raw: Mapping[str, Any]) -> None:
-    meant = {*_RENAMED, *_STRUCTURED, *_FIXED, *_DSPARK}
+    meant = {*_RENAMED, *_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES}
     for key in raw:
         if key not in meant:
             close = get_close_matches(key, [*meant, *_IGNORED], n=1, cutoff=0.8)
@@ -302,6 +331,31 @@ def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
     if rates["compressed_sparse_attention"] != 4 or rates["heavily_compressed_attention"] in (0, 4):
         raise UnsupportedError(f"compress_rates={dict(rates)!r}: compressed sparse attention is the one with rate 4")
     return [0 if kind == "sliding_attention" else rates[kind] for kind in kinds[:layers]]
+
+
+def _dspark(raw: Mapping[str, Any], layers: int) -> DSparkConfig | None:
+    """Return the drafter of a refreshed release; ``num_nextn_predict_layers`` is 1 there and says nothing of it."""
+    missing = [key for key in _DSPARK if raw.get(key) is None]
+    if len(missing) == len(_DSPARK):
+        return None
+    if missing:
+        raise ConfigError(f"config.json describes a DSpark drafter, but lacks {', '.join(missing)}")
+    targets = _list(raw, "dspark_target_layer_ids", int) or []
+    if not targets or targets != sorted(set(targets)) or targets[0] < 0 or targets[-1] >= layers:
+        raise ConfigError(f"dspark_target_layer_ids={targets!r} must be ascending layers of {layers}")
+    block, vocab_size = _integer(raw, "dspark_block_size"), _integer(raw, "vocab_size")
+    noise = _integer(raw, "dspark_noise_token_id")
+    if noise >= vocab_size:
+        raise ConfigError(f"dspark_noise_token_id={noise} must be below vocab_size={vocab_size}")
+    if block > _MOST_DSPARK_ROWS:
+        raise UnsupportedError(f"dspark_block_size={block}: a block has at most {_MOST_DSPARK_ROWS} rows")
+    return DSparkConfig(
+        block=block,
+        noise_token_id=noise,
+        targets=tuple(targets),
+        markov_rank=_integer(raw, "dspark_markov_rank"),
+        stages=len(targets) if raw.get(_DSPARK_STAGES) is None else _integer(raw, _DSPARK_STAGES),
+    )
 
 
 def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:

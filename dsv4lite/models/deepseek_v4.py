@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,9 @@ from dsv4lite.weights.quant import (
     parameter,
     rounded_linear,
 )
+
+if TYPE_CHECKING:
+    from dsv4lite.models.dspark import DSparkDrafter
 
 
 class Streams:
@@ -86,6 +90,10 @@ class Streams:
         """Take the sub-layer's output [T, D]."""
         assert self._mix is not None and self._pending is None
         self._pending = (y_TD, self._mix)
+
+    def mean(self) -> Tensor:
+        """Return the average of the streams, [T, D]."""
+        return self.final().float().mean(1).to(self.value_TND.dtype)
 
     def final(self) -> Tensor:
         """Return the streams [T, N, D] with everything written."""
@@ -167,7 +175,7 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> Tensor:
         """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
         if isinstance(batch, PagedBatch):
-            return self._project_out(self._attend_paged(x_TD, rounded, batch, cache))
+            return self.project_out(self._attend_paged(x_TD, rounded, batch, cache))
         c, tokens = self.config, x_TD.shape[0]
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         assert angles is not None
@@ -189,7 +197,7 @@ class Attention(nn.Module):
                 iq_THC = query[:, c.num_attention_heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
                 index = (self._round_index(rope(iq_THC, *angles)), self._index_weights(projected, x_TD.dtype))
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
-        return self._project_out(rope(o_THC, *angles, inverse=True))
+        return self.project_out(rope(o_THC, *angles, inverse=True))
 
     def _attend_paged(self, x_TD: Tensor, rounded: Rounded | None, batch: PagedBatch, cache: LayerCache) -> Tensor:
         """The same up to the heads' results [T, H, C], on rows in pages, in ops that know a step's tokens only from the device.
@@ -307,7 +315,8 @@ class Attention(nn.Module):
             seen = torch.nn.functional.pad(seen, (0, missing))
         return torch.where(seen, chosen, -1), seen
 
-    def _project_out(self, o_THC: Tensor) -> Tensor:
+    def project_out(self, o_THC: Tensor) -> Tensor:
+        """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.config.o_groups, -1)
         return linear(grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
 
@@ -428,6 +437,11 @@ class DeepseekV4(nn.Module):
         self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))
         count = c.num_mtp_layers if with_mtp else 0
         self.mtp = nn.ModuleList(Mtp(c, numerics, c.num_hidden_layers + i) for i in range(count))
+        self.dspark: DSparkDrafter | None = None
+        if with_mtp and c.dspark is not None:
+            from dsv4lite.models.dspark import DSparkDrafter  # which is made of the blocks above
+
+            self.dspark = DSparkDrafter(c, c.dspark, numerics)
         self.rotary = Rotary.of(
             main=rope_frequencies(c.rope_dim, c.rope_theta),
             compress=rope_frequencies(
@@ -445,7 +459,8 @@ class DeepseekV4(nn.Module):
     @property
     def layout(self) -> StateLayout:
         """Formats of this model's state."""
-        return StateLayout.of(self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=len(self.mtp) > 0)
+        drafts = len(self.mtp) > 0 or self.dspark is not None
+        return StateLayout.of(self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=drafts)
 
     @property
     def paged(self) -> bool:
@@ -453,11 +468,19 @@ class DeepseekV4(nn.Module):
         return self.numerics.paged
 
     def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
-        """Run a step's tokens; return the final streams [T, N, D]."""
+        """Run a step's tokens; return the final streams [T, N, D].
+
+        A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
+        """
         embedded_TD = self.embed[batch.token_ids_T]
         streams = self._streams(embedded_TD[:, None].repeat(1, self.config.streams, 1), batch)
+        drafter, taps = self.dspark if len(caches) > len(self.layers) else None, []
         for i, block in enumerate(self.layers):
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+            if drafter is not None and i in drafter.targets:
+                taps.append(streams.mean())
+        if drafter is not None:
+            drafter.feed(torch.cat(taps, -1), batch, caches[len(self.layers) :])
         return streams.final()
 
     def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
@@ -512,4 +535,6 @@ class DeepseekV4(nn.Module):
             for i, part in enumerate(group):
                 assert isinstance(part, (Block, Mtp))
                 named.update(part.slots(f"{prefix}.{i}."))
+        if self.dspark is not None:
+            named.update(self.dspark.slots("mtp."))
         return named

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.config import DSparkConfig, V4Config
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
 from dsv4lite.weights.checkpoint import ExpertFormat
 
@@ -71,6 +71,11 @@ V4_SHARDING: Mapping[str, Rule] = {
     "mtp.*.hc_head_fn": Replicate(),
     "mtp.*.hc_head_base": Replicate(),
     "mtp.*.hc_head_scale": Replicate(),
+    "mtp.*.main_proj": Replicate(),
+    "mtp.*.main_norm": Replicate(),
+    "mtp.*.markov_head.markov_w1": Replicate(),
+    "mtp.*.markov_head.markov_w2": Split(0),
+    "mtp.*.confidence_head.proj": Replicate(),
 }
 
 
@@ -126,6 +131,27 @@ def official_shapes(config: V4Config) -> dict[str, TensorSpec]:
             **head,
         }
         specs.update({f"mtp.{i}.{name}": spec for name, spec in mtp.items()})
+    if config.dspark is not None:
+        specs.update(_dspark(config, config.dspark, head))
+    return specs
+
+
+def _dspark(config: V4Config, dspark: DSparkConfig, head: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    dim, rank = config.hidden_size, dspark.markov_rank
+    specs = {
+        f"mtp.{stage}.{name}": spec
+        for stage in range(dspark.stages)
+        for name, spec in _block(config, config.num_hidden_layers + stage).items()
+    }
+    last = {
+        **head,
+        "markov_head.markov_w1.weight": TensorSpec((config.vocab_size, rank), "bf16"),
+        "markov_head.markov_w2.weight": TensorSpec((config.vocab_size, rank), "bf16"),
+        "confidence_head.proj.weight": TensorSpec((1, dim + rank), "bf16"),
+    }
+    specs["mtp.0.main_proj.weight"] = TensorSpec((dim, dim * len(dspark.targets)), "dense")
+    specs["mtp.0.main_norm.weight"] = TensorSpec((dim,), "bf16")
+    specs.update({f"mtp.{dspark.stages - 1}.{name}": spec for name, spec in last.items()})
     return specs
 
 

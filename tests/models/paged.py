@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateLayout, StateSizes
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -56,7 +56,7 @@ class PagedModel:
         grow = sequences * (-(-tokens // GROW_PAGE) + 1)
         window = sequences * (-(-(tokens + config.window) // WINDOW_PAGE) + 2)
         sizes = StateSizes(grow_pages=grow, window_pages=window, slots=sequences + 2, snapshots=2)
-        layout = StateLayout.of(config, dtype=model.numerics.dtype, quantized=model.numerics.quantized, with_mtp=len(model.mtp) > 0)
+        layout = model.layout
         self.device = model.numerics.device
         self.cache = StateCache.allocate(layout, sizes, self.device)
         assert self.cache.nbytes == layout.bytes(sizes)

@@ -19,7 +19,7 @@ from dsv4lite.weights import checkpoint as reading
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.loader import load, match, paired
-from tests.tiny import TINY_QUANTIZED, write_checkpoint
+from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, write_checkpoint
 
 # Cuts into two must fall on scale blocks of 128.
 CONFIG = {
@@ -321,4 +321,5 @@ def test_pair_that_stays_incomplete_is_an_error() -> None:
 
 
 def test_every_official_tensor_has_a_sharding_rule(config: V4Config) -> None:
-    assert {pattern_of(name) for name in official_shapes(config)} <= V4_SHARDING.keys()
+    for model in (config, parse_config(TINY_REFRESHED)):
+        assert {pattern_of(name) for name in official_shapes(model)} <= V4_SHARDING.keys()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4lite.errors import ConfigError, UnsupportedError
-from dsv4lite.models.config import V4Config, Yarn, parse_config
-from tests.tiny import FLASH, PRO, RELEASE_ONLY, TINY, TINY_QUANTIZED
+from dsv4lite.models.config import DSparkConfig, V4Config, Yarn, parse_config
+from tests.tiny import FLASH, PRO, RELEASE_ONLY, TINY, TINY_QUANTIZED, TINY_REFRESHED
 
 
 def changed(raw: Any, **settings: Any) -> dict[str, Any]:
@@ -47,8 +47,33 @@ def test_transformers_default_rope_means_no_yarn() -> None:
 
 
 def test_drafter_of_a_refreshed_release_is_no_mtp_block() -> None:
-    config = parse_config(changed(TINY, dspark_block_size=5, compress_ratios=[0, 4, 128, 4, 128, 0, 0, 0]))
-    assert (config.dspark, config.num_mtp_layers, config.ratios) == (True, 0, (0, 4, 128, 4, 128))
+    config = parse_config(TINY_REFRESHED)
+    assert config.dspark == DSparkConfig(block=5, noise_token_id=59, targets=(2, 3, 4), markov_rank=8, stages=3)
+    assert (config.num_mtp_layers, config.num_draft_layers, config.ratios) == (0, 3, (0, 4, 128, 4, 128, 0, 0, 0))
+    assert parse_config(changed(TINY_REFRESHED, compress_ratios=TINY["compress_ratios"][:5])) == config
+    fewer = parse_config(changed(TINY_REFRESHED, n_mtp_layers=2, compress_ratios=[*TINY["compress_ratios"], 0]))
+    assert (fewer.num_draft_layers, len(fewer.ratios)) == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dspark_markov_rank", None, "lacks dspark_markov_rank"),
+        ("dspark_block_size", None, "lacks dspark_block_size"),
+        ("dspark_block_size", 0, "dspark_block_size=0"),
+        ("dspark_block_size", 65, "dspark_block_size=65: a block has at most 64 rows"),
+        ("dspark_noise_token_id", 61, "dspark_noise_token_id=61 must be below vocab_size=61"),
+        ("dspark_target_layer_ids", [2, 3, 5], "must be ascending layers of 5"),
+        ("dspark_target_layer_ids", [3, 2, 4], "must be ascending layers of 5"),
+        ("dspark_target_layer_ids", [], "must be ascending layers of 5"),
+        ("dspark_target_layer_ids", 4, "dspark_target_layer_ids=4 must be a list of int"),
+        ("compress_ratios", [0, 4, 128, 4, 128, 0, 0], "8 entries|need 8"),
+        ("compress_ratios", [0, 4, 128, 4, 128, 0, 0, 4], "drafters are sliding-window only"),
+    ],
+)
+def test_wrong_drafter_of_a_refreshed_release_is_an_error(key: str, value: object, message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        parse_config(changed(TINY_REFRESHED, **{key: value}))
 
 
 def test_ratios_without_mtp_entry_are_completed() -> None:

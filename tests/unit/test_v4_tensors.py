@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4lite.models.config import V4Config, parse_config
 from dsv4lite.models.v4_tensors import StoredTensor, TensorSpec, official_shapes, stored_tensors
-from tests.tiny import TINY, flash, pro
+from tests.tiny import FLASH_REFRESHED, PRO_REFRESHED, TINY, flash, pro
 
 
 def stored(config: V4Config) -> dict[str, StoredTensor]:
@@ -36,6 +38,45 @@ def test_flash_has_the_published_parameters() -> None:
         if spec.kind != "i64":
             count["mtp" if name.startswith("mtp.") else "layers"] += prod(spec.shape)
     assert (round(count["layers"] / 1e9, 2), round(count["mtp"] / 1e9, 2)) == (284.33, 6.61)
+
+
+@pytest.mark.parametrize(
+    ("raw", "tensors", "drafter", "drafter_bytes"),
+    [(FLASH_REFRESHED, 72_317, 4_705, 10_862_838_300), (PRO_REFRESHED, 149_782, 7_009, 41_979_375_900)],
+    ids=["flash", "pro"],
+)
+def test_refreshed_releases_have_the_published_totals(
+    raw: Mapping[str, Any], tensors: int, drafter: int, drafter_bytes: int
+) -> None:
+    table = stored(parse_config(raw))
+    parts = [tensor for name, tensor in table.items() if name.startswith("mtp.")]
+    assert (len(table), len(parts)) == (tensors, drafter)
+    assert sum(tensor.nbytes for tensor in parts) == drafter_bytes
+    if raw is FLASH_REFRESHED:
+        assert sum(tensor.nbytes for tensor in table.values()) == 166_878_536_440
+        assert Counter(str(tensor.dtype).removeprefix("torch.") for tensor in table.values()) == {
+            "int8": 35_328, "float8_e8m0fnu": 35_718, "float8_e4m3fn": 390, "bfloat16": 445, "float32": 433, "int64": 3,
+        }  # fmt: skip
+        stages = Counter(name.split(".")[1] for name in table if name.startswith("mtp."))
+        assert stages == {"0": 1568, "1": 1565, "2": 1572}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("mtp.0.main_proj.weight", (4096, 12288), torch.float8_e4m3fn),
+        ("mtp.0.main_proj.scale", (32, 96), torch.float8_e8m0fnu),
+        ("mtp.0.main_norm.weight", (4096,), torch.bfloat16),
+        ("mtp.2.norm.weight", (4096,), torch.bfloat16),
+        ("mtp.2.hc_head_fn", (4, 16384), torch.float32),
+        ("mtp.2.markov_head.markov_w1.weight", (129280, 256), torch.bfloat16),
+        ("mtp.2.markov_head.markov_w2.weight", (129280, 256), torch.bfloat16),
+        ("mtp.2.confidence_head.proj.weight", (1, 4352), torch.bfloat16),
+        ("mtp.1.ffn.gate.bias", (256,), torch.float32),
+    ],
+)
+def test_drafter_tensors_agree_with_the_specification(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert stored(parse_config(FLASH_REFRESHED))[name] == StoredTensor(shape, dtype)
 
 
 @pytest.mark.parametrize(

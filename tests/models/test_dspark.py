@@ -1,0 +1,429 @@
+"""The block drafter against the known answers of its specification (14), and across everything that moves its rows about.
+
+The known answers come from the published drafter, in float32, on the tiny model: window 8, blocks of 5, targets 2, 3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import round_fp8
+from dsv4lite.kernels.rope import rope, rope_angles
+from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.memory import weight_bytes
+from dsv4lite.models import dspark
+from dsv4lite.models.config import V4Config, parse_config
+from dsv4lite.models.deepseek_v4 import DeepseekV4, Streams
+from dsv4lite.models.dspark import DraftBlock, Drafts, DSparkDrafter
+from dsv4lite.models.v4_tensors import official_shapes
+from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.quant import Numerics, linear
+from tests.golden import OFFICIAL, TINY_DSPARK, WIDE, fill, plain, poisoned, rounded, tiny_checkpoint, tiny_ids, tiny_model
+from tests.models.paged import PagedModel, PagedSequence
+from tests.tiny import TINY_REFRESHED
+
+TOLERANCE = 1e-4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDE_DSPARK = replace(
+    WIDE, num_mtp_layers=0, ratios=(*WIDE.ratios[:4], 0, 0, 0), dspark=replace(TINY_DSPARK.dspark, targets=(1, 2, 3))
+)
+
+
+def floats(text: str) -> list[float]:
+    return [float(word) for word in text.split()]
+
+
+def assert_values(got: Tensor, expected: str) -> None:
+    wanted = torch.tensor(floats(expected))
+    assert got.shape == wanted.shape
+    assert (got.detach().cpu() - wanted).abs().max() < TOLERANCE
+
+
+def drafter_of(model: DeepseekV4) -> DSparkDrafter:
+    assert model.dspark is not None
+    return model.dspark
+
+
+def draft(state: PagedModel, sequences: Sequence[PagedSequence], anchors: Sequence[int]) -> Drafts:
+    """Draft behind sequences in the pages of the step they have just run."""
+    model, device = state.model, state.device
+    width = max(len(s.window_pages) for s in sequences)
+    pages = [[*s.window_pages, *([-1] * (width - len(s.window_pages)))] for s in sequences]
+    where = DraftBlock.of(
+        torch.tensor([s.length for s in sequences], device=device),
+        torch.tensor(pages, dtype=torch.int32, device=device),
+        torch.tensor([s.window_first for s in sequences], dtype=torch.int32, device=device),
+        drafter_of(model).block,
+        model.rotary.main,
+    )
+    caches = state.cache.layers[model.config.num_hidden_layers :]
+    with torch.no_grad():
+        out: Drafts = drafter_of(model)(torch.tensor(anchors, device=device), where, caches, model.embed, model.head)
+    return out
+
+
+def run(state: PagedModel, sequence: PagedSequence, ids: Sequence[int], cuts: Iterable[int] = ()) -> list[int]:
+    """Run tokens, in chunks that end at ``cuts``; return the best next token behind each."""
+    streams, begin = [], 0
+    for end in (*cuts, len(ids)):
+        streams.append(state.step([(sequence, ids[begin:end])])[0])
+        begin = end
+    with torch.no_grad():
+        best: list[int] = state.model.logits(torch.cat(streams)).argmax(-1).tolist()
+    return best
+
+
+def drafts_after(model: DeepseekV4, ids: Sequence[int], cuts: Iterable[int] = ()) -> tuple[int, Drafts]:
+    """Return the next token of a prompt, and what is drafted behind it."""
+    state = PagedModel(model, tokens=len(ids))
+    sequence = state.open()
+    anchor = run(state, sequence, ids, cuts)[-1]
+    return anchor, draft(state, [sequence], [anchor])
+
+
+@pytest.fixture(scope="module", params=["rows", "pages"])
+def model(request: pytest.FixtureRequest) -> DeepseekV4:
+    """The tiny model, its steps on the reference path or in paged ops."""
+    numerics = replace(plain(), paged=request.param == "pages")
+    return fill(poisoned(TINY_DSPARK, numerics, with_mtp=True), tiny_checkpoint(TINY_DSPARK)).requires_grad_(False)
+
+
+def bias(model: DeepseekV4, tokens: Sequence[int]) -> Tensor:
+    drafter = drafter_of(model)
+    return drafter.markov_w1[torch.tensor(tokens)] @ drafter.markov_w2.weight.T
+
+
+def test_generated_weights_are_the_published_ones() -> None:
+    tensors = tiny_checkpoint(TINY_DSPARK)
+    assert_values(tensors["mtp.1.attn.wq_b.weight"][0, :3], "-0.16867 0.19988 -0.31563")
+    assert_values(tensors["mtp.0.main_proj.weight"][0, :3], "0.02429 -0.13653 0.03915")
+    assert_values(tensors["mtp.2.markov_head.markov_w1.weight"][0, :3], "0.35781 -0.02672 -0.18254")
+    assert_values(tensors["mtp.2.confidence_head.proj.weight"][0, :3], "0.20443 0.07199 -0.00796")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Published results behind a prompt of ``length`` tokens."""
+
+    length: int
+    anchor: int
+    base: list[int]
+    drafts: list[int]
+    confidence: str
+    last: str
+    norms: str | None = None
+
+
+KNOWN = [
+    Known(
+        length=3,
+        anchor=54,
+        base=[47, 1, 1, 1, 1],
+        drafts=[19, 50, 1, 1, 1],
+        confidence="0.90830 0.98120 0.97503 0.96240 0.96606",
+        last="0.09975 2.88184 -0.88214 -1.56699",
+        norms="8.46955 7.03937 8.00877 8.07002 8.18860",
+    ),
+    Known(
+        length=11,
+        anchor=25,
+        base=[15, 1, 1, 1, 1],
+        drafts=[15, 1, 1, 1, 1],
+        confidence="0.09710 0.57781 0.44131 0.52542 0.67099",
+        last="-0.21714 3.62835 -0.69150 -1.26704",
+    ),
+    Known(
+        length=37,
+        anchor=2,
+        base=[30, 50, 24, 24, 24],
+        drafts=[45, 50, 15, 24, 24],
+        confidence="0.02488 0.83126 0.80593 0.80175 0.87582",
+        last="-0.18493 0.79019 -1.52152 -0.59784",
+        norms="8.90797 8.01864 7.88737 7.35096 7.07590",
+    ),
+]
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: str(known.length))
+def test_drafts_are_the_published_ones(model: DeepseekV4, known: Known) -> None:
+    anchor, out = drafts_after(model, tiny_ids(known.length))
+    assert anchor == known.anchor
+    assert out.token_ids_SG.tolist() == [known.drafts]
+    base = out.logits_SGV[0] - bias(model, [anchor, *known.drafts[:-1]])
+    assert base.argmax(-1).tolist() == known.base
+    assert_values(out.confidence_SG[0], known.confidence)
+    assert_values(out.logits_SGV[0, 4, :4], known.last)
+    if known.norms is not None:
+        assert_values(out.logits_SGV[0].norm(dim=-1), known.norms)
+
+
+class RoundedRow(PlainRow):
+    """Plain rows whose channels without position went through FP8 in groups of 8."""
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return PlainRow.pack(self, torch.cat([round_fp8(rows[:, :24], 8), rows[:, 24:]], -1))
+
+
+class RoundedStore(RowStore):
+    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
+        super().write(addresses_N, self.format.pack(rows_NC)[0].view(torch.float32))
+
+
+def test_rounded_rows_give_the_published_drafts(model: DeepseekV4) -> None:
+    """Context rows and the block's own are rounded alike; the main model's are not."""
+    state = PagedModel(model, tokens=37)
+    for layer in state.cache.layers[5:]:
+        window = layer.window
+        assert isinstance(window, RowStore)
+        layer.window = RoundedStore(RoundedRow(32, torch.float32), len(window.memory), window.rows_per_page, state.device)
+    sequence = state.open()
+    out = draft(state, [sequence], run(state, sequence, tiny_ids(37))[-1:])
+    assert out.token_ids_SG.tolist() == [[45, 50, 15, 24, 24]]
+    assert_values(out.logits_SGV[0, 4, :4], "-0.23626 0.75451 -1.51248 -0.62333")
+    assert_values(out.confidence_SG[0, :1], "0.02763")
+
+
+@dataclass(slots=True)
+class Trace:
+    """What passes between the parts of a drafter."""
+
+    taps: list[Tensor] = field(default_factory=list)
+    attended: list[Tensor] = field(default_factory=list)
+    mixed: list[Tensor] = field(default_factory=list)
+    streams: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    h: list[Tensor] = field(default_factory=list)
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """Record everything that drafters do in this test."""
+    found = Trace()
+
+    def spied(name: str, note: Callable[[tuple[Any, ...], Any], None]) -> None:
+        inner = getattr(DSparkDrafter, name)
+
+        def spy(*args: Any) -> Any:
+            out = inner(*args)
+            note(args, out)
+            return out
+
+        monkeypatch.setattr(DSparkDrafter, name, spy)
+
+    def attended(args: tuple[Any, ...], out: Tensor) -> None:
+        found.inputs.append(args[2])
+        found.attended.append(out)
+
+    class Recorded(Streams):
+        def enter(self, *args: Any) -> Any:
+            out = super().enter(*args)
+            found.streams.append(self.value_TND)
+            return out
+
+        def leave(self, y_TD: Tensor) -> None:
+            found.mixed.append(y_TD)
+            super().leave(y_TD)
+
+        def final(self) -> Tensor:
+            found.streams.append(super().final())
+            return found.streams[-1]
+
+    spied("feed", lambda args, out: found.taps.append(args[1]))
+    spied("_attend", attended)
+    spied("_backbone", lambda args, out: found.h.append(out[0]))
+    monkeypatch.setattr(dspark, "Streams", Recorded)
+    return found
+
+
+def test_every_part_gives_the_published_values(model: DeepseekV4, trace: Trace) -> None:
+    drafter, state = drafter_of(model), PagedModel(model, tokens=11)
+    sequence = state.open()
+    out = draft(state, [sequence], run(state, sequence, tiny_ids(11))[-1:])
+    taps = trace.taps[0][10]
+    assert_values(taps[:4], "-0.23577 0.99502 0.60900 0.78957")
+    assert_values(taps[48:52], "0.80428 1.36502 0.41657 -0.20480")
+    assert_values(taps[96:100], "1.86860 0.04276 -0.09712 -0.36460")
+    x_main = rms_norm(linear(taps[None], drafter.main_proj), drafter.main_norm, TINY_DSPARK.norm_eps)
+    assert_values(x_main[0, :4], "-0.46745 1.11374 0.91092 0.42538")
+    address = torch.tensor([sequence.window_pages[0] * 64 + 10])
+    rows = [layer.window.read(address, torch.float32)[0] for layer in state.cache.layers[5:]]
+    assert_values(rows[0][[0, 1, 2, 3, 24, 25, 26, 27]], "1.84364 -1.08102 -0.09796 0.81314 -2.18957 1.08935 0.53302 -0.04780")
+    assert_values(rows[2][[0, 1, 2, 3, 24, 25, 26, 27]], "0.00664 -1.56614 0.84182 -3.18297 -0.92046 1.08570 0.79233 0.85077")
+    assert_values(trace.attended[0][0, :4], "-0.30269 -0.58213 -0.48214 -0.25127")
+    assert_values(trace.attended[0][4, :4], "0.46514 0.03647 -0.47965 0.61482")
+    assert_values(trace.mixed[1][0, :4], "0.08040 -0.08727 -0.31025 0.06709")
+    assert_values(trace.mixed[1][4, :4], "0.03170 0.04873 -0.43797 0.02942")
+    for stage, norms in enumerate(
+        (
+            "8.88527 10.12471 10.41920 10.00175",
+            "10.42858 10.09044 10.26613 10.76765",
+            "10.80349 10.90008 10.82694 11.10560",
+        )
+    ):
+        assert_values(trace.streams[2 * stage + 2][0].norm(dim=-1), norms)
+    assert_values(trace.h[0][0, :4], "-3.06824 -6.34760 1.95357 -1.91306")
+    assert_values(trace.h[0][4, :4], "2.11678 -5.59338 0.46659 -1.82876")
+    assert_values(bias(model, [25])[0, :4], "0.27719 0.05436 -0.01745 -0.13483")
+    assert_values((out.logits_SGV[0, 0] - bias(model, [25])[0])[:4], "0.49483 1.39248 1.10964 -0.71484")
+
+
+def test_round_with_forced_drafts_goes_on_as_published(model: DeepseekV4) -> None:
+    """Two of five drafts hold; the rows of the others were written, and nobody reads them."""
+    state = PagedModel(model, tokens=40)
+    sequence = state.open()
+    anchor = run(state, sequence, tiny_ids(11))[-1]
+    assert run(state, sequence, [anchor, 28, 39, 18, 7, 8]) == [28, 39, 17, 5, 44, 15]
+    sequence.length = 14
+    out = draft(state, [sequence], [17])
+    assert out.token_ids_SG.tolist() == [[15, 10, 1, 1, 1]]
+    assert_values(out.logits_SGV[0, 0, :4], "0.18056 0.14192 -0.66043 1.22423")
+    assert_values(out.logits_SGV[0, 4, :4], "-0.21970 3.43260 -0.29736 -1.32208")
+    assert_values(out.confidence_SG[0], "0.32976 0.30619 0.21029 0.23587 0.46742")
+
+
+@pytest.mark.parametrize("cuts", [[1], [8], [3, 9, 10], range(30, 37)], ids=str)
+def test_cutting_the_prompt_changes_no_draft(model: DeepseekV4, cuts: Iterable[int]) -> None:
+    (_, whole), (_, cut) = drafts_after(model, tiny_ids(37)), drafts_after(model, tiny_ids(37), cuts)
+    torch.testing.assert_close(cut.logits_SGV, whole.logits_SGV, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(cut.confidence_SG, whole.confidence_SG, rtol=0, atol=TOLERANCE)
+
+
+def test_sequences_of_a_step_do_not_touch_each_other(model: DeepseekV4) -> None:
+    """Lengths around the window and the page, in one block of blocks; what is in no page is NaN."""
+    lengths = (1, 7, 8, 9, 59, 64, 65)
+    state = PagedModel(model, tokens=128, sequences=len(lengths))
+    sequences = [state.open() for _ in lengths]
+    anchors = [run(state, seq, tiny_ids(n))[-1] for seq, n in zip(sequences, lengths, strict=True)]
+    together = draft(state, sequences, anchors)
+    for i, length in enumerate(lengths):
+        _, alone = drafts_after(model, tiny_ids(length))
+        assert together.token_ids_SG[i].tolist() == alone.token_ids_SG[0].tolist()
+        torch.testing.assert_close(together.logits_SGV[i], alone.logits_SGV[0], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(together.confidence_SG[i], alone.confidence_SG[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 193])
+def test_block_sees_the_window_before_it_and_all_of_itself(trace: Trace, length: int) -> None:
+    """The release's window, across pages: attention of every stage against one matrix product over the rows that count."""
+    c = WIDE_DSPARK
+    model = tiny_model(config=c).requires_grad_(False)
+    drafter, heads = drafter_of(model), c.num_attention_heads
+    cuts = [max(1, length - 66), max(1, length - 1)] if length > 100 else []
+    drafts_after(model, tiny_ids(length, c), cuts)
+    x_main = rms_norm(linear(torch.cat(trace.taps), drafter.main_proj), drafter.main_norm, c.norm_eps)
+    begin = max(0, length - 128)
+    for stage, x in enumerate(trace.inputs):
+        attn = drafter.stages[stage].attn
+
+        def row(x: Tensor, first: int, attn: Any = attn) -> Tensor:
+            angles = rope_angles(torch.arange(first, first + len(x)), model.rotary.main)
+            return rope(rms_norm(linear(x, attn.wq_a_wkv)[:, c.q_lora_rank :], attn.kv_norm, c.norm_eps), *angles)
+
+        keys = torch.cat([row(x_main[begin:length], begin), row(x, length)])
+        angles = rope_angles(torch.arange(length, length + 5), model.rotary.main)
+        latent = rms_norm(linear(x, attn.wq_a_wkv)[:, : c.q_lora_rank], attn.q_norm, c.norm_eps)
+        q = linear(latent, attn.wq_b).view(5, heads, c.head_dim)
+        q = rope(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + c.norm_eps), *angles)
+        weights = torch.exp(q @ keys.T * c.head_dim**-0.5)
+        o = weights @ keys / (weights.sum(-1, keepdim=True) + attn.attn_sink.exp()[:, None])
+        wanted = attn.project_out(rope(o, *angles, inverse=True))
+        torch.testing.assert_close(trace.attended[stage], wanted, rtol=0, atol=1e-5)
+
+
+def test_drafts_follow_what_is_picked(model: DeepseekV4) -> None:
+    """Each draft's bias goes into the next one's logits, whoever chose it; confidence sees the token before."""
+    state = PagedModel(model, tokens=11)
+    sequence = state.open()
+    anchor = run(state, sequence, tiny_ids(11))[-1]
+    chosen, best = [5, 6, 7, 8, 9], draft(state, [sequence], [anchor])
+    where = DraftBlock.of(
+        torch.tensor([11]), torch.tensor([sequence.window_pages], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 5,
+        model.rotary.main,
+    )  # fmt: skip
+    caches = state.cache.layers[5:]
+    pick = lambda logits, place: torch.tensor([chosen[place]])
+    out = drafter_of(model)(torch.tensor([anchor]), where, caches, model.embed, model.head, pick)
+    assert out.token_ids_SG.tolist() == [chosen]
+    change = out.logits_SGV[0] - best.logits_SGV[0]
+    before = [anchor, *best.token_ids_SG[0, :4].tolist()]
+    torch.testing.assert_close(change, bias(model, [anchor, *chosen[:4]]) - bias(model, before), rtol=0, atol=1e-5)
+    weight = drafter_of(model).confidence[0, TINY_DSPARK.hidden_size :]
+    shift = (drafter_of(model).markov_w1[[anchor, *chosen[:4]]] - drafter_of(model).markov_w1[before]) @ weight
+    torch.testing.assert_close(out.confidence_SG[0].logit() - best.confidence_SG[0].logit(), shift, rtol=0, atol=1e-4)
+
+
+def test_model_has_a_place_for_every_tensor_of_the_drafter() -> None:
+    config, numerics = parse_config(TINY_REFRESHED), plain()
+    shapes = {name: spec.shape for name, spec in official_shapes(config).items()}
+    with_drafter, without = (DeepseekV4(config, numerics, with_mtp=drafts) for drafts in (True, False))
+    assert {name: slot.shape for name, slot in with_drafter.slots().items()} == shapes
+    assert without.dspark is None and {name for name in shapes if not name.startswith("mtp.")} == set(without.slots())
+    assert len(with_drafter.layout.ratios) == len(without.layout.ratios) + 3
+    for model, drafts in ((with_drafter, True), (without, False)):
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        assert weight_bytes(config, numerics, with_mtp=drafts) == held
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_main_model_is_the_same_with_a_drafter(deterministic: bool) -> None:
+    ids, results = tiny_ids(50), []
+    for with_drafter in (False, True):
+        model = tiny_model(config=TINY_DSPARK, deterministic=deterministic, with_mtp=with_drafter)
+        state = PagedModel(model, tokens=50)
+        sequence = state.open()
+        results.append(torch.cat([state.step([(sequence, part)])[0] for part in (ids[:40], ids[40:41], ids[41:])]))
+        with torch.no_grad():
+            results.append(model.one_pass(ids))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+def quantized(config: V4Config, tensors: Mapping[str, Tensor], *, resident: bool, device: str) -> DeepseekV4:
+    """A small model in the release's formats, its matrices widened or as they are stored."""
+    numerics = rounded()
+    if resident:
+        numerics = Numerics.choose(
+            dtype=torch.bfloat16,
+            quantized=True,
+            deterministic=False,
+            device=torch.device(device),
+            dense_fp8=True,
+            expert_format="fp4",
+        )
+        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", paged=True)
+    return fill(poisoned(config, numerics, with_mtp=True), tensors).requires_grad_(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stored_formats_draft_as_widened_ones(device: str) -> None:
+    """The same drafts but for roundings: a bfloat16 that falls on the other side moves logits by some 2^-8 of their size."""
+    config = replace(
+        OFFICIAL,
+        vocab_size=128,
+        num_hidden_layers=2,
+        num_hash_layers=1,
+        num_mtp_layers=0,
+        ratios=(0, 4, 0, 0),
+        dspark=replace(TINY_DSPARK.dspark, targets=(0, 1), stages=2, noise_token_id=127, markov_rank=16),
+    )
+    tensors, results = dict(dummy_tensors(config, expert_format="fp4", quantized=True, seed=1)), []
+    for resident in (False, True):
+        model = quantized(config, tensors, resident=resident, device=device)
+        state = PagedModel(model, tokens=80, sequences=2)
+        sequences = [state.open(), state.open()]
+        for sequence, length in zip(sequences, (67, 3), strict=True):
+            ids = [(5 * i * i + i) % 128 for i in range(length)]
+            state.step([(sequence, ids[:-1])])
+            state.step([(sequence, ids[-1:])])
+        results.append(draft(state, sequences, [3, 4]))
+    wide, stored = results
+    assert stored.logits_SGV.isfinite().all()
+    distance = (stored.logits_SGV.cpu() - wide.logits_SGV)[:, 0].norm() / wide.logits_SGV[:, 0].norm()
+    assert distance < 0.1
+    assert (stored.confidence_SG.cpu() - wide.confidence_SG).abs().max() < 0.1
