@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dsv4lite.config import LoadProgress as LoadProgress
     from dsv4lite.config import tiny_model as tiny_model
     from dsv4lite.engine.engine import EngineStats as EngineStats
+    from dsv4lite.engine.speculator import SpeculationStats as SpeculationStats
     from dsv4lite.errors import CapacityError as CapacityError
     from dsv4lite.errors import CheckpointError as CheckpointError
     from dsv4lite.errors import ConfigError as ConfigError
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
+    from dsv4lite.speculation import MTP as MTP
+    from dsv4lite.speculation import Speculator as Speculator
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
@@ -56,6 +59,8 @@ _HOME = {
         "text.tokenizer": "Tokenizer",
         "memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
+        "engine.speculator": "SpeculationStats",
+        "speculation": "MTP Speculator",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "
         "EngineStateError WeightsNotLoadedError CheckpointError WeightUpdateError CapacityError RequestFailedError EngineDeadError",
     }.items()

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, near_match
+from dsv4lite.speculation import Drafter, check_speculative
 
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
 Progress = Callable[["LoadProgress"], None]
+Speculative = Drafter | tuple[Drafter, ...] | Literal["auto"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class EngineConfig:
         max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.
         enable_prefix_caching: Share the state of equal prompt prefixes.
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
+        speculative: Who guesses tokens ahead: ``MTP(k)``, a ``Speculator``, or several, the first that has a guess being heard;
+            ``"auto"`` is what the checkpoint carries. Guesses change speed, never what is generated.
         deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit.
         seed: Seed of requests that give none.
         progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
@@ -101,6 +105,7 @@ class EngineConfig:
     max_queued_requests: int = 10_000
     enable_prefix_caching: bool = True
     prefix_checkpoint_tokens: int = 2048
+    speculative: Speculative = None
     deterministic: bool = False
     seed: int = 0
     progress: bool | Progress = False
@@ -133,6 +138,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
         if not (self.progress is True or self.progress is False or callable(self.progress)):
             raise ConfigError(f"progress={self.progress!r} must be True, False or a callable")
+        check_speculative(self.speculative)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
         if self.prefix_checkpoint_tokens < 256 or self.prefix_checkpoint_tokens % 256:

@@ -15,6 +15,7 @@ from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSize
 from dsv4lite.errors import CapacityError, UnsupportedError
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.speculation import MTP, Drafting, check_speculative
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import graph_bytes, paged_workspace, reference_workspace
@@ -153,12 +154,13 @@ def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _working(config: EngineConfig, model: V4Config, longest: int, *, paged: bool) -> tuple[int, int]:
-    """Return the bytes of the workspace and of graphs."""
+def _working(config: EngineConfig, model: V4Config, longest: int, *, paged: bool, rows: int) -> tuple[int, int]:
+    """Return the bytes of the workspace and of graphs, where a sequence samples from up to so many rows of a step."""
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+    sampled = min(tokens, rows * sequences)
     if not paged:
-        return reference_workspace(model, tokens, sequences), 0
-    workspace = paged_workspace(model, tokens=tokens, sequences=sequences, longest=longest, deterministic=config.deterministic)
+        return reference_workspace(model, tokens, sampled), 0
+    workspace = paged_workspace(model, tokens=tokens, sequences=sampled, longest=longest, deterministic=config.deterministic)
     return workspace, graph_bytes(model, sequences=sequences, longest=longest)
 
 
@@ -196,14 +198,39 @@ def plan_state(
     return replace(fixed, grow_pages=pages), length, tuple(advice)
 
 
-def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with_mtp: bool, total: int | None = None) -> MemoryPlan:
+def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
+    """Find out who guesses tokens ahead.
+
+    Raises:
+        UnsupportedError: The checkpoint has not what is wanted.
+    """
+    drafters = check_speculative(config.speculative)
+    mtp = next((drafter for drafter in drafters if isinstance(drafter, MTP)), None)
+    if config.speculative == "auto" and source.has_mtp:
+        mtp = MTP()
+    if mtp is not None and not source.has_mtp:
+        raise UnsupportedError(
+            f"speculative={mtp!r}: {source.folder} has no MTP block; take 'auto', a Speculator of your own, or None"
+        )
+    speculators = tuple(drafter for drafter in drafters if not isinstance(drafter, MTP))
+    return Drafting(mtp=0 if mtp is None else mtp.k, speculators=speculators)
+
+
+def make_plan(
+    config: EngineConfig,
+    model: V4Config,
+    numerics: Numerics,
+    *,
+    drafting: Drafting | None = None,
+    total: int | None = None,
+) -> MemoryPlan:
     """Plan an engine on one device.
 
     Args:
         config: Settings.
         model: Sizes of the model.
         numerics: Arithmetic and device.
-        with_mtp: Whether the MTP block is loaded.
+        drafting: Who guesses tokens ahead; by default nobody.
         total: Bytes of the device; default is what this machine has.
     """
     on_cpu = numerics.device.type == "cpu"
@@ -213,10 +240,13 @@ def make_plan(config: EngineConfig, model: V4Config, numerics: Numerics, *, with
         available = total = host_memory()
     else:
         available, total = available_memory(numerics.device)
-    layout = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp)
-    weights = weight_bytes(model, numerics, with_mtp=with_mtp)
+    drafting = drafting or Drafting()
+    layout = StateLayout.of(
+        model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=drafting.mtp > 0, drafts=drafting.max_drafts
+    )
+    weights = weight_bytes(model, numerics, with_mtp=drafting.mtp > 0)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
-    workspace, graphs = _working(config, model, longest or model.max_positions, paged=numerics.paged)
+    workspace, graphs = _working(config, model, longest or model.max_positions, paged=numerics.paged, rows=1 + drafting.max_drafts)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
@@ -288,7 +318,7 @@ def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, *
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
     source = ModelSource.open(config, fetch=False)
     numerics = choose_numerics(config, source, choose_device(config))
-    return make_plan(config, source.model, numerics, with_mtp=False, total=memory_bytes)
+    return make_plan(config, source.model, numerics, drafting=choose_drafting(config, source), total=memory_bytes)
 
 
 def require_fit(plan: MemoryPlan) -> None:

@@ -509,6 +509,8 @@ class SequenceUpdate:
         finish_reason: Set on the last update of the sequence.
         stop_reason: A stop token id other than end-of-sequence.
         cached_tokens: Prompt tokens taken from the prefix cache, set on the first update.
+        drafted: Guesses that the step ran.
+        accepted: How many of ``token_ids`` had been guessed.
         error: Why the sequence failed, with ``finish_reason="error"``.
     """
 
@@ -523,6 +525,8 @@ class SequenceUpdate:
     started: float = 0.0
     weight_version: int = 0
     routed_experts: torch.Tensor | None = None
+    drafted: int = 0
+    accepted: int = 0
     error: DSV4LiteError | None = None
 
 

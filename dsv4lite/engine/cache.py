@@ -94,12 +94,12 @@ class StateLayout:
     copies: int = 1
 
     @classmethod
-    def of(cls, config: V4Config, *, dtype: torch.dtype, quantized: bool, with_mtp: bool) -> StateLayout:
+    def of(cls, config: V4Config, *, dtype: torch.dtype, quantized: bool, with_mtp: bool, drafts: int = 0) -> StateLayout:
         """Choose formats: packed FP8 rows and FP4 keys for quantized models, plain rows otherwise."""
-        ratios = config.ratios if with_mtp else config.ratios[: config.num_hidden_layers]
+        ratios, copies = config.ratios if with_mtp else config.ratios[: config.num_hidden_layers], 1 + drafts
         if quantized:
-            return cls(kv=Fp8Kv(config.nope_dim, config.rope_dim), key=Fp4Key(config.index_dim), ratios=ratios)
-        return cls(kv=PlainRow(config.head_dim, dtype), key=PlainRow(config.index_dim, dtype), ratios=ratios)
+            return cls(kv=Fp8Kv(config.nope_dim, config.rope_dim), key=Fp4Key(config.index_dim), ratios=ratios, copies=copies)
+        return cls(kv=PlainRow(config.head_dim, dtype), key=PlainRow(config.index_dim, dtype), ratios=ratios, copies=copies)
 
     @property
     def grow_page_bytes(self) -> int:

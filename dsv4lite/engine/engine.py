@@ -21,14 +21,16 @@ from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import advice_for, choose_device, forget_frames, give_back_unused, own_stream, reserve, start_error
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.engine.speculator import Guesses, SpeculationStats
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.memory import MemoryPlan, choose_numerics, make_plan, require_fit
+from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.structured import GrammarCompiler
@@ -72,6 +74,7 @@ class EngineStats:
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
         host_s: Of those, spent on anything but waiting for the device: scheduling, launching, delivering.
+        speculation: How guessing tokens ahead went.
     """
 
     steps: int = 0
@@ -84,6 +87,7 @@ class EngineStats:
     kv_usage: float = 0.0
     step_s: float = 0.0
     host_s: float = 0.0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 class Engine:
@@ -112,6 +116,7 @@ class Engine:
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: Flight | None = None
         self._routed: dict[int, _Routed] = {}
+        self._guesses: Guesses | None = None
         self._no_grammars: str | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
@@ -248,11 +253,12 @@ class Engine:
         device = choose_device(config)
         stack.enter_context(own_stream(device))
         numerics = choose_numerics(config, source, device)
-        plan = self._plan = make_plan(config, source.model, numerics, with_mtp=False)
+        drafting = choose_drafting(config, source)
+        plan = self._plan = make_plan(config, source.model, numerics, drafting=drafting)
         require_fit(plan)
-        model = source.build(numerics, with_mtp=False, seed=config.seed, progress=config.progress)
+        model = source.build(numerics, with_mtp=drafting.mtp > 0, seed=config.seed, progress=config.progress)
         give_back_unused(device)
-        cache = StateCache.allocate(model.layout, plan.sizes, device)
+        cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
         vocab_size = source.model.vocab_size
         grammars = None
         try:
@@ -264,11 +270,15 @@ class Engine:
         if model.paged and device.type == "cuda":
             graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
             reserve(device, plan.per_device[0].workspace - SMALL_BLOCKS)
-        runner = Runner(model, cache, Sampler(vocab_size, device, config.seed, grammars), graphs)
+        sampler = Sampler(vocab_size, device, config.seed, grammars)
+        drafter = MtpDrafter(model, cache.layers[-1], sampler, drafting.mtp) if drafting.mtp else None
+        runner = Runner(model, cache, sampler, graphs, drafter)
         with torch.inference_mode():
             cache_dir = config.compile_cache_dir or default_cache_dir()
             runner.warm_up(config.max_num_batched_tokens, cache_dir, progress_of(config))
         self._runner = runner
+        if drafting.max_drafts:
+            self._guesses = Guesses(drafting.speculators, vocab_size=vocab_size, max_drafts=drafting.max_drafts)
         sizes = plan.sizes
         self._scheduler = Scheduler(
             SchedulerLimits(
@@ -278,10 +288,14 @@ class Engine:
                 window=source.model.window,
                 prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
+                max_drafts=drafting.max_drafts,
             ),
             Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
+            propose=None if self._guesses is None else self._guesses.propose,
         )
-        self._overlap = device.type == "cuda" if self._overlap is None else self._overlap
+        # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
+        overlap = device.type == "cuda" if self._overlap is None else self._overlap
+        self._overlap = overlap and self._guesses is None
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
@@ -330,7 +344,8 @@ class Engine:
                 recorder.end(previous.samples)
             self._land(previous, results)
             ended = time.perf_counter()
-            self._count(len(results), step_s=ended - started, host_s=launched - started + ended - landed)
+            sampled = sum(1 + len(one.after) for one in results.values())
+            self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
         elif flight is None and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 
@@ -340,8 +355,13 @@ class Engine:
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
         for seq_id, sampled in results.items():
-            if sampled.error is None:
-                self._runner.sampler.accept(seq_id, sampled.token_id)
+            for one in (sampled, *sampled.after):
+                if one.error is None:
+                    self._runner.sampler.accept(seq_id, one.token_id)
+        if self._guesses is not None:
+            for run in flight.plan.sequences:
+                if run.drafts:
+                    self._guesses.count(run.drafts, len(results[run.seq_id].after))
         self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
@@ -354,6 +374,8 @@ class Engine:
     def _farewell(self, update: SequenceUpdate) -> SequenceUpdate:
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._runner.remove(seq_id)
+        if self._guesses is not None:
+            self._guesses.forget(seq_id)
         routed = self._routed.pop(seq_id, None)
         return update if routed is None else replace(update, routed_experts=routed.by_position())
 
@@ -378,6 +400,7 @@ class Engine:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
+            speculation=SpeculationStats() if self._guesses is None else self._guesses.stats(),
             kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
         )
 

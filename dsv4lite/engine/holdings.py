@@ -124,6 +124,7 @@ class Holdings:
         seq.pages, seq.page_tuple = [], None
         seq.window, seq.window_tuple, seq.window_first = [], None, 0
         seq.num_computed = seq.kept_border = seq.quiet_until = 0
+        seq.carry, seq.drafts = 0, ()
         seq.rolling = None
 
     # ---------------------------------------------------------------------------------------------------------------- pages
@@ -173,6 +174,15 @@ class Holdings:
         seq.window_first = first
         seq.window_tuple = None
         self._pools.window.release(page for page in gone if page != NO_PAGE)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Take back what a sequence ran from position ``length`` on, all of it drafts: rows are overwritten, pages given back."""
+        seq.num_computed = length
+        kept = (length - 1) // WINDOW_PAGE_TOKENS + 1 - seq.window_first
+        if kept < len(seq.window):
+            self._pools.window.release(seq.window[kept:])
+            del seq.window[kept:]
+            seq.window_tuple = None
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 

@@ -56,6 +56,8 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor) -> Batch | Paged
             pages=s.pages,
             window_first=s.window_first,
             window_pages=s.window_pages,
+            drafts=s.drafts,
+            carry=s.carry,
         )
         for s in plan.sequences
     ]

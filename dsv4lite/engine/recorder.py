@@ -219,5 +219,6 @@ def _not_finite(step: _Step, samples: Samples | None) -> set[int]:
                 ill.add(sequence.seq_id)
             row = end
     if samples is not None:
-        ill.update(seq_id for seq_id, finite in zip(samples.seq_ids, samples.finite.tolist(), strict=True) if not finite)
+        finite, runs = samples.finite.tolist(), samples.runs
+        ill.update(seq_id for seq_id, (a, b) in zip(runs.seq_ids, runs.spans(), strict=True) if not all(finite[a:b]))
     return ill

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from torch import Tensor
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Samples
-from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
+from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -37,26 +39,44 @@ class Flight:
         samples: Tokens of the sequences that sample, on the device.
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
+        drafts: Guesses int64 [S, K] of what follows, on the device, ``UNKNOWN`` from where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    drafts: Tensor | None = None
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
-        return {} if self.samples is None else self.samples.to_host()
+        if self.samples is None:
+            return {}
+        results = self.samples.to_host()
+        if self.drafts is None:
+            return results
+        return {
+            seq_id: sampled._replace(drafts=tuple(takewhile(lambda token_id: token_id != UNKNOWN, drafts)))
+            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.tolist(), strict=True)
+        }
 
 
 class Runner:
     """Model, state and sampler of one rank."""
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, sampler: Sampler, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4,
+        cache: StateCache,
+        sampler: Sampler,
+        graphs: DecodeGraphs | None = None,
+        drafter: MtpDrafter | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self._graphs = graphs
+        self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._requests: dict[int, Request] = {}
 
@@ -122,7 +142,8 @@ class Runner:
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
         wanted = any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences)
-        graphs = self._graphs if self._graphs is not None and self._graphs.covers(plan) and not wanted else None
+        covered = self._graphs is not None and self._graphs.covers(plan) and not wanted and self._drafter is None
+        graphs = self._graphs if covered else None
         if recorder is not None:
             recorder.begin(plan, None if graphs is None else graphs.shape_for(len(plan.sequences)))
         if graphs is not None:
@@ -140,9 +161,11 @@ class Runner:
         for sequence in plan.sequences:
             first_row[sequence.seq_id] = row
             row += len(sequence.token_ids)
+        samples = self._sample(plan, streams_TND, first_row)
         return Flight(
             plan=plan,
-            samples=self._sample(plan, streams_TND, first_row),
+            samples=samples,
+            drafts=None if self._drafter is None else self._drafter.draft(plan, batch, streams_TND, samples),
             scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
@@ -166,11 +189,16 @@ class Runner:
         sampling = [s for s in plan.sequences if s.sample]
         if not sampling:
             return None
-        rows = [first_row[s.seq_id] + len(s.token_ids) - 1 for s in sampling]
+        each = [(s, range(s.end - 1 - s.drafts, s.end)) for s in sampling]  # positions that sample
+        rows = [first_row[s.seq_id] + position - s.start for s, places in each for position in places]
         every = len(rows) == len(streams_TND)
         wanted = streams_TND if every else streams_TND[torch.tensor(rows, dtype=torch.int64, device=streams_TND.device)]
-        seq_ids = [s.seq_id for s in sampling]
-        samples = self.sampler.sample(self.model.logits(wanted), seq_ids, [s.start + len(s.token_ids) for s in sampling])
+        seq_ids = [s.seq_id for s, places in each for _ in places]
+        positions = [position + 1 for _, places in each for position in places]
+        if len(rows) > len(sampling):
+            drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
+            return self.sampler.sample(self.model.logits(wanted), seq_ids, positions, drafts)
+        samples = self.sampler.sample(self.model.logits(wanted), seq_ids, positions)
         self._remember([s.slot for s in sampling], samples.token_ids)
         return samples
 

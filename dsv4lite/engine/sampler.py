@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv4lite.engine.samples import Download, Samples
+from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.sampling_stack import Draws, Scores, Stack, Stacker
 from dsv4lite.engine.sampling_state import Occurrences, SequenceState, Thinking, random_stream
+from dsv4lite.engine.step import UNKNOWN
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels import sampling
 from dsv4lite.request import Request, SamplingParams
@@ -68,6 +71,7 @@ class Sampler:
         self._sequences: dict[int, SequenceState] = {}
         self._occurrences = Occurrences(vocab_size, self._device)
         self._stack: Stack | None = None
+        self._draft_stack: Stack | None = None
         nothing = torch.empty(0, dtype=torch.int32, device=self._device)
         self._no_scores = (nothing.float(), nothing, nothing.view(0, 0), nothing.float().view(0, 0))
 
@@ -130,6 +134,8 @@ class Sampler:
             self._occurrences.give_back(sequence.count_row)
         if self._stack is not None and seq_id in self._stack.seq_ids:
             self._stack = None
+        if self._draft_stack is not None and seq_id in self._draft_stack.seq_ids:
+            self._draft_stack = None
 
     def needs_host(self, seq_id: int) -> bool:
         """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
@@ -147,26 +153,59 @@ class Sampler:
         if sequence is not None and sequence.hosted:
             sequence.accept(token_id)
 
+    def draft(self, logits: Tensor, seq_ids: Sequence[int], positions: Tensor) -> Tensor:
+        """Guess one token per row: the best one, or where the request draws, the one that its own draw at that place would take.
+
+        The noise is that of the draw which the guess has to equal, so that the two agree as often as their distributions do. Only
+        settings that are the same for every token count, and neither ``top_k`` nor ``top_p``, which would have to sort.
+
+        Args:
+            logits: float32 [S, V], of a drafter.
+            seq_ids: Of the rows, each at most once.
+            positions: int32 [S], index of the guessed token within prompt and output.
+
+        Returns:
+            int64 [S].
+        """
+        if self._draft_stack is None or self._draft_stack.seq_ids != tuple(seq_ids):
+            self._draft_stack = self._stack_of(tuple(seq_ids))
+        stack = self._draft_stack
+        edited = self._edit_always(logits, stack)
+        top, token_ids, _ = sampling.argmax_finite(edited)
+        if stack.draws is not None:
+            draws = replace(stack.draws, cuts=())
+            scaled = self._truncate(_take(edited, draws.rows), _take(top, draws.rows), draws)
+            drawn = sampling.draw(scaled, draws.streams, _take(positions, draws.rows))
+            token_ids = _put(token_ids, draws.rows, drawn)
+        return token_ids
+
     def takes_best(self, seq_ids: Sequence[int]) -> bool:
         """Whether each of these sequences just takes its best token, and nothing else is wanted or kept."""
         stack = self._stacked(tuple(seq_ids))
         settings = (stack.penalties, stack.bias, stack.forbidden, stack.stops, stack.draws, stack.scores)
         return not stack.hosted and all(setting is None for setting in settings)
 
-    def sample(self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Samples:
-        """Sample one token per row, and count it.
+    def sample(
+        self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int], drafts: Sequence[int] | None = None
+    ) -> Samples:
+        """Sample one token per row, and count those that count.
+
+        A sequence may have several rows, one behind the other: each is sampled as if the drafts before it were the sequence's
+        tokens, with the draw of its own position. It counts if they turn out to be.
 
         Args:
             logits: float32 [R, V], not modified.
-            seq_ids: Of the R rows, each at most once.
+            seq_ids: Of the R rows.
             positions: Index of the token that is sampled within prompt and output, of each row.
+            drafts: Guess of the token that each row samples, which the sequence's next row takes for granted; ``UNKNOWN`` at its
+                last. By default every sequence has one row.
 
         Returns:
             The samples; their copy to the host is already under way.
         """
-        stack = self._stacked(tuple(seq_ids))
-        edited = self._edit(logits, stack, positions)
-        edited, failures = self._constrain(edited, stack.hosted, positions)
+        stack, runs = self._stacked(tuple(seq_ids)), Runs.of(seq_ids, drafts)
+        edited = self._edit(logits, stack, runs, positions)
+        edited, failures = self._constrain(edited, stack.hosted, runs, positions)
         top, token_ids, feasible = sampling.argmax_finite(edited)
         finite = feasible if edited is logits else sampling.argmax_finite(logits)[2]
         processed = edited
@@ -179,10 +218,15 @@ class Sampler:
                 processed = _put(edited, draws.rows, scaled)
         if stack.penalties is not None:
             penalties = stack.penalties
-            self._occurrences.output_counts[penalties.count_rows, _take(token_ids, penalties.rows)] += 1
+            place = (penalties.count_rows, _take(token_ids, penalties.rows))
+            if runs.single:
+                self._occurrences.output_counts[place] += 1
+            else:
+                counted = _take(runs.counting(token_ids), penalties.rows).int()
+                self._occurrences.output_counts.index_put_(place, counted, accumulate=True)
         logprobs, ranks, top_ids, top_values = self._score(stack.scores, logits, processed, token_ids)
         return Samples(
-            seq_ids=stack.seq_ids,
+            runs=runs,
             positions=tuple(positions),
             token_ids=token_ids,
             finite=finite,
@@ -199,14 +243,17 @@ class Sampler:
     def _stacked(self, seq_ids: tuple[int, ...]) -> Stack:
         """Stack the settings of a batch, or return the last stack while the same sequences run on."""
         if self._stack is None or self._stack.seq_ids != seq_ids:
-            sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-            self._stack = Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
+            self._stack = self._stack_of(seq_ids)
         return self._stack
+
+    def _stack_of(self, seq_ids: tuple[int, ...]) -> Stack:
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        return Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
 
     def _places(self, positions: Sequence[int]) -> Tensor:
         return torch.tensor(positions, dtype=torch.int32, device=self._device)
 
-    def _edit(self, logits: Tensor, stack: Stack, positions: Sequence[int]) -> Tensor:
+    def _edit(self, logits: Tensor, stack: Stack, runs: Runs, positions: Sequence[int]) -> Tensor:
         """Apply penalties, bias and masks that need no host; returns ``logits`` itself where there is nothing to do."""
         edited = logits
         if stack.penalties is not None:
@@ -214,18 +261,13 @@ class Sampler:
             penalised = sampling.penalize(
                 _take(logits, penalties.rows),
                 self._occurrences.in_prompt[penalties.count_rows],
-                self._occurrences.output_counts[penalties.count_rows],
+                self._counts(stack, runs),
                 repetition=penalties.repetition,
                 frequency=penalties.frequency,
                 presence=penalties.presence,
             )
             edited = _put(edited, penalties.rows, penalised)
-        if stack.bias is not None:
-            bias = stack.bias
-            edited = edited.index_put((bias.rows, bias.token_ids), bias.values, accumulate=True)
-        if stack.forbidden is not None:
-            rows, mask = stack.forbidden
-            edited = _put(edited, rows, _take(edited, rows).masked_fill(mask, -math.inf))
+        edited = self._edit_always(edited, stack)
         if stack.stops is not None and any(positions[row] < start for row, start in stack.stops_from):
             stops = stack.stops
             held = self._places(positions)[stops.rows] < stops.values
@@ -234,23 +276,59 @@ class Sampler:
             )
         return edited
 
+    @staticmethod
+    def _edit_always(edited: Tensor, stack: Stack) -> Tensor:
+        """Apply what is the same for all tokens of a sequence: bias, allowed ids, bad words of one token."""
+        if stack.bias is not None:
+            bias = stack.bias
+            edited = edited.index_put((bias.rows, bias.token_ids), bias.values, accumulate=True)
+        if stack.forbidden is not None:
+            rows, mask = stack.forbidden
+            edited = _put(edited, rows, _take(edited, rows).masked_fill(mask, -math.inf))
+        return edited
+
+    def _counts(self, stack: Stack, runs: Runs) -> Tensor:
+        """Return how often each penalised row's output has each token, drafts that the row takes for granted included."""
+        assert stack.penalties is not None
+        counts = self._occurrences.output_counts[stack.penalties.count_rows]
+        if not runs.single:
+            index = {row: i for i, row in enumerate(stack.penalties.members)}
+            given = [(index[row], token_id) for row, token_id in runs.given() if row in index]
+            if given:
+                rows, token_ids = torch.tensor(given, dtype=torch.int64, device=self._device).unbind(dim=1)
+                counts.index_put_((rows, token_ids), torch.ones_like(rows, dtype=counts.dtype), accumulate=True)
+        return counts
+
     def _constrain(
-        self, edited: Tensor, hosted: Sequence[tuple[int, SequenceState]], positions: Sequence[int]
+        self, edited: Tensor, hosted: Sequence[tuple[int, SequenceState]], runs: Runs, positions: Sequence[int]
     ) -> tuple[Tensor, dict[int, RequestFailedError]]:
-        """Apply what the host knows: grammars, bad words and thinking budgets. A grammar that gives up fails its own row only."""
-        forced, forbidden, failures = [], [], {}
+        """Apply what the host knows: grammars, bad words and thinking budgets. A grammar that gives up fails its own row only.
+
+        Along drafts a copy of the sequence's state looks ahead, up to the first draft that may not be.
+        """
+        forced: list[tuple[int, int]] = []
+        forbidden: list[tuple[int, Tensor]] = []
+        failures: dict[int, RequestFailedError] = {}
+        state: SequenceState | None = None
         for row, sequence in hosted:
-            token_id = sequence.forced_token()
+            draft, follows = runs.drafts[row], row > 0 and runs.drafts[row - 1] != UNKNOWN
+            if not follows:
+                state = sequence if draft == UNKNOWN else sequence.fork()
+            if state is None:  # a draft before this row may not be
+                continue
+            token_id, mask, error = self._next_of(state, positions[row])
             if token_id is not None:
                 forced.append((row, token_id))
-                continue
-            try:
-                mask = sequence.forbidden_next(positions[row], self._vocab_size)
-            except RequestFailedError as error:
-                failures[row] = error
-                continue
             if mask is not None:
                 forbidden.append((row, mask))
+            if error is not None:
+                failures[row] = error
+            if draft != UNKNOWN:
+                possible = error is None and token_id in (None, draft) and (mask is None or not mask[draft])
+                if possible:
+                    state.accept(draft)
+                else:
+                    state = None
         if forbidden:
             rows = torch.tensor([row for row, _ in forbidden], dtype=torch.int64, device=self._device)
             masks = torch.stack([mask for _, mask in forbidden]).to(self._device, non_blocking=True)
@@ -259,6 +337,16 @@ class Sampler:
             rows, token_ids = torch.tensor(forced, dtype=torch.int64, device=self._device).unbind(dim=1)
             edited = edited.index_fill(0, rows, -math.inf).index_put((rows, token_ids), edited.new_zeros(()))
         return edited, failures
+
+    def _next_of(self, state: SequenceState, position: int) -> tuple[int | None, Tensor | None, RequestFailedError | None]:
+        """Return the only token that may come next, or those that may not, or why the grammar gave up."""
+        token_id = state.forced_token()
+        if token_id is not None:
+            return token_id, None, None
+        try:
+            return None, state.forbidden_next(position, self._vocab_size), None
+        except RequestFailedError as error:
+            return None, None, error
 
     @staticmethod
     def _truncate(logits: Tensor, top: Tensor, draws: Draws) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import TokenLogprob
@@ -18,7 +19,7 @@ class Samples:
     """One step's tokens, still on the device, on their way to the host.
 
     Attributes:
-        seq_ids: Of the R rows.
+        runs: Whose the R rows are.
         positions: Of the sampled tokens.
         token_ids: int64 [R]; an arbitrary token of the vocabulary where the row failed.
         finite: bool [R], false where the model's logits are unusable: NaN, +inf, or all -inf.
@@ -31,7 +32,7 @@ class Samples:
         top_values: float32 [L, K].
     """
 
-    seq_ids: tuple[int, ...]
+    runs: Runs
     positions: tuple[int, ...]
     token_ids: Tensor
     finite: Tensor
@@ -57,7 +58,7 @@ class Samples:
         token_ids, finite = rows
         nothing = token_ids[:0].int()
         return cls(
-            seq_ids=tuple(seq_ids),
+            runs=Runs.of(seq_ids),
             positions=tuple(positions),
             token_ids=token_ids,
             finite=finite,
@@ -74,7 +75,7 @@ class Samples:
     def to_host(self) -> dict[int, Sampled]:
         """Wait for the tokens; a row that failed has an ``error`` in its place."""
         integers, floats = self.download.wait()
-        num_rows, num_scores = len(self.seq_ids), len(self.wanted)
+        num_rows, num_scores = len(self.positions), len(self.wanted)
         token_ids, finite, feasible = integers[: 3 * num_rows].view(3, num_rows).tolist()
         ranks = integers[3 * num_rows : 3 * num_rows + num_scores].tolist()
         top_ids = integers[3 * num_rows + num_scores :].to(torch.int32).view(num_scores, self.top_ids.shape[1])
@@ -85,10 +86,15 @@ class Samples:
             for i, (row, k) in enumerate(self.wanted)
         }
         results = {}
-        for row, seq_id in enumerate(self.seq_ids):
-            error = self._failure(row, finite=bool(finite[row]), feasible=bool(feasible[row]))
-            logprob = scored.get(row) if error is None else None
-            results[seq_id] = Sampled(token_id=token_ids[row], logprob=logprob, error=error)
+        for seq_id, (begin, end) in zip(self.runs.seq_ids, self.runs.spans(), strict=True):
+            found = []
+            for row in range(begin, end):
+                error = self._failure(row, finite=bool(finite[row]), feasible=bool(feasible[row]))
+                logprob = scored.get(row) if error is None else None
+                found.append(Sampled(token_id=token_ids[row], logprob=logprob, error=error))
+                if error is not None or token_ids[row] != self.runs.drafts[row]:
+                    break
+            results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
         return results
 
     def _failure(self, row: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:

@@ -20,6 +20,7 @@ _MAX_BIAS = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Penalties:
+    members: tuple[int, ...]
     rows: Tensor | None
     count_rows: Tensor
     repetition: Tensor
@@ -127,6 +128,7 @@ class Stacker:
         if not some:
             return None
         return Penalties(
+            members=tuple(row for row, _ in some),
             rows=self._rows([row for row, _ in some]),
             count_rows=self._integers([s.count_row for _, s in some if s.count_row is not None]),
             repetition=self._column([_clamp(s.params.repetition_penalty, _MIN_REPETITION, _MAX_REPETITION) for _, s in some]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +103,14 @@ class SequenceState:
     def hosted(self) -> bool:
         """Whether the host decides at every step what may come next."""
         return self.matcher is not None or self.thinking is not None or bool(self.bad_words)
+
+    def fork(self) -> SequenceState:
+        """Return a copy that can look ahead along drafts."""
+        return replace(
+            self,
+            matcher=None if self.matcher is None else self.matcher.copy(),
+            thinking=None if self.thinking is None else replace(self.thinking),
+        )
 
     def accept(self, token_id: int) -> None:
         if self.bad_words:

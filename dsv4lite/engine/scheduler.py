@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dsv4lite.engine.holdings import Holdings, Moves
 from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, PoolStats, PrefixCache, pages_for
 from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
-from dsv4lite.engine.step import IN_FLIGHT, Sampled, SequencePlan, StepPlan
+from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequence", "SequencePlan", "StepPlan", "needs_host"]
 
+Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
 
 
@@ -45,6 +46,7 @@ class SchedulerLimits:
 
     Attributes:
         window: Tokens that sliding-window attention sees, the token itself included.
+        max_drafts: Most guesses in one run.
     """
 
     max_num_seqs: int
@@ -53,6 +55,7 @@ class SchedulerLimits:
     window: int
     prefix_checkpoint_tokens: int = 2048
     enable_prefix_caching: bool = True
+    max_drafts: int = 0
 
     @property
     def window_pages(self) -> int:
@@ -125,12 +128,21 @@ class Scheduler:
         pools: Ids of sequence state; the scheduler is their only user.
         needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
             goes by the request's settings alone.
+        propose: Asked for at most so many guesses of what follows the tokens of a sequence, all of which are known. With it, a plan
+            is made only when the results of the last one are there.
 
     Raises:
         CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
     """
 
-    def __init__(self, limits: SchedulerLimits, pools: Pools, *, needs_host: Callable[[Sequence], bool] = needs_host) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pools: Pools,
+        *,
+        needs_host: Callable[[Sequence], bool] = needs_host,
+        propose: Propose | None = None,
+    ) -> None:
         needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
         for pool, need in needs:
             if pool.total < need:
@@ -141,6 +153,7 @@ class Scheduler:
         self._limits = limits
         self._pools = pools
         self._needs_host = needs_host
+        self._propose = propose
         self._cache = PrefixCache(pools)
         self._holdings = Holdings(pools, self._cache, window=limits.window)
         self._groups: dict[str, _Group] = {}
@@ -275,7 +288,7 @@ class Scheduler:
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
-        assert len(self._outstanding) < 2, "update() of the plan before the last one is missing"
+        assert len(self._outstanding) < (2 if self._propose is None else 1), "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
         draft = _Draft(now, self._limits.max_num_batched_tokens)
@@ -320,7 +333,9 @@ class Scheduler:
         """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
         running = self._running.items
         singles = sum(len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running)
-        prefill_room = max(0, draft.room - singles)
+        spare = max(0, draft.room - singles)
+        guesses = min(spare // 2, singles * self._limits.max_drafts)
+        prefill_room = spare - guesses
         i = 0
         while i < len(running) and draft.room:  # those behind i may be preempted on the way
             seq = running[i]
@@ -329,21 +344,40 @@ class Scheduler:
                 continue
             start = seq.num_computed
             end = start + 1
-            if end < seq.quiet_until:
-                self._plan_quiet(seq, draft)
-                continue
-            if end != len(seq.tokens) + seq.in_flight:
+            drafts: tuple[int, ...] = ()
+            if guesses and end == len(seq.tokens):
+                drafts = self._drafts(seq, guesses)
+                guesses -= len(drafts)
+                end += len(drafts)
+            elif end != len(seq.tokens) + seq.in_flight:
                 if not prefill_room:
                     continue
                 end = self._chunk_end(seq, min(prefill_room, draft.room))
                 prefill_room -= end - start
+            if not drafts and end < seq.quiet_until:
+                self._plan_quiet(seq, draft)
+                continue
             while not (fits := self._holdings.extend(seq, end)) and running[-1] is not seq:
                 draft.crowded = True
                 self._preempt(running[-1])
             if fits:
-                self._plan(seq, end, draft)
+                self._plan(seq, end, draft, drafts)
             else:  # everybody else comes first; it keeps what it has until somebody needs that
                 draft.crowded = True
+
+    def _drafts(self, seq: Sequence, room: int) -> tuple[int, ...]:
+        """Return at most ``room`` guesses of what follows the last token of a sequence, which gets the pages for them.
+
+        The run must stay before the next border, which a known token has to reach alone, and may not be longer than what follows.
+        """
+        assert self._propose is not None
+        start = seq.num_computed
+        most = min(room, self._limits.max_drafts, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
+        if most < 1 or seq.unforked:
+            return ()
+        drafts = self._propose(seq, most)
+        assert len(drafts) <= most
+        return drafts if self._holdings.extend(seq, start + 1 + len(drafts)) else ()
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
         """Return where the next prefill chunk of at most ``room`` tokens ends, so that checkpoints come to lie on borders."""
@@ -375,10 +409,11 @@ class Scheduler:
         seq.num_computed = start + 1
         seq.in_flight += 1
 
-    def _plan(self, seq: Sequence, end: int, draft: _Draft) -> None:
-        """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it, into the draft."""
+    def _plan(self, seq: Sequence, end: int, draft: _Draft, drafts: tuple[int, ...] = ()) -> None:
+        """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts, into the draft."""
         start, tokens = seq.num_computed, seq.tokens
-        sample = end == len(tokens) + seq.in_flight and seq.request.generate
+        known = end - len(drafts)
+        sample = known == len(tokens) + seq.in_flight and seq.request.generate
         score = None
         if seq.score_next is not None and seq.score_next < end:
             assert start <= seq.score_next
@@ -388,20 +423,24 @@ class Scheduler:
             seq_id=seq.seq_id,
             slot=seq.slot,
             start=start,
-            token_ids=tuple(tokens[start:end]) if end <= len(tokens) else _IN_FLIGHT,
+            token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else _IN_FLIGHT,
             pages=seq.page_table(pages_for(end)),
             window_first=seq.window_first,
             window_pages=seq.window_table(),
             sample=sample,
             score=score,
+            drafts=len(drafts),
+            carry=seq.carry,
+            next_id=tokens[end] if end < len(tokens) else UNKNOWN,
         )
-        (draft.singles if end - start == 1 else draft.chunks).append(plan)
+        (draft.singles if known - start == 1 else draft.chunks).append(plan)
         draft.room -= end - start
         seq.num_computed = end
+        seq.carry = 0
         seq.in_flight += sample
         if sample and seq.unforked:
             draft.leaders.append(seq)
-        if end == seq.last_run:
+        if end == seq.last_run and not drafts:
             self._retiring.append(seq)
         if end >= self._holdings.slides_at(seq):
             self._sliding.append(seq)
@@ -411,7 +450,7 @@ class Scheduler:
             draft.borders.append((seq, end, lasting))
             if lasting:
                 seq.kept_border = end
-        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample else 0
+        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample and not drafts else 0
 
     def _fork(self, leader: Sequence, draft: _Draft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
@@ -487,12 +526,8 @@ class Scheduler:
             seq.in_flight -= part.sample
             sampled = results[part.seq_id] if part.sample else results.get(part.seq_id)
             score = scores[part.seq_id] if scores is not None and part.score is not None else None
-            if sampled is not None and sampled.error is not None:
-                self._holdings.forget_prefixes(seq)
-                self._close(seq)
-                updates.append(seq.report(finish_reason="error", error=sampled.error, weight_version=weight_version))
-            elif sampled is not None:
-                updates.append(self._append(seq, sampled, score, weight_version))
+            if sampled is not None:
+                updates.append(self._append(seq, part, sampled, score, weight_version))
             elif part.end == seq.last_run:
                 self._close(seq)
                 updates.append(seq.report(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
@@ -500,25 +535,47 @@ class Scheduler:
                 updates.append(seq.report(prompt_logprobs=score, weight_version=weight_version))
         return updates
 
-    def _append(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
-        """Add a token to a sequence, and end it if that is the last one."""
-        seq.tokens.append(sampled.token_id)
-        if seq.pending is not None:
-            self._holdings.insert_pending(seq)
-        finish, stop = seq.outcome()
+    def _append(
+        self, seq: Sequence, part: SequencePlan, sampled: Sampled, score: Logprobs | None, weight_version: int
+    ) -> SequenceUpdate:
+        """Add what a run sampled to a sequence, up to the token that ends it, and take back the state of wrong drafts."""
+        token_ids, logprobs, error = [], [], None
+        finish: FinishReason | None = None
+        stop = None
+        for one in (sampled, *sampled.after):
+            if one.error is not None:
+                self._holdings.forget_prefixes(seq)
+                finish, error = "error", one.error
+                break
+            seq.tokens.append(one.token_id)
+            token_ids.append(one.token_id)
+            if one.logprob is not None:
+                logprobs.append(one.logprob)
+            if seq.pending is not None:
+                self._holdings.insert_pending(seq)
+            finish, stop = seq.outcome()
+            if finish is not None:
+                break
         if finish is not None:
             self._close(seq)
+        elif part.drafts:
+            seq.carry = len(token_ids) - 1
+            self._holdings.rewind(seq, part.start + len(token_ids))
+        seq.drafts = sampled.drafts
         return SequenceUpdate(
             request_id=seq.request.request_id,
             index=seq.index,
-            token_ids=(sampled.token_id,),
-            logprobs=() if sampled.logprob is None else (sampled.logprob,),
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
             prompt_logprobs=score,
             finish_reason=finish,
             stop_reason=stop,
             cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
             started=seq.started or 0.0,
             weight_version=weight_version,
+            drafted=part.drafts,
+            accepted=max(0, len(token_ids) - 1),
+            error=error,
         )
 
     def _end(self, seq: Sequence, reason: FinishReason) -> SequenceUpdate:

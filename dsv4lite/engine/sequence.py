@@ -49,6 +49,8 @@ class Sequence:
         in_flight: Sampled tokens whose ids did not arrive yet: 0, 1, or between ``schedule`` and the ``update`` before it 2.
         quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
             are not the last.
+        carry: The copy of its carry that holds at ``num_computed``.
+        drafts: Guesses of what follows ``tokens``, made on the device.
         window_first: Logical number of the first page of ``window``.
         window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
         chain: Prefix keys of ``tokens``, in the epoch in which the state was begun.
@@ -74,6 +76,8 @@ class Sequence:
     num_computed: int = 0
     in_flight: int = 0
     slot: int = NO_SLOT
+    carry: int = 0
+    drafts: tuple[int, ...] = ()
     pages: list[int] = field(default_factory=list)
     window_first: int = 0
     window: list[int] = field(default_factory=list)

@@ -13,6 +13,8 @@ from dsv4lite.request import TokenLogprob
 
 IN_FLIGHT = -1
 """Stands in a plan for the token that the previous step sampled for this sequence and that is still on the device."""
+UNKNOWN = -1
+"""Stands in a plan for a token that nobody knows yet."""
 NO_PAGE = -1
 """Stands in ``window_pages`` for a page that is neither read nor written."""
 
@@ -23,7 +25,9 @@ class SequencePlan(NamedTuple):
     """A run of tokens of one sequence: positions ``[start, end)``.
 
     It reads the grow pages, the window rows ``[max(0, start - window + 1), start)`` and the carry in its slot. It writes what its
-    tokens add to the grow pages, the window rows ``[max(start, end - window), end)``, and the carry.
+    tokens add to the grow pages, the window rows ``[max(start, end - drafts - window), end)``, and the carry. A run with drafts is
+    a known token and guesses of what follows it: a token is sampled from each position, and the first wrong guess makes the rest
+    void.
 
     Attributes:
         seq_id: Unique in the scheduler's life.
@@ -35,6 +39,9 @@ class SequencePlan(NamedTuple):
         window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long run leaves.
         sample: Whether a token is sampled from the last position.
         score: Absolute positions ``[a, b)`` of this run for which the log-probability of the *next* prompt token is wanted.
+        drafts: How many of the last tokens are guesses.
+        carry: The copy of the carry that it starts from. Without drafts it leaves copy 0, else copy i after token i.
+        next_id: The token after the last, or ``UNKNOWN``.
     """
 
     seq_id: int
@@ -46,6 +53,9 @@ class SequencePlan(NamedTuple):
     window_pages: tuple[int, ...]
     sample: bool
     score: tuple[int, int] | None = None
+    drafts: int = 0
+    carry: int = 0
+    next_id: int = UNKNOWN
 
     @property
     def end(self) -> int:
@@ -62,7 +72,7 @@ class StepPlan:
 
     Attributes:
         step: Counts plans.
-        sequences: Those of one token first.
+        sequences: Those that decode, of one token and drafts, first.
         resets: Slots whose carry starts empty.
         restores: ``(snapshot, slot)``.
         grow_copies: ``(from, to)`` grow pages; like the other copies, of a forked sequence.
@@ -93,8 +103,12 @@ class Sampled(NamedTuple):
         token_id: The token; meaningless with ``error``.
         logprob: Its log-probability, if asked for.
         error: Why the sequence cannot go on.
+        after: What was sampled behind each draft that turned out right, in order.
+        drafts: Guesses of what comes next.
     """
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: DSV4LiteError | None = None
+    after: tuple[Sampled, ...] = ()
+    drafts: tuple[int, ...] = ()

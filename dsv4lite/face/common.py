@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress
+from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress, Speculative
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
 from dsv4lite.face.session import Session
@@ -40,6 +40,7 @@ class EngineSettings(TypedDict, total=False):
     max_queued_requests: int
     enable_prefix_caching: bool
     prefix_checkpoint_tokens: int
+    speculative: Speculative
     deterministic: bool
     seed: int
     progress: bool | Progress

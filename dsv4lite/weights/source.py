@@ -65,6 +65,12 @@ class ModelSource:
     dense_fp8: bool
     checkpoint: Checkpoint | None
 
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it comes with a multi-token prediction block."""
+        stored = self.checkpoint is None or "mtp.0.e_proj.weight" in self.checkpoint.headers
+        return self.model.num_mtp_layers > 0 and stored
+
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:
         """Read configuration and headers.

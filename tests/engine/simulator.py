@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
 from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
+from dsv4lite.engine.sequence import Sequence
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate
 
@@ -69,7 +71,7 @@ class Device:
         self.next_step = 0
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
-        self.carry: dict[int, Row] = {}
+        self.carry: dict[int, dict[int, Row]] = {}  # by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
         self.rows: dict[int, list[Row] | None] = {}  # by slot: what the sequence there must find; None: a restored prefix
@@ -86,7 +88,8 @@ class Device:
         assert plan.step == self.next_step
         self.next_step += 1
         lens = [len(part.token_ids) for part in plan.sequences]
-        assert sorted(lens, key=lambda n: n > 1) == lens and plan.num_tokens == sum(lens)
+        known = [count - part.drafts for count, part in zip(lens, plan.sequences, strict=True)]
+        assert sorted(known, key=lambda n: n > 1) == known and plan.num_tokens == sum(lens)
         self.prepare(plan)
         self.check_exclusive(plan)
         for part in plan.sequences:
@@ -97,19 +100,19 @@ class Device:
             if sampled is not None:
                 results[part.seq_id] = sampled
         for slot, snapshot in plan.saves:
-            self.snapshots[snapshot] = self.carry[slot]
+            self.snapshots[snapshot] = self.carry[slot][0]
         return results
 
     def prepare(self, plan: StepPlan) -> None:
         for slot in plan.resets:
-            self.carry[slot], self.rows[slot], self.owner[slot] = EMPTY, [], None
+            self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [], None
         for snapshot, slot in plan.restores:
-            self.carry[slot], self.rows[slot], self.owner[slot] = self.snapshots[snapshot], None, None
+            self.carry[slot], self.rows[slot], self.owner[slot] = {0: self.snapshots[snapshot]}, None, None
         for src, dst in plan.slot_copies:
             if self.rows[src] is None:
                 leader = next(self.truths[p.seq_id] for p in plan.sequences if p.slot == src)
                 self.rows[src] = self.pure(leader, next(p.start for p in plan.sequences if p.slot == src))
-            self.carry[dst], self.rows[dst], self.owner[dst] = self.carry[src], list(self.rows[src]), None
+            self.carry[dst], self.rows[dst], self.owner[dst] = {0: self.carry[src][0]}, list(self.rows[src]), None
         for src, dst in plan.grow_copies:
             self.grow[dst] = list(self.grow[src])
         for src, dst in plan.window_copies:
@@ -125,7 +128,7 @@ class Device:
         for part in plan.sequences:
             for page in part.pages[part.start // PAGE_TOKENS :]:
                 assert listed[page] == 1, f"grow page {page} is written by one and used by another"
-            first = max(part.start, part.end - self.window) // WINDOW_PAGE_TOKENS
+            first = max(part.start, part.end - part.drafts - self.window) // WINDOW_PAGE_TOKENS
             for page in part.window_pages[first - part.window_first :]:
                 assert listed_window[page] == 1, f"window page {page} is written by one and used by another"
 
@@ -142,7 +145,10 @@ class Device:
         if part.token_ids == (-1,):
             assert truth.sampled_in == self.next_step - 2 and start == len(truth.tokens) - 1
         else:
-            assert list(part.token_ids) == truth.tokens[start:end] and part.token_ids
+            known = end - part.drafts
+            assert list(part.token_ids[: known - start]) == truth.tokens[start:known] and known > start
+            assert part.next_id in (-1, truth.tokens[end] if end < len(truth.tokens) else -1)
+            assert not part.drafts or (part.sample and known - start == 1 and start // PAGE_TOKENS == end // PAGE_TOKENS)
         if self.owner[part.slot] is None:
             self.owner[part.slot] = part.seq_id
         assert self.owner[part.slot] == part.seq_id, "the slot is another sequence's"
@@ -150,13 +156,13 @@ class Device:
             self.rows[part.slot] = self.pure(truth, start)
         rows = self.rows[part.slot]
         assert len(rows) == start, "a run does not begin where the last one ended"
-        assert self.carry[part.slot] == (rows[-1] if rows else EMPTY)
+        assert self.carry[part.slot][part.carry] == (rows[-1] if rows else EMPTY)
         assert len(part.pages) == len(set(part.pages)) == -(-end // PAGE_TOKENS) and min(part.pages) >= 0
         for first in range(0, start, PAGE_TOKENS):
             want = rows[first : first + PAGE_TOKENS]
             assert self.grow[part.pages[first // PAGE_TOKENS]][: len(want)] == want, f"wrong rows in [{first}, {start})"
         read = range(max(0, start - self.window + 1), start)
-        write = range(max(start, end - self.window), end)
+        write = range(max(start, end - part.drafts - self.window), end)
         assert part.window_first + len(part.window_pages) == (end - 1) // WINDOW_PAGE_TOKENS + 1
         used = {p // WINDOW_PAGE_TOKENS for span in (read, write) for p in span}
         assert part.window_first == min(used)
@@ -171,16 +177,17 @@ class Device:
     def write(self, step: int, part: SequencePlan) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
-        row = self.carry[part.slot]
-        for token in truth.tokens[start:end]:
+        row = self.carry[part.slot][part.carry]
+        for token in truth.tokens[start:end] if not part.drafts else part.token_ids:
             row = self.run(row, token, truth.request.cache_salt)
             rows.append(row)
-        self.carry[part.slot] = row
+        last = end - part.drafts
+        self.carry[part.slot].update((copy, rows[last - 1 + copy]) for copy in range(part.drafts + 1))
         for first in range(start - start % PAGE_TOKENS, end, PAGE_TOKENS):
             page = self.grow.setdefault(part.pages[first // PAGE_TOKENS], [None] * PAGE_TOKENS)
             lo, hi = max(start, first), min(end, first + PAGE_TOKENS)
             page[lo - first : hi - first] = rows[lo:hi]
-        for position in range(max(start, end - self.window), end):
+        for position in range(max(start, last - self.window), end):
             page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
             page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
@@ -190,21 +197,42 @@ class Device:
         if not part.sample:
             assert end < len(truth.tokens), "the last known token ran and nothing was sampled"
             return None
-        assert end == len(truth.tokens) and truth.request.generate
-        generated = end - len(truth.request.prompt_token_ids)
-        token = next_token(row[0], truth.request, truth.index, generated)
-        truth.tokens.append(token)
+        assert last == len(truth.tokens) and truth.request.generate
         truth.sampled_in = step
-        failed = truth.fails_at is not None and generated >= truth.fails_at
-        return Sampled(token_id=token, error=RequestFailedError("the logits are not finite") if failed else None)
+        found: list[Sampled] = []
+        for place in range(last, end + 1):
+            generated = place - len(truth.request.prompt_token_ids)
+            token = next_token(rows[place - 1][0], truth.request, truth.index, generated)
+            truth.tokens.append(token)
+            failed = truth.fails_at is not None and generated >= truth.fails_at
+            found.append(Sampled(token_id=token, error=RequestFailedError("the logits are not finite") if failed else None))
+            if place == end or token != part.token_ids[place - start]:
+                break
+        del rows[len(truth.tokens) - 1 :]
+        return found[0]._replace(after=tuple(found[1:]))
+
+    def guess(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
+        """Guess what a sequence samples next; each guess is right or not."""
+        truth, guesses, prefix = self.truths[seq_id], [], 0
+        for token in truth.tokens:
+            prefix = hash((prefix, token))
+        done = len(truth.tokens) - len(truth.request.prompt_token_ids)
+        for generated in range(done, done + count):
+            token = next_token(prefix, truth.request, truth.index, generated)
+            guesses.append(token if right() else (token + 1) % VOCAB)
+            prefix = hash((prefix, guesses[-1]))
+        return tuple(guesses)
 
 
 class Harness:
     """Scheduler and device together, with the books that a user of the scheduler would keep."""
 
-    def __init__(self, limits: SchedulerLimits, pools: Pools, *, overlap: bool = True) -> None:
-        self.limits, self.pools, self.overlap = limits, pools, overlap
-        self.scheduler = Scheduler(limits, pools)
+    def __init__(
+        self, limits: SchedulerLimits, pools: Pools, *, overlap: bool = True, right: Callable[[], bool] | None = None
+    ) -> None:
+        """``right`` decides whether a guess of the next token is right; without it nothing is guessed."""
+        self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
+        self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
         self.device = Device(limits.window)
         self.now = 0.0
         self.requests: dict[str, Request] = {}
@@ -213,6 +241,11 @@ class Harness:
         self.cached: dict[tuple[str, int], int] = {}
         self.outstanding: list[tuple[StepPlan, dict[int, Sampled]]] = []
         self.plans: list[StepPlan] = []
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        assert self.right is not None and 0 < most <= self.limits.max_drafts
+        assert seq.tokens == self.device.truths[seq.seq_id].tokens
+        return self.device.guess(seq.seq_id, most - (self.right() and most > 1), self.right)
 
     def add(self, request: Request, *, fails_at: int | None = None) -> None:
         self.scheduler.add(request)

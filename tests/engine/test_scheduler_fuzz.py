@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -84,7 +86,7 @@ class Traffic:
         )
 
 
-def make_harness(rng: random.Random) -> Harness:
+def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None) -> Harness:
     limits = SchedulerLimits(
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_num_batched_tokens=rng.choice((5, 64, 100, 256, 300, 700, 2048)),
@@ -92,6 +94,7 @@ def make_harness(rng: random.Random) -> Harness:
         window=rng.choice((2, 8, 64, 65, 128, 128, 128, 130)),
         prefix_checkpoint_tokens=rng.choice((256, 512, 1024)),
         enable_prefix_caching=rng.random() < 0.9,
+        max_drafts=drafts,
     )
     pools = Pools.sized(
         grow=pages_for(limits.max_model_len - 1) + rng.choice((0, 1, 3, 8)),
@@ -99,13 +102,24 @@ def make_harness(rng: random.Random) -> Harness:
         slots=rng.choice((1, 2, 4, 8)),
         snapshots=rng.choice((0, 1, 2, 5, 20)),
     )
-    return Harness(limits, pools, overlap=rng.random() < 0.7)
+    return Harness(limits, pools, overlap=rng.random() < 0.7, right=right)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_scheduler_random_traffic_reads_only_its_own_state(seed: int) -> None:
     rng = random.Random(seed)
-    harness = make_harness(rng)
+    run_traffic(rng, make_harness(rng))
+
+
+@pytest.mark.parametrize("seed", range(40, 70))
+def test_scheduler_with_drafts_reads_only_its_own_state(seed: int) -> None:
+    """Guesses are right, wrong or missing at random; whatever is rejected leaves no trace."""
+    rng = random.Random(seed)
+    share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
+    run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share))
+
+
+def run_traffic(rng: random.Random, harness: Harness) -> None:
     traffic = Traffic(rng, harness)
     while traffic.count < 14:
         if rng.random() < 0.08:
@@ -137,6 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_windows=st.integers(0, 8),
         snapshots=st.integers(0, 4),
         window=st.sampled_from((8, 65, 128)),
+        drafts=st.sampled_from((0, 0, 1, 4)),
+        period=st.integers(1, 4),
     )
     def start(
         self,
@@ -149,6 +165,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_windows: int,
         snapshots: int,
         window: int,
+        drafts: int,
+        period: int,
     ) -> None:
         limits = SchedulerLimits(
             max_num_seqs=seqs,
@@ -157,11 +175,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             window=window,
             prefix_checkpoint_tokens=256,
             enable_prefix_caching=caching,
+            max_drafts=drafts,
         )
         pools = Pools.sized(
             grow=pages_for(599) + spare_pages, window=limits.window_pages + spare_windows, slots=slots, snapshots=snapshots
         )
-        self.harness = Harness(limits, pools, overlap=overlap)
+        turns = itertools.count(1)
+        self.harness = Harness(limits, pools, overlap=overlap, right=(lambda: next(turns) % period > 0) if drafts else None)
         self.count = 0
 
     @rule(

@@ -1,0 +1,170 @@
+"""Drafts of the model's own multi-token prediction block, made on the device right behind a step's samples.
+
+The block runs at every position, with the main model's final streams there and the token that follows, and so fills its own
+window. At the last position whose token counts it foretells the token after the next; further drafts are chained, each from
+the block's own streams and the draft before, one position on. What a chain writes into the window is overwritten when its
+positions run for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import WINDOW_PAGE, LayerCache
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.samples import Samples
+from dsv4lite.engine.step import UNKNOWN, SequencePlan, StepPlan
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ends:
+    """Where the sequences that sample stand.
+
+    Attributes:
+        plans: Of the S sequences.
+        sequences: Their places in the step.
+        positions_S: int64, position of the last token that counts.
+    """
+
+    plans: tuple[SequencePlan, ...]
+    sequences: tuple[int, ...]
+    positions_S: Tensor
+
+
+class MtpDrafter:
+    """Drafts with the MTP block of a model.
+
+    Args:
+        model: With its MTP block.
+        cache: The block's window.
+        sampler: Knows how each sequence draws.
+        num_drafts: Drafts per step.
+    """
+
+    def __init__(self, model: DeepseekV4, cache: LayerCache, sampler: Sampler, num_drafts: int) -> None:
+        assert len(model.mtp) > 0 and num_drafts > 0
+        self._model = model
+        self._cache = cache
+        self._sampler = sampler
+        self._num_drafts = num_drafts
+
+    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+        """Run the block over a step.
+
+        Args:
+            plan: The step.
+            batch: Its tokens.
+            streams_TND: The main model's final streams.
+            samples: What was sampled, if anything was.
+
+        Returns:
+            Drafts int64 [S, num_drafts] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there is none.
+        """
+        device = streams_TND.device
+        next_T = batch.token_ids_T.roll(-1)
+        known, row, first_rows = [], 0, []
+        for sequence in plan.sequences:
+            first_rows.append(row)
+            row += len(sequence.token_ids)
+            if sequence.next_id != UNKNOWN:
+                known.append((row - 1, sequence.next_id))
+        if known:
+            rows, token_ids = torch.tensor(known, dtype=torch.int64, device=device).unbind(dim=1)
+            next_T[rows] = token_ids
+        if samples is None:
+            self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
+            return None
+        every = tuple((i, s) for i, s in enumerate(plan.sequences) if s.sample)
+        # The row of a step and the row of the logits are as far apart at the last token that counts as at a run's first one.
+        begins = [first_rows[i] + len(s.token_ids) - 1 - s.drafts for i, s in every]
+        last_S = samples.runs.last_rows(samples.token_ids)
+        behind_S = last_S - torch.tensor(samples.runs.first_rows[:-1], dtype=torch.int64, device=device)
+        rows_S = torch.tensor(begins, dtype=torch.int64, device=device) + behind_S
+        next_T[rows_S] = samples.token_ids[last_S]
+        streams_TND = self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
+        starts = torch.tensor([s.end - 1 - s.drafts for _, s in every], dtype=torch.int64, device=device)
+        ends = _Ends(plans=tuple(s for _, s in every), sequences=tuple(i for i, _ in every), positions_S=starts + behind_S)
+        return self._chain(streams_TND[rows_S], batch, ends)
+
+    def _chain(self, streams_SND: Tensor, batch: Batch | PagedBatch, ends: _Ends) -> Tensor:
+        """Draft from the block's streams at the last positions that count."""
+        seq_ids, run = [s.seq_id for s in ends.plans], self._run_paged if isinstance(batch, PagedBatch) else self._run
+        drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (ends.positions_S + 2).int())
+        found = [drafts_S]
+        for ahead in range(1, self._num_drafts):
+            positions_S = ends.positions_S + ahead
+            streams_SND, room_S = run(streams_SND, drafts_S, positions_S, batch, ends)
+            drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (positions_S + 2).int())
+            found.append(torch.where(room_S, drafts_S, UNKNOWN))
+        return torch.stack(found, dim=1)
+
+    def _run(
+        self, streams_SND: Tensor, tokens_S: Tensor, positions_S: Tensor, batch: Batch | PagedBatch, ends: _Ends
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block at one position of each sequence whose window pages reach that far.
+
+        Returns:
+            Its streams [S, N, D], and for which sequences it ran, bool [S].
+        """
+        positions, device = positions_S.tolist(), streams_SND.device
+        pages = [position // WINDOW_PAGE - s.window_first for s, position in zip(ends.plans, positions, strict=True)]
+        members = [i for i, (s, page) in enumerate(zip(ends.plans, pages, strict=True)) if page < len(s.window_pages)]
+        room_S = torch.zeros(len(pages), dtype=torch.bool, device=device)
+        if not members:
+            return streams_SND, room_S
+        room_S[members] = True
+        chained = make_batch([_place(ends.plans[i], positions[i]) for i in members], self._model.config, self._model.rotary, device)
+        chained.token_ids_T = tokens_S[members]
+        streams_SND = streams_SND.clone()
+        streams_SND[members] = self._model.mtp_forward(streams_SND[members], chained, self._cache)
+        return streams_SND, room_S
+
+    def _run_paged(
+        self, streams_SND: Tensor, tokens_S: Tensor, positions_S: Tensor, batch: Batch | PagedBatch, ends: _Ends
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same where the host does not know the positions."""
+        assert isinstance(batch, PagedBatch)
+        step, numerics = batch.paging, self._model.numerics
+        index = torch.tensor(ends.sequences, dtype=torch.int64, device=streams_SND.device)
+        window_SP, first_S = step.window_SP[index], step.window_first_S[index]
+        page_S = positions_S // WINDOW_PAGE - first_S
+        held_S = window_SP.gather(1, page_S.clamp_max(window_SP.shape[1] - 1)[:, None])[:, 0] >= 0
+        room_S = (page_S < window_SP.shape[1]) & held_S
+        every = torch.arange(len(positions_S), dtype=torch.int32, device=streams_SND.device)
+        places_S = torch.where(room_S, positions_S, -1).int()
+        paging = Paging(
+            positions_T=places_S,
+            sequence_T=every,
+            slots_S=step.slots_S[index],
+            first_S=places_S,
+            rows_S=every,
+            lens_S=torch.ones_like(every),
+            drafts_S=torch.zeros_like(every),
+            carry_S=torch.zeros_like(every),
+            grow_SP=step.grow_SP[index],
+            window_SP=window_SP,
+            window_first_S=first_S,
+            singles=True,
+        )
+        chained = PagedBatch.of(
+            tokens_S, paging, self._model.rotary, max_tokens=batch.max_tokens, deterministic=numerics.deterministic
+        )
+        return self._model.mtp_forward(streams_SND, chained, self._cache), room_S
+
+
+def _place(plan: SequencePlan, position: int) -> SequenceInput:
+    """Return a single token of a sequence at a later position, whose grow page is not there yet and is not used."""
+    return SequenceInput(
+        token_ids=(0,),
+        start=position,
+        slot=plan.slot,
+        pages=(*plan.pages, 0),
+        window_first=plan.window_first,
+        window_pages=plan.window_pages,
+    )

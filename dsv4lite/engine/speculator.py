@@ -1,0 +1,132 @@
+"""Guesses on the host's side: whom to ask, what to believe, and how often it was right. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from dsv4lite.speculation import Speculator
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.sequence import Sequence
+
+log = logging.getLogger("dsv4lite.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """How guessing went so far.
+
+    Attributes:
+        drafted: Guesses that steps ran.
+        accepted: How many of them were right, as were all before them in the same step.
+        runs: How often a sequence ran with guesses.
+        drafted_by_position: Of the first guess of a run, the second, and so on.
+        accepted_by_position: How many of these were right.
+        length: Guesses in a row that are asked for now.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    runs: int = 0
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    length: int = 0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a run with guesses gave on average, its own included; 0 before the first."""
+        return 1 + self.accepted / self.runs if self.runs else 0.0
+
+
+class _ReadOnly(Tokens[int]):
+    """Tokens of a sequence for those who must not change them."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._tokens[index]
+
+
+class Guesses:
+    """Collects guesses for the scheduler; mutable, owned by the engine's thread.
+
+    Args:
+        speculators: Asked in this order; the first that has something to say is heard. What was drafted on the device comes last.
+        vocab_size: Tokens that there are.
+        max_drafts: Most guesses of a run.
+    """
+
+    def __init__(self, speculators: Tokens[Speculator], *, vocab_size: int, max_drafts: int) -> None:
+        self._speculators = tuple(speculators)
+        self._vocab_size = vocab_size
+        self._length = max_drafts
+        self._drafted = [0] * max_drafts
+        self._accepted = [0] * max_drafts
+        self._runs = 0
+        self._silenced: set[int] = set()
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return at most ``most`` guesses of what follows a sequence's tokens."""
+        most = min(most, self._length)
+        if most == 0 or seq.seq_id in self._silenced:
+            return ()
+        for speculator in self._speculators:
+            wanted = min(most, speculator.k)
+            try:
+                drafts = tuple(speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted))
+            except Exception as error:
+                self._silence(seq, speculator, f"raised {type(error).__name__}: {error}")
+                return ()
+            wrong = next((t for t in drafts if type(t) is not int or not 0 <= t < self._vocab_size), None)
+            if wrong is not None or len(drafts) > wanted:
+                what = f"{len(drafts)} guesses of {wanted}" if wrong is None else f"{wrong!r}, which is no token"
+                self._silence(seq, speculator, f"returned {what}")
+                return ()
+            if drafts:
+                return drafts
+        return seq.drafts[:most]
+
+    def _silence(self, seq: Sequence, speculator: Speculator, what: str) -> None:
+        """Ask no more for a sequence."""
+        self._silenced.add(seq.seq_id)
+        log.warning("request %s goes on without guesses: %s %s", seq.request.request_id, type(speculator).__name__, what)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Take note of a run with ``drafted`` guesses, the first ``accepted`` of which were right."""
+        self._runs += 1
+        for position in range(drafted):
+            self._drafted[position] += 1
+            self._accepted[position] += position < accepted
+
+    def forget(self, seq_id: int) -> None:
+        """Drop what is kept of a sequence that ended."""
+        self._silenced.discard(seq_id)
+        for speculator in self._speculators:
+            try:
+                speculator.forget(seq_id)
+            except Exception:
+                log.warning("%s.forget failed", type(speculator).__name__, exc_info=True)
+
+    def stats(self) -> SpeculationStats:
+        """Return the present counts."""
+        return SpeculationStats(
+            drafted=sum(self._drafted),
+            accepted=sum(self._accepted),
+            runs=self._runs,
+            drafted_by_position=tuple(self._drafted),
+            accepted_by_position=tuple(self._accepted),
+            length=self._length,
+        )

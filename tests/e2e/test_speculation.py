@@ -1,0 +1,170 @@
+"""Guessing ahead changes speed and nothing else: whole engines with drafts that are right, wrong, or nonsense."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP, Speculator
+from tests.e2e.engines import SMALL, opened, prompts_of, write_model
+from tests.e2e.test_engine_determinism import ask_all, asks
+
+VOCAB = SMALL["vocab_size"]
+
+
+class Oracle:
+    """Knows how texts go on, and says so with a given chance; else it lies."""
+
+    def __init__(self, outputs: Mapping[str, RequestOutput], *, k: int, share: float, seed: int = 0) -> None:
+        self.k = k
+        self._texts = [(*o.prompt_token_ids, *c.token_ids) for o in outputs.values() for c in o.outputs]
+        self._rng, self._share = random.Random(seed), share
+        self.forgotten: list[int] = []
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
+        known = tuple(token_ids)
+        text = next((t for t in self._texts if t[: len(known)] == known), known)
+        drafts = (*text[len(known) : len(known) + max_drafts], *[0] * max_drafts)[:max_drafts]
+        return [t if self._rng.random() < self._share else (t + 1) % VOCAB for t in drafts]
+
+    def forget(self, sequence_id: int) -> None:
+        self.forgotten.append(sequence_id)
+
+
+def same_bits(ours: Logprobs | None, theirs: Logprobs | None) -> None:
+    assert (ours is None) == (theirs is None)
+    for field in ("sampled", "ranks", "token_ids", "values") if ours is not None else ():
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+
+
+def same_outputs(ours: Mapping[str, RequestOutput], theirs: Mapping[str, RequestOutput]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        for mine, one in zip(ours[name].outputs, expected.outputs, strict=True):
+            assert (mine.token_ids, mine.text) == (one.token_ids, one.text), name
+            assert (mine.finish_reason, mine.stop_reason) == (one.finish_reason, one.stop_reason), name
+            same_bits(mine.logprobs, one.logprobs)
+        same_bits(ours[name].prompt_logprobs, expected.prompt_logprobs)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Mapping[str, RequestOutput]:
+    with opened(model, deterministic=True) as llm:
+        return ask_all(llm, asks())
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_mtp_changes_no_bit_in_deterministic_mode(model: Path, expected: Mapping[str, RequestOutput], k: int) -> None:
+    with opened(model, deterministic=True, speculative=MTP(k)) as llm:
+        same_outputs(ask_all(llm, asks()), expected)
+        stats = llm.stats().speculation
+        assert stats.length == k and stats.drafted > 0 and stats.runs == stats.drafted_by_position[0] > 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+def test_right_and_wrong_guesses_change_no_bit(model: Path, expected: Mapping[str, RequestOutput], share: float) -> None:
+    oracle = Oracle(expected, k=3, share=share)
+    with opened(model, deterministic=True, speculative=oracle, max_num_batched_tokens=100) as llm:
+        same_outputs(ask_all(llm, asks()), expected)
+        stats = llm.stats().speculation
+    # What no longer follows from a shared prompt, the first token of one of three completions, even it cannot know.
+    assert abs(stats.accepted_by_position[0] / stats.drafted_by_position[0] - share) < 0.25
+    assert share > 0 or stats.accepted == 0
+    assert stats.mean_accepted_length == 1 + stats.accepted / stats.runs
+    assert len(oracle.forgotten) == len(set(oracle.forgotten)) == sum(len(o.outputs) for o in expected.values())
+
+
+def test_steps_are_saved_by_right_guesses(model: Path) -> None:
+    params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=True)
+    (prompt,) = prompts_of((20,), VOCAB)
+    with opened(model) as llm:
+        output = llm.generate(prompt, params)
+        steps = llm.stats().steps
+    with opened(model, speculative=Oracle({"": output}, k=4, share=1.0)) as llm:
+        assert llm.generate(prompt, params).token_ids == output.token_ids
+        assert steps == 41 and llm.stats().steps == 9
+        assert llm.stats().speculation.mean_accepted_length == 5 and llm.stats().generated_tokens == 41
+
+
+class Broken:
+    """Answers as it is told to."""
+
+    def __init__(self, answer: Callable[[int], Any]) -> None:
+        self.k, self._answer, self.calls = 2, answer, 0
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        self.calls += 1
+        with pytest.raises(TypeError):
+            token_ids[0] = 1  # type: ignore[index]
+        answer: Sequence[int] = self._answer(max_drafts)
+        return answer
+
+    def forget(self, sequence_id: int) -> None:
+        raise KeyError(sequence_id)
+
+
+def broke(count: int) -> list[int]:
+    raise ZeroDivisionError("drafter broke")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        broke,
+        lambda n: None,
+        lambda n: [VOCAB],
+        lambda n: [-1],
+        lambda n: ["a"],
+        lambda n: [1.0],
+        lambda n: [True],
+        lambda n: [1] * (n + 1),
+    ],
+)
+def test_nonsense_ends_guessing_for_the_request_with_one_warning(
+    model: Path, expected: Mapping[str, RequestOutput], answer: Callable[[int], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    speculator = Broken(answer)
+    (ask,) = [a for a in asks() if a.name == "named"]
+    with opened(model, deterministic=True, speculative=speculator) as llm, caplog.at_level(logging.WARNING, "dsv4lite"):
+        same_outputs(ask_all(llm, [ask]), {"named": expected["named"]})
+        assert llm.stats().speculation.drafted == 0 and speculator.calls == 1
+    assert [r.message for r in caplog.records if "goes on without guesses" in r.message] == [caplog.records[0].message]
+    assert "named" in caplog.records[0].message and "Broken" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("k", [0, 5, -1, 1.0, True, "1"])
+def test_mtp_out_of_range_is_refused(k: Any) -> None:
+    with pytest.raises(ConfigError, match="integer from 1 to 4"):
+        MTP(k)
+
+
+@pytest.mark.parametrize("value", [3, "mtp", MTP, object(), (), (MTP(1), MTP(2)), (MTP(1), None), Broken])
+def test_what_is_no_drafter_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="speculative"):
+        EngineConfig(model="m", speculative=value)
+
+
+def test_checkpoint_without_mtp_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, {**SMALL, "num_nextn_predict_layers": 0, "compress_ratios": [4, 8, 0]})
+    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\).*no MTP block"), opened(folder, speculative=MTP()):
+        pass
+    with opened(folder, speculative="auto") as llm:
+        assert llm.stats().speculation.length == 0
+
+
+def test_speculator_is_known_by_its_methods() -> None:
+    assert isinstance(Broken(broke), Speculator) and not isinstance(object(), Speculator)
