@@ -108,7 +108,8 @@ class Sampler:
             forbidden=self._forbidden(params),
             stop_ids=tuple(sorted(stop_ids)),
             stops_from=len(prompt) + params.min_tokens,
-            count_row=self._occurrences.take(prompt) if penalised else None,
+            prompt=prompt,
+            penalised=penalised,
             bad_words=bad_words,
             tail=prompt[max(0, len(prompt) - look_back) :],
             matcher=matcher,
@@ -136,6 +137,10 @@ class Sampler:
             self._stack = None
         if self._draft_stack is not None and seq_id in self._draft_stack.seq_ids:
             self._draft_stack = None
+
+    def state_of(self, seq_id: int) -> SequenceState:
+        """Return what is kept of a sequence."""
+        return self._sequences[seq_id]
 
     def needs_host(self, seq_id: int) -> bool:
         """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
@@ -248,6 +253,9 @@ class Sampler:
 
     def _stack_of(self, seq_ids: tuple[int, ...]) -> Stack:
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for sequence in sequences:
+            if sequence.penalised and sequence.count_row is None:
+                sequence.count_row = self._occurrences.take(sequence.prompt)
         return Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
 
     def _places(self, positions: Sequence[int]) -> Tensor:

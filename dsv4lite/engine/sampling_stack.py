@@ -98,9 +98,7 @@ class Stacker:
         return Stack(
             seq_ids=seq_ids,
             penalties=self._penalties([(row, s) for row, s in every if s.count_row is not None]),
-            bias=self._entries(
-                [(r, t, _clamp(b, -_MAX_BIAS, _MAX_BIAS)) for r, s in every for t, b in (s.params.logit_bias or {}).items()]
-            ),
+            bias=self._entries([(r, t, clamp_bias(b)) for r, s in every for t, b in (s.params.logit_bias or {}).items()]),
             forbidden=(self._rows([row for row, _ in masks]), torch.stack([mask for _, mask in masks])) if masks else None,
             stops=self._entries([(row, token, start) for row, start in stops_from for token in self._sequences[row].stop_ids]),
             stops_from=tuple(stops_from),
@@ -131,7 +129,7 @@ class Stacker:
             members=tuple(row for row, _ in some),
             rows=self._rows([row for row, _ in some]),
             count_rows=self._integers([s.count_row for _, s in some if s.count_row is not None]),
-            repetition=self._column([_clamp(s.params.repetition_penalty, _MIN_REPETITION, _MAX_REPETITION) for _, s in some]),
+            repetition=self._column([clamp_repetition(s.params.repetition_penalty) for _, s in some]),
             frequency=self._column([s.params.frequency_penalty for _, s in some]),
             presence=self._column([s.params.presence_penalty for _, s in some]),
         )
@@ -146,7 +144,7 @@ class Stacker:
         return Draws(
             rows=self._rows([row for row, _ in some]),
             streams=torch.tensor([s.stream for _, s in some], dtype=torch.int32, device=self._device),
-            temperature=self._column([_clamp(p.temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE) for p in params]),
+            temperature=self._column([clamp_temperature(p.temperature) for p in params]),
             log_min_p=self._column(min_p) if any(p.min_p > 0 for p in params) else None,
             cuts=tuple(
                 Cut(
@@ -171,5 +169,16 @@ class Stacker:
         )
 
 
-def _clamp(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
+def clamp_temperature(value: float) -> float:
+    """Return a temperature that float32 can divide by."""
+    return min(max(value, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+
+
+def clamp_repetition(value: float) -> float:
+    """Return a repetition penalty that float32 can divide and multiply by."""
+    return min(max(value, _MIN_REPETITION), _MAX_REPETITION)
+
+
+def clamp_bias(value: float) -> float:
+    """Return a bias that float32 can add."""
+    return min(max(value, -_MAX_BIAS), _MAX_BIAS)

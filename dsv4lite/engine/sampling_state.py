@@ -81,7 +81,9 @@ class SequenceState:
         stream: Name of its random stream.
         forbidden: bool [V], tokens it may never sample, or ``None``.
         stop_ids: Tokens it may not sample before position ``stops_from``.
-        count_row: Its row of ``Occurrences``, ``None`` without penalties.
+        prompt: Its tokens.
+        penalised: Whether what it has said matters.
+        count_row: Its row of ``Occurrences``, from its first token on.
         bad_words: Those of at least two tokens.
         tail: The last tokens of prompt and output, as many as the longest bad word looks back.
         failure: Why the grammar gave up.
@@ -92,11 +94,13 @@ class SequenceState:
     forbidden: Tensor | None
     stop_ids: tuple[int, ...]
     stops_from: int
-    count_row: int | None
+    prompt: tuple[int, ...]
+    penalised: bool
     bad_words: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
     matcher: GrammarMatcher | None
     thinking: Thinking | None
+    count_row: int | None = None
     failure: RequestFailedError | None = None
 
     @property

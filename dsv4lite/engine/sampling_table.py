@@ -1,0 +1,174 @@
+"""What sequences asked for, by slot and on the device, so that a recorded step samples without the host.
+
+A line of the table is written when a sequence takes a slot. What a line cannot hold stays with the ``Sampler``: grammars, bad words
+of several tokens, thinking budgets, and longer lists of log-probabilities. Which of the two samples for a sequence depends on its
+request alone, so its tokens do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.sampling_stack import clamp_bias, clamp_repetition, clamp_temperature
+from dsv4lite.engine.sampling_state import SequenceState
+from dsv4lite.kernels.sampling_rows import BEST, NOTHING, NUM_COLUMNS, Column, Needs
+
+_IN_PROMPT = -(1 << 31)
+
+
+@dataclass(slots=True, eq=False)
+class _Settings:
+    """One sequence's line, and what its addresses lead to; made when it first takes a slot."""
+
+    state: SequenceState
+    needs: Needs
+    num_logprobs: int
+    line: list[float] | None = None
+    held: tuple[Tensor, ...] = ()
+
+
+class SlotTable:
+    """The settings of all slots; mutable, owned by the engine's thread.
+
+    Args:
+        slots: S.
+        vocab_size: V.
+        device: Of the table.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._sequences: dict[int, _Settings] = {}
+        self._seated: dict[int, int] = {}
+        self._batch: tuple[tuple[int, ...], Needs] = ((), NOTHING)
+        neutral = torch.tensor(self._neutral(), dtype=torch.float64, device=device)
+        self.settings = neutral.repeat(slots + 1, 1)  # the last line is that of padding
+
+    def holds(self, state: SequenceState) -> bool:
+        """Whether a line can hold what a sequence asked for."""
+        return not state.hosted and min(state.params.logprobs or 0, self._vocab_size) <= BEST
+
+    def add(self, seq_id: int, state: SequenceState) -> None:
+        """Take in a sequence before its first token, whose settings a line can hold."""
+        params = state.params
+        drawn, ranked = not params.greedy_sampling, 0 < params.top_k < self._vocab_size
+        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        processed = num_logprobs >= 0 and params.logprobs_mode == "processed"
+        edited = state.penalised or state.forbidden is not None or bool(params.logit_bias) or _holds_back(state)
+        wanted = {
+            Needs.EDITS: edited,
+            Needs.DRAWS: drawn and not ranked,
+            Needs.NUCLEI: drawn and not ranked and params.top_p < 1,
+            Needs.BEST: drawn and ranked and params.top_k <= BEST,
+            Needs.SEARCHES: drawn and (params.top_k > BEST if ranked else params.top_p < 1 and processed),
+            Needs.SCORES: num_logprobs >= 0,
+            Needs.LISTS: num_logprobs > 0,
+        }
+        needs = NOTHING
+        for need, is_wanted in wanted.items():
+            needs = needs | need if is_wanted else needs
+        self._sequences[seq_id] = _Settings(state, needs, num_logprobs)
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ones are ignored."""
+        self._sequences.pop(seq_id, None)
+
+    def num_logprobs(self, seq_id: int) -> int:
+        """Best tokens to list beside the sampled one's log-probability; -1 for no log-probability, 0 for that alone."""
+        settings = self._sequences.get(seq_id)
+        return -1 if settings is None else settings.num_logprobs
+
+    def holds_sequence(self, seq_id: int) -> bool:
+        """Whether a sequence is sampled from this table."""
+        return seq_id in self._sequences
+
+    def needs(self, seq_ids: tuple[int, ...]) -> Needs:
+        """Return what a batch of sequences needs; those that are sampled elsewhere need nothing."""
+        if self._batch[0] != seq_ids:
+            needs = NOTHING
+            for seq_id in seq_ids:
+                settings = self._sequences.get(seq_id)
+                needs = needs if settings is None else needs | settings.needs
+            self._batch = (seq_ids, needs)
+        return self._batch[1]
+
+    def seat(self, places: Sequence[tuple[int, int]]) -> None:
+        """Write the lines of those sequences that were not where they are now.
+
+        Args:
+            places: Slot and sequence of everyone in the next step.
+        """
+        new = [(slot, seq_id) for slot, seq_id in places if self._seated.get(slot) != seq_id]
+        if not new:
+            return
+        self._seated.update(new)
+        lines = torch.tensor([[slot, *self._line(seq_id)] for slot, seq_id in new], dtype=torch.float64, device="cpu")
+        if self._device.type == "cuda":
+            lines = lines.pin_memory().to(self._device, non_blocking=True)
+        self.settings[lines[:, 0].long()] = lines[:, 1:]
+
+    @staticmethod
+    def _neutral() -> list[float]:
+        line = [0.0] * NUM_COLUMNS
+        line[Column.TOP_P] = line[Column.REPETITION] = 1.0
+        line[Column.LOG_MIN_P], line[Column.NUM_LOGPROBS] = -math.inf, -1.0
+        return line
+
+    def _line(self, seq_id: int) -> list[float]:
+        settings = self._sequences.get(seq_id)
+        if settings is None:
+            return self._neutral()
+        if settings.line is None:
+            settings.line = self._write(settings)
+        return settings.line
+
+    def _write(self, settings: _Settings) -> list[float]:
+        state, params, line = settings.state, settings.state.params, self._neutral()
+        if not params.greedy_sampling:
+            line[Column.TEMPERATURE] = clamp_temperature(params.temperature)
+            line[Column.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+            line[Column.TOP_K] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+            line[Column.TOP_P] = params.top_p
+        line[Column.STREAM], line[Column.STREAM + 1] = state.stream
+        line[Column.NUM_LOGPROBS] = settings.num_logprobs
+        line[Column.PROCESSED] = params.logprobs_mode == "processed"
+        if state.penalised:
+            line[Column.REPETITION] = clamp_repetition(params.repetition_penalty)
+            line[Column.FREQUENCY], line[Column.PRESENCE] = params.frequency_penalty, params.presence_penalty
+            line[Column.OCCURRENCES] = self._hold(settings, self._occurrences(state))
+        if state.forbidden is not None or params.logit_bias:
+            line[Column.EDITS] = self._hold(settings, self._edits(state))
+        if _holds_back(state):
+            line[Column.STOPS] = self._hold(settings, torch.tensor(state.stop_ids, dtype=torch.int32, device=self._device))
+            line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
+        return line
+
+    @staticmethod
+    def _hold(settings: _Settings, x: Tensor) -> int:
+        """Keep a tensor as long as the sequence; return its address, which a float64 holds exactly."""
+        settings.held = (*settings.held, x)
+        assert x.data_ptr() < 1 << 53
+        return x.data_ptr()
+
+    def _occurrences(self, state: SequenceState) -> Tensor:
+        counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+        counts[torch.tensor(state.prompt, dtype=torch.int64, device=self._device)] = _IN_PROMPT
+        return counts
+
+    def _edits(self, state: SequenceState) -> Tensor:
+        edits = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+        bias = state.params.logit_bias or {}
+        if bias:
+            values = torch.tensor([clamp_bias(value) for value in bias.values()], dtype=torch.float32, device=self._device)
+            edits[torch.tensor(list(bias), dtype=torch.int64, device=self._device)] = values
+        return edits if state.forbidden is None else edits.masked_fill_(state.forbidden, -math.inf)
+
+
+def _holds_back(state: SequenceState) -> bool:
+    return bool(state.params.min_tokens and state.stop_ids)
