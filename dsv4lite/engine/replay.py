@@ -6,9 +6,11 @@ padding included, but without the graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ from dsv4lite.engine.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
 _MOST_NAMED = 8  # parameters in a note
@@ -88,18 +91,46 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     dump = StepDump.load(path)
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
-    config = EngineConfig.from_dict(dict(dump.settings) | ({} if model is None else {"model": model}))
-    where = choose_device(replace(config, device=device or _home(dump.numerics.device)))
+    settings = dict(dump.settings) | ({} if model is None else {"model": model})
+    where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
     with own_stream(where), torch.inference_mode():
-        built = ModelSource.open(config).build(replace(dump.numerics, device=where), with_mtp=False, seed=config.seed)
-        places = Places.of(dump.plan.sequences)
-        cache = _state(dump, places, built)
-        plan = places.renumber(dump.plan)
-        batch = pack(plan, built, empty_last_token(cache)) if dump.graph is None else _recorded(plan, dump.graph, built, cache)
-        watch = OpWatch(built, cache, rows=len(batch.token_ids_T), tokens=plan.num_tokens)
+        step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where)))
+        watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
-            built.logits(built(batch, cache.layers))
+            step.model.logits(step.model(step.batch, step.cache.layers))
         return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch.bad_parameters), ops=tuple(watch.reports))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RebuiltStep:
+    """A step that is ready to run: a model, the state as it was, and the tokens, those of padding last."""
+
+    model: DeepseekV4
+    cache: StateCache
+    batch: Batch | PagedBatch
+
+
+def load_model(settings: Mapping[str, Any], numerics: Numerics) -> DeepseekV4:
+    """Load the model that a dump's settings name, in some arithmetic.
+
+    Raises:
+        CheckpointError: It cannot be loaded.
+    """
+    config = EngineConfig.from_dict(settings)
+    return ModelSource.open(config).build(numerics, with_mtp=False, seed=config.seed)
+
+
+def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
+    """Give a saved step its state again, on the model's device; padding, if it had any, only on paged state.
+
+    Raises:
+        ConfigError: The state does not fit the model.
+    """
+    places = Places.of(dump.plan.sequences)
+    cache, plan = _state(dump, places, model), places.renumber(dump.plan)
+    if dump.graph is not None and model.paged:
+        return RebuiltStep(model=model, cache=cache, batch=_recorded(plan, dump.graph, model, cache))
+    return RebuiltStep(model=model, cache=cache, batch=pack(plan, model, empty_last_token(cache)))
 
 
 def _home(saved: torch.device) -> str:
@@ -107,7 +138,7 @@ def _home(saved: torch.device) -> str:
     return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
-def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> Batch | PagedBatch:
+def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> PagedBatch:
     """Return the step that a graph has recorded, padding included."""
     last_token, device = empty_last_token(cache), cache.device
     tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)

@@ -120,16 +120,14 @@ def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) 
     report = replay(paged["mixed"])
     assert report.first is None and report.notes == () and {op.layer for op in report.ops} == {None, *range(6)}
     assert not any(op.compared for op in report.ops), "there are no kernels on a CPU"
-    assert replay(paged["decode"]).first is None
 
 
 def test_recorded_steps_run_as_they_were_recorded(paged: dict[str, Path], tmp_path: Path) -> None:
     """A graph has padding, and chooses entries at any length."""
-    path = edit(paged["decode"], tmp_path / "graph", graph=[4, 1024])
-    plain, recorded = replay(paged["decode"]), replay(path)
-    assert recorded.first is None
-    more = [op.op for op in recorded.ops if op.op not in {op.op for op in plain.ops}]
-    assert more == ["choose_paged"] * 2 and len(recorded.ops) == len(plain.ops) + 2
+    report = replay(edit(paged["decode"], tmp_path / "graph", graph=[4, 1024]))
+    assert report.first is None
+    assert [op.place for op in report.ops if op.op == "choose_paged"] == ["layers.2.attn", "layers.4.attn"]
+    assert next(op for op in report.ops if op.op == "head_norms").differences[0].count == 2 * 8 * 128, "padding is not looked at"
 
 
 Launcher = Callable[..., Any]
@@ -187,7 +185,6 @@ def failing(number: int) -> Launcher:
         ("head_norms", no_number(2), "layers.2.attn", "output 0: .* not finite, 0 of the reference's"),
         ("head_norms", failing(4), "layers.4.attn", "raised RuntimeError: CUDA error"),
         ("compress_step", wrong_row(3), "layers.4.attn", "output state 4 is .* from the reference"),
-        ("compress_step", wrong_row(-1), None, ""),
     ],
 )
 def test_a_wrong_kernel_is_named(
@@ -196,7 +193,7 @@ def test_a_wrong_kernel_is_named(
     capsys: pytest.CaptureFixture[str],
     op: str,
     launcher: Launcher,
-    place: str | None,
+    place: str,
     problem: str,
 ) -> None:
     reference, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
@@ -204,9 +201,6 @@ def test_a_wrong_kernel_is_named(
     monkeypatch.setattr(kernels, f"{op}_triton", launcher)
     report = replay(paged["mixed"])
     assert {ran.op for ran in report.ops if ran.compared} == {op}
-    if place is None:
-        assert report.first is None
-        return
     first = report.first
     assert first is not None and (first.op, first.place) == (op, place)
     assert re.search(problem, str(first.problem))
