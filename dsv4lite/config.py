@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4lite.errors import ConfigError, near_match
+from dsv4lite.errors import ConfigError, UnsupportedError, near_match
+from dsv4lite.layout import Layout
 from dsv4lite.speculation import Drafter, check_speculative
 
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
+ExecutorKind = Literal["auto", "thread", "process", "external"]
 Progress = Callable[["LoadProgress"], None]
 Speculative = Drafter | tuple[Drafter, ...] | Literal["auto"] | None
 
@@ -88,6 +90,18 @@ class EngineConfig:
         progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
         dump_dir: Where the first step that fails, or whose logits are not finite, is saved; until then no steps overlap.
+        tensor_parallel_size: Ranks that share attention's matrices and the vocabulary.
+        expert_parallel_size: Ranks that share the routed experts; they run over the ranks of tensor and data parallelism.
+        data_parallel_size: Replicas of attention, each with requests and state of its own.
+        pipeline_parallel_size: Stages of consecutive layers.
+        executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
+            child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
+            groups are given, else ``thread`` for one rank and ``process`` for several.
+        device_mesh: A ``DeviceMesh`` of the host whose dimensions are named after axes (tp, ep, dp, pp); sets their sizes.
+        process_group: Process group of the host's ranks, where it is not the default one.
+        start_timeout_s: Seconds that ranks may take to load and to get ready.
+        step_timeout_s: Seconds that a step of several ranks may take.
+        rank_timeout_s: Seconds without a sign of life after which a rank is given up.
     """
 
     model: str
@@ -112,6 +126,16 @@ class EngineConfig:
     compile_cache_dir: str | None = None
     dump_dir: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    executor: ExecutorKind = "auto"
+    device_mesh: Any = None
+    process_group: Any = None
+    start_timeout_s: float = 1800.0
+    step_timeout_s: float = 60.0
+    rank_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
@@ -121,6 +145,7 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16")),
             ("kv_cache_dtype", ("auto", "fp8", "bfloat16", "float32")),
             ("load_format", ("auto", "dummy")),
+            ("executor", ("auto", "thread", "process", "external")),
         ):
             value = getattr(self, name)
             if value not in options:
@@ -129,6 +154,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        self._check_ranks()
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -143,6 +169,47 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
         if self.prefix_checkpoint_tokens < 256 or self.prefix_checkpoint_tokens % 256:
             raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
+
+    def _check_ranks(self) -> None:
+        for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
+        layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
+        if len(given) == 2:
+            raise ConfigError("device_mesh and process_group are two ways to name the host's ranks; give one of them")
+        if given and self.executor not in ("auto", "external"):
+            raise ConfigError(f"executor={self.executor!r} starts ranks of its own, but {given[0]} names the host's; leave one out")
+        if self.dump_dir is not None and (layout.world > 1 or self.place_of_ranks != "thread"):
+            raise UnsupportedError(
+                f"dump_dir={self.dump_dir!r} with {layout} and executor={self.executor!r}: steps are saved in the engine's own "
+                "process only; use one rank and executor='thread'"
+            )
+        if layout.world > 1 and self.device.startswith("cuda:") and self.place_of_ranks != "external":
+            raise ConfigError(f"device={self.device!r} is one device, but {layout} has {layout.world} ranks; use device='cuda'")
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the axes, as the settings have them.
+
+        Raises:
+            ConfigError: They do not divide.
+        """
+        return Layout(
+            tp=self.tensor_parallel_size,
+            ep=self.expert_parallel_size,
+            dp=self.data_parallel_size,
+            pp=self.pipeline_parallel_size,
+        )
+
+    @property
+    def place_of_ranks(self) -> Literal["thread", "process", "external"]:
+        """The executor, with ``auto`` decided."""
+        if self.executor != "auto":
+            return self.executor
+        if self.device_mesh is not None or self.process_group is not None:
+            return "external"
+        return "thread" if self.layout.world == 1 else "process"
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -21,14 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsv4lite.request import RequestOutput
 
 
 class DSV4LiteError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. They can be pickled, with their attributes but without their causes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(DSV4LiteError, ValueError):
@@ -165,6 +168,14 @@ class EngineDeadError(DSV4LiteError):
         super().__init__(message)
         self.rank = rank
         self.phase = phase
+
+
+def _restore(kind: type[DSV4LiteError], args: tuple[Any, ...], state: dict[str, Any]) -> DSV4LiteError:
+    """Make an error again without its constructor, which may want what is in ``state`` already."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 def near_match(name: str, known: Iterable[str]) -> str:

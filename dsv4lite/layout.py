@@ -76,7 +76,7 @@ class Layout:
         return Place(tp=tp, ep=rank % self.stage % self.ep, dp=dp, pp=pp, copy=copy)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks along an axis through a rank, in their order along it."""
+        """Return the ranks along an axis through a rank, in order; ``replica`` is all that have the same requests."""
         here = self.place(rank)
         start = here.pp * self.stage
         inner = rank - start
@@ -87,12 +87,18 @@ class Layout:
             return tuple(range(first, first + self.ep))
         if axis == "tp":
             return tuple(range(rank - here.tp, rank - here.tp + self.tp))
+        if axis == "replica":
+            return tuple(r for r in range(self.world) if self.place(r).dp == here.dp)
         first = rank - here.dp * self.tp
         return tuple(range(first, first + self.dp * self.tp, self.tp))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return all groups of an axis; every rank is in one of them."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world)}))
+
+    def reporter(self, replica: int) -> int:
+        """Return the rank that samples for a replica: the first one of its last stage."""
+        return (self.pp - 1) * self.stage + replica * self.tp
 
     def __str__(self) -> str:
         return " ".join(f"{name}={getattr(self, name)}" for name in AXES)

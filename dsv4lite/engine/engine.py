@@ -17,26 +17,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.config import EngineConfig, default_cache_dir
-from dsv4lite.device import advice_for, choose_device, forget_frames, give_back_unused, own_stream, reserve, start_error
-from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.config import EngineConfig
+from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.pages import Pools
+from dsv4lite.engine.rank import Alone, drafting_of, grammar_compiler
+from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.speculator import Guesses, SpeculationStats
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, require_fit
+from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
-from dsv4lite.weights.source import ModelSource, progress_of
-from dsv4lite.workspace import SMALL_BLOCKS
+from dsv4lite.weights.source import progress_of
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -114,14 +110,15 @@ class Engine:
         self._paused = False
         self._stats = EngineStats()
         self._outbox: list[SequenceUpdate] = []
-        self._in_flight: Flight | None = None
+        self._in_flight: Flight | JointFlight | None = None
         self._routed: dict[int, _Routed] = {}
         self._guesses: Guesses | None = None
-        self._no_grammars: str | None = None
+        self._no_grammars = ""
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler
-        self._runner: Runner
-        self._recorder: StepRecorder
+        self._recorder: StepRecorder | None = None
+        self._crew: Alone | Ranks
+        self._runner: Runner | Ranks
 
     # ------------------------------------------------------------------------------------------------- from other threads
 
@@ -185,7 +182,7 @@ class Engine:
 
     def dump_step(self, path: Path) -> Future[None]:
         """Save the next step; done as soon as that is sure to happen."""
-        return self.call(lambda engine: engine._recorder.request(path))
+        return self.call(lambda engine: engine._dump_step(path))
 
     def check(self) -> Future[None]:
         """Verify that every page, slot and snapshot is accounted for; fails with AssertionError otherwise."""
@@ -248,35 +245,18 @@ class Engine:
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
-        source = ModelSource.open(config)
-        tokenizer = Tokenizer.from_folder(config.tokenizer or source.folder)
-        device = choose_device(config)
-        stack.enter_context(own_stream(device))
-        numerics = choose_numerics(config, source, device)
-        drafting = choose_drafting(config, source)
-        plan = self._plan = make_plan(config, source.model, numerics, drafting=drafting)
+        several = config.layout.world > 1 or config.place_of_ranks != "thread"
+        crew = self._crew = Ranks(config, self._lose) if several else Alone(config)
+        survey, self._plan = crew.survey(stack)
+        plan = self._plan
         require_fit(plan)
-        model = source.build(numerics, with_mtp=drafting.mtp > 0, seed=config.seed, progress=config.progress)
-        give_back_unused(device)
-        cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
-        vocab_size = source.model.vocab_size
-        grammars = None
-        try:
-            grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size)
-        except UnsupportedError as error:  # concerns only requests that want one
-            self._no_grammars = str(error)  # the error itself, or what caused it, would hold on to the model
-        self._recorder = StepRecorder(config, model, cache)
-        graphs = None
-        if model.paged and device.type == "cuda":
-            graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
-            reserve(device, plan.per_device[0].workspace - SMALL_BLOCKS)
-        sampler = Sampler(vocab_size, device, config.seed, grammars)
-        drafter = MtpDrafter(model, cache.layers[-1], sampler, drafting.mtp) if drafting.mtp else None
-        runner = Runner(model, cache, sampler, graphs, drafter)
-        with torch.inference_mode():
-            cache_dir = config.compile_cache_dir or default_cache_dir()
-            runner.warm_up(config.max_num_batched_tokens, cache_dir, progress_of(config))
-        self._runner = runner
+        tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder)
+        vocab_size = survey.model.vocab_size
+        grammars, self._no_grammars = grammar_compiler(tokenizer, vocab_size)
+        self._runner = crew.load(plan, grammars, progress_of(config))
+        if isinstance(self._runner, Runner):
+            self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
+        drafting = drafting_of(config, survey)
         if drafting.max_drafts:
             self._guesses = Guesses(drafting.speculators, vocab_size=vocab_size, max_drafts=drafting.max_drafts)
         sizes = plan.sizes
@@ -285,7 +265,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
-                window=source.model.window,
+                window=survey.model.window,
                 prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_drafts=drafting.max_drafts,
@@ -294,15 +274,15 @@ class Engine:
             propose=None if self._guesses is None else self._guesses.propose,
         )
         # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
-        overlap = device.type == "cuda" if self._overlap is None else self._overlap
+        overlap = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
         self._overlap = overlap and self._guesses is None
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
             max_logprobs=vocab_size,
             tokenizer=tokenizer,
-            generation_config=source.generation_config,
-            model_config=source.model,
+            generation_config=survey.generation_config,
+            model_config=survey.model,
         )
 
     def _drain(self) -> None:
@@ -328,7 +308,7 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the previous one (without overlap: of this one)."""
         started = time.perf_counter()
-        recorder = self._recorder if self._recorder.active else None
+        recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
         plan = self._scheduler.schedule(time.monotonic())
@@ -349,7 +329,7 @@ class Engine:
         elif flight is None and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 
-    def _land(self, flight: Flight, results: Mapping[int, Sampled]) -> None:
+    def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
@@ -357,7 +337,7 @@ class Engine:
         for seq_id, sampled in results.items():
             for one in (sampled, *sampled.after):
                 if one.error is None:
-                    self._runner.sampler.accept(seq_id, one.token_id)
+                    self._runner.accept(seq_id, one.token_id)
         if self._guesses is not None:
             for run in flight.plan.sequences:
                 if run.drafts:
@@ -408,7 +388,7 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         try:
-            if request.params.structured_outputs is not None and self._no_grammars is not None:
+            if request.params.structured_outputs is not None and self._no_grammars:
                 raise UnsupportedError(self._no_grammars)
             self._scheduler.add(request)
         except DSV4LiteError as error:
@@ -443,6 +423,11 @@ class Engine:
         except BaseException as error:
             future.set_exception(error)
 
+    def _dump_step(self, path: Path) -> None:
+        if self._recorder is None:
+            raise UnsupportedError("steps are saved in the engine's own process only: use one rank and executor='thread'")
+        self._recorder.request(path)
+
     def _set_paused(self, paused: bool) -> None:
         if paused:
             self._settle()
@@ -456,6 +441,14 @@ class Engine:
                 self._land(flight, flight.results())
             except Exception as error:
                 raise self._die(error) from error
+
+    def _lose(self, loss: EngineDeadError) -> None:
+        """Learn, from another thread, that a rank is lost."""
+
+        def fail() -> None:
+            raise loss
+
+        self._inbox.put(fail)
 
     def _expire(self) -> None:
         """End requests whose deadline passed while the engine is paused."""
@@ -472,12 +465,16 @@ class Engine:
     def _die(self, error: BaseException) -> EngineDeadError:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
+            error = self._crew.explain(error)
             log.error("the engine failed", exc_info=error)
-            saved = self._recorder.failed(error)
+            saved = None if self._recorder is None else self._recorder.failed(error)
             where = "" if saved is None else f"; the step is saved as {saved}"
-            message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
-            self._dead = EngineDeadError(message, phase="step")
-            self._dead.__cause__ = error
+            if isinstance(error, EngineDeadError):
+                self._dead = error
+            else:
+                message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
+                self._dead = EngineDeadError(message, phase="step")
+                self._dead.__cause__ = error
             self._closing = True
             self._deliver_failure(self._dead)
         return self._dead
@@ -486,7 +483,7 @@ class Engine:
         """Drop tensors, and answer those who still wait."""
         self._in_flight = None
         self._routed.clear()
-        del self._runner, self._scheduler, self._recorder
+        del self._runner, self._crew, self._scheduler, self._recorder
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
         self._ended = True

@@ -23,6 +23,7 @@ from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Logprobs, Request
 
 log = logging.getLogger("dsv4lite.engine")
@@ -62,19 +63,33 @@ class Flight:
 
 
 class Runner:
-    """Model, state and sampler of one rank."""
+    """Model, state and sampler of one rank.
+
+    Args:
+        model: This rank's part of the model.
+        cache: Its state.
+        sampler: ``None`` on ranks that take over what another one samples.
+        graphs: Recorded decode steps.
+        drafter: Guesses ahead.
+        mesh: The ranks of the engine, which run the same steps.
+    """
 
     def __init__(
         self,
         model: DeepseekV4,
         cache: StateCache,
-        sampler: Sampler,
+        sampler: Sampler | None,
         graphs: DecodeGraphs | None = None,
         drafter: MtpDrafter | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
+        mesh = mesh or Mesh.single()
+        assert mesh.replica is not None
+        self._replica = mesh.replica
+        self._sampling_rank = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
         self._graphs = graphs
         self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
@@ -83,12 +98,18 @@ class Runner:
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
         self._requests[seq_id] = request
-        self.sampler.add(seq_id, request, index)
+        if self.sampler is not None:
+            self.sampler.add(seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        if self._requests.pop(seq_id, None) is not None:
+        if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
+
+    def accept(self, seq_id: int, token_id: int) -> None:
+        """Tell a sequence the token that was sampled for it; it may be forgotten by now."""
+        if self.sampler is not None:
+            self.sampler.accept(seq_id, token_id)
 
     def warm_up(self, max_tokens: int, cache_dir: str, progress: Progress | None = None) -> None:
         """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without graphs.
@@ -175,15 +196,22 @@ class Runner:
         output = graphs.replay(plan.sequences)
         apply_saves(plan, self.cache)
         seq_ids, positions = [s.seq_id for s in plan.sequences], [s.end for s in plan.sequences]
-        if self.sampler.takes_best(seq_ids):
-            return Flight(plan=plan, samples=Samples.best(seq_ids, positions, output.top))
-        samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
-        self._remember([s.slot for s in plan.sequences], samples.token_ids)
+        slots, samples = [s.slot for s in plan.sequences], None
+        if self.sampler is not None and self.sampler.takes_best(seq_ids):
+            samples = Samples.best(seq_ids, positions, output.top)
+            if self._replica.size == 1:
+                return Flight(plan=plan, samples=samples)
+        elif self.sampler is not None:
+            samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
+        self._remember(slots, samples)
         return Flight(plan=plan, samples=samples)
 
-    def _remember(self, slots: list[int], token_ids: Tensor) -> None:
-        """Keep sampled tokens where the next step finds them."""
-        self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(token_ids.device, non_blocking=True)] = token_ids
+    def _remember(self, slots: list[int], samples: Samples | None) -> None:
+        """Keep sampled tokens where the next step finds them, on every rank that has these sequences."""
+        device = self._last_token.device
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=device) if samples is None else samples.token_ids
+        token_ids = self._replica.broadcast(token_ids, self._sampling_rank)
+        self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(device, non_blocking=True)] = token_ids
 
     def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | None:
         sampling = [s for s in plan.sequences if s.sample]
@@ -195,11 +223,13 @@ class Runner:
         wanted = streams_TND if every else streams_TND[torch.tensor(rows, dtype=torch.int64, device=streams_TND.device)]
         seq_ids = [s.seq_id for s, places in each for _ in places]
         positions = [position + 1 for _, places in each for position in places]
+        logits, samples = self.model.logits(wanted), None  # every rank has a part in the logits
         if len(rows) > len(sampling):
             drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
-            return self.sampler.sample(self.model.logits(wanted), seq_ids, positions, drafts)
-        samples = self.sampler.sample(self.model.logits(wanted), seq_ids, positions)
-        self._remember([s.slot for s in sampling], samples.token_ids)
+            return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
+        if self.sampler is not None:
+            samples = self.sampler.sample(logits, seq_ids, positions)
+        self._remember([s.slot for s in sampling], samples)
         return samples
 
     def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:

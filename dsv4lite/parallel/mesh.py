@@ -126,7 +126,11 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The axes of one rank, and where it stands among all."""
+    """The axes of one rank, and where it stands among all.
+
+    Attributes:
+        replica: All ranks that have the same requests, of every stage and copy; ``None`` where the host has no such group.
+    """
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
@@ -134,6 +138,7 @@ class Mesh:
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     dp: Axis = field(default_factory=lambda: Axis("dp"))
     pp: Axis = field(default_factory=lambda: Axis("pp"))
+    replica: Axis | None = field(default_factory=lambda: Axis("replica"))
 
     def __post_init__(self) -> None:
         place = self.place
@@ -168,7 +173,9 @@ class Mesh:
         for rank in range(layout.world):
             place = layout.place(rank)
             if all(getattr(place, name) == at for name, at in where.items()):
-                return cls(layout=layout, rank=rank, **axes)
+                peers = layout.group("replica", rank)
+                same = [axis for name, axis in axes.items() if layout.group(name, rank) == peers]
+                return cls(layout=layout, rank=rank, **axes, replica=same[0] if same else None)
         places = " ".join(f"{name}={at}" for name, at in where.items())
         raise ConfigError(f"no rank of {layout} stands at {places}: ep must run over the ranks of dp and tp in their order")
 
@@ -212,10 +219,15 @@ class Mesh:
     @classmethod
     def _assemble(cls, layout: Layout, rank: int, made: Mapping[tuple[int, ...], Group]) -> Mesh:
         axes = {}
-        for name in AXES:
+        for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
             axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks))
         return cls(layout=layout, rank=rank, **axes)
+
+    def abort(self) -> None:
+        """Make collectives that wait for other ranks fail; the mesh is of no use afterwards. For groups of its own only."""
+        for group in self.groups():
+            group.abort()
 
     @property
     def place(self) -> Place:
@@ -234,6 +246,18 @@ class Mesh:
         )
 
 
+def open_store(host: str) -> Store:
+    """Return a new store for ranks to meet in, at a free port of this machine; it ends with the object."""
+    store: Store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store
+
+
+def join_store(host: str, port: int) -> Store:
+    """Return another process's store."""
+    store: Store = dist.TCPStore(host, port, None, is_master=False)  # type: ignore[attr-defined]
+    return store
+
+
 def _axis(name: str, group: Group) -> Axis:
     rank, size = group.rank(), group.size()
     return Axis(name, rank, size, group if size > 1 else None)
@@ -241,7 +265,7 @@ def _axis(name: str, group: Group) -> Axis:
 
 def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
     """Return the ranks of every group of more than one rank, once, in an order that is the same on every rank."""
-    return sorted({ranks for name in AXES for ranks in layout.groups(name) if len(ranks) > 1})
+    return sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
 
 
 def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, timeout: timedelta) -> Group:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4lite import memory
 from dsv4lite.config import tiny_model
-from dsv4lite.engine import engine as engine_file
+from dsv4lite.engine import rank
 from dsv4lite.engine.engine import Engine
 from dsv4lite.errors import (
     CapacityError,
@@ -629,7 +629,7 @@ def test_a_closed_engine_lets_go_of_its_model_where_grammars_are_missing(monkeyp
         except ModuleNotFoundError as error:
             raise UnsupportedError("no library for grammars") from error
 
-    monkeypatch.setattr(engine_file, "GrammarCompiler", missing)
+    monkeypatch.setattr(rank, "GrammarCompiler", missing)
     with opened(tiny_model()) as llm:
         model = weakref.ref(engine_of(llm)._runner.model)
         assert model() is not None

@@ -56,6 +56,13 @@ def test_layout_of_experts_alone_replicates_attention() -> None:
     assert layout.groups("tp") == ((0,), (1,))
 
 
+def test_layout_names_who_shares_requests_and_who_samples() -> None:
+    layout = Layout(tp=2, dp=2, ep=8, pp=2)
+    assert (layout.world, layout.copies) == (16, 2)
+    assert layout.groups("replica") == ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15))
+    assert [layout.reporter(replica) for replica in range(2)] == [8, 10]
+
+
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [

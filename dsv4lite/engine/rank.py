@@ -1,0 +1,286 @@
+"""One rank: what it finds out before anything is loaded, and the runner that it then becomes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from dsv4lite.config import EngineConfig, Progress, default_cache_dir
+from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
+from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan
+from dsv4lite.models.config import V4Config
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.speculation import MTP, Drafter, Drafting, check_speculative
+from dsv4lite.text.structured import GrammarCompiler
+from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.weights.checkpoint import Checkpoint
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
+from dsv4lite.workspace import SMALL_BLOCKS
+
+_OWN_TO_A_RANK = ("model", "tokenizer", "device", "device_mesh", "process_group", "executor", "progress", "compile_cache_dir")
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a rank tells the leader before anything is loaded.
+
+    Attributes:
+        plan: What it would hold.
+        model: Sizes of the model.
+        generation_config: Of the checkpoint.
+        folder: Of the checkpoint.
+        mtp: Guesses in a row of the MTP block.
+        facts: What has to be the same on all ranks.
+    """
+
+    plan: MemoryPlan
+    model: V4Config
+    generation_config: Mapping[str, Any]
+    folder: str
+    mtp: int
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prospect:
+    """A rank that is about to load."""
+
+    config: EngineConfig
+    source: ModelSource
+    numerics: Numerics
+    drafting: Drafting
+    survey: Survey
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device, *, several: bool = False) -> Prospect:
+        """Look at checkpoint and device.
+
+        Args:
+            config: Settings.
+            device: Of this rank.
+            several: Gather the facts that ranks compare.
+
+        Raises:
+            CheckpointError, ConfigError, UnsupportedError: They do not go together.
+        """
+        source = ModelSource.open(config)
+        numerics = choose_numerics(config, source, device)
+        drafting = choose_drafting(config, source)
+        if drafting.mtp and config.layout.world > 1:
+            raise UnsupportedError(
+                f"speculative={config.speculative!r} with {config.layout}: the MTP block drafts on a single rank; "
+                "use one rank, a Speculator of your own, or None"
+            )
+        survey = Survey(
+            plan=make_plan(config, source.model, numerics, drafting=drafting),
+            mtp=drafting.mtp,
+            model=source.model,
+            generation_config=source.generation_config,
+            folder=str(source.folder),
+            facts=_facts(config, source, device) if several else {},
+        )
+        return cls(config=config, source=source, numerics=numerics, drafting=drafting, survey=survey)
+
+    def build(self, plan: MemoryPlan, mesh: Mesh, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
+        """Load everything.
+
+        Args:
+            plan: Of all ranks.
+            mesh: The ranks.
+            grammars: For the rank that samples.
+            progress: Told of what is going on.
+
+        Raises:
+            CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded, or not run.
+        """
+        try:
+            config, device, drafting = self.config, self.numerics.device, self.drafting
+            model = self.source.build(self.numerics, with_mtp=drafting.mtp > 0, seed=config.seed, progress=progress or False)
+            give_back_unused(device)
+            cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
+            graphs = None
+            if model.paged and device.type == "cuda":
+                graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
+                reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
+            samples = mesh.rank == mesh.layout.reporter(mesh.place.dp)
+            sampler = Sampler(self.source.model.vocab_size, device, config.seed, grammars) if samples else None
+            drafter = None
+            if drafting.mtp:
+                assert sampler is not None, "the block drafts on a single rank only"
+                drafter = MtpDrafter(model, cache.layers[-1], sampler, drafting.mtp)
+            runner = Runner(model, cache, sampler, graphs, drafter, mesh)
+            with torch.inference_mode():
+                runner.warm_up(config.max_num_batched_tokens, config.compile_cache_dir or default_cache_dir(), progress)
+            return runner
+        except Exception as error:
+            explained = start_error(error, plan=plan)
+            if explained is error:
+                raise
+            raise explained from error
+
+
+class Alone:
+    """The only rank of an engine, in the engine's thread; see ``Ranks``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def survey(self, stack: ExitStack) -> tuple[Survey, MemoryPlan]:
+        """Look at checkpoint and device, and put this thread on a stream of its own until the stack ends."""
+        device = choose_device(self._config)
+        stack.enter_context(own_stream(device))
+        self._prospect = Prospect.of(self._config, device)
+        return self._prospect.survey, self._prospect.survey.plan
+
+    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
+        """Load everything."""
+        return self._prospect.build(plan, Mesh.single(), grammars, progress)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what is behind an error."""
+        return error
+
+
+def require_devices(config: EngineConfig) -> None:
+    """Raise unless there is a device for every rank that this process starts. Opens none of them.
+
+    Raises:
+        ConfigError: There are too few.
+    """
+    count, layout = torch.cuda.device_count(), config.layout
+    on_cpu = config.device == "cpu" or (config.device == "auto" and count == 0)
+    if not on_cpu and layout.world > max(1, count):
+        raise ConfigError(
+            f"{layout} has {layout.world} ranks, one on each GPU, but this machine has {count} CUDA devices; "
+            "use fewer ranks, or device='cpu'"
+        )
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """Return the device of a rank that this package has started.
+
+    Raises:
+        ConfigError, UnsupportedError: It does not exist, or cannot be used.
+    """
+    several = config.layout.world > 1
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return choose_device(replace(config, executor="external", device=f"cuda:{rank}") if several and on_gpu else config)
+
+
+def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:
+    """Return a compiler, or why there is none; that concerns only requests that want one."""
+    try:
+        return GrammarCompiler(tokenizer, vocab_size=vocab_size), ""
+    except UnsupportedError as error:
+        return None, str(error)  # the error itself, or what caused it, would hold on to the model
+
+
+def drafting_of(config: EngineConfig, survey: Survey) -> Drafting:
+    """Return who guesses in an engine, with the speculators of this process."""
+    drafters = check_speculative(config.speculative)
+    return Drafting(mtp=survey.mtp, speculators=tuple(drafter for drafter in drafters if not isinstance(drafter, MTP)))
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """Stands for a speculator of the leader's process: other ranks only need to know how far it guesses."""
+
+    k: int
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Guess nothing."""
+        return ()
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is kept."""
+
+
+def bare(config: EngineConfig) -> EngineConfig:
+    """Return settings as other processes can have them: without the host's own objects."""
+    drafters: tuple[Drafter, ...] = tuple(
+        drafter if isinstance(drafter, MTP) else Elsewhere(drafter.k) for drafter in check_speculative(config.speculative)
+    )
+    speculative = drafters or config.speculative
+    return replace(config, progress=False, device_mesh=None, process_group=None, executor="process", speculative=speculative)
+
+
+def common_plan(surveys: Mapping[int, Survey]) -> MemoryPlan:
+    """Return what all ranks can hold: they have equal numbers of pages and slots, those of the poorest one.
+
+    Raises:
+        ConfigError: Ranks differ in what has to be the same.
+    """
+    problems = [line for rank in surveys for line in _differences(rank, surveys[rank].facts, surveys[0].facts)]
+    if problems:
+        raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
+    plans = [surveys[rank].plan for rank in sorted(surveys)]
+    poorest = min(plans, key=lambda plan: plan.kv_tokens)
+    return replace(
+        poorest,
+        sizes=_smallest(plan.sizes for plan in plans),
+        max_model_len=min(plan.max_model_len for plan in plans),
+        per_device=tuple(budget for plan in plans for budget in plan.per_device),
+        fits=all(plan.fits for plan in plans),
+        advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
+    )
+
+
+def _smallest(sizes: Iterable[StateSizes]) -> StateSizes:
+    every = [asdict(one) for one in sizes]
+    return StateSizes(**{name: min(one[name] for one in every) for name in every[0]})
+
+
+def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    names = dict.fromkeys((*expected, *facts))
+    return [
+        f"{name} is {facts.get(name)} on rank {rank} and {expected.get(name)} on rank 0"
+        for name in names
+        if facts.get(name) != expected.get(name)
+    ]
+
+
+def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:
+    """Return what has to be the same on all ranks, in words."""
+    settings = {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.name not in _OWN_TO_A_RANK}
+    return {
+        **settings,
+        "device": device.type,
+        "PyTorch": torch.__version__,
+        "the model's config": _digest([repr(source.model)]),
+        "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),
+    }
+
+
+def _samples(checkpoint: Checkpoint) -> Iterable[str]:
+    """Yield what tells checkpoints apart without reading them whole: all headers, and a few bytes of every file."""
+    files: dict[str, Any] = {}
+    for name, info in sorted(checkpoint.headers.items()):
+        yield f"{name} {info.dtype} {info.shape} {info.file.name} {info.offset}"
+        files[info.file.name] = info.file
+    for _, file in sorted(files.items()):
+        size = file.stat().st_size
+        yield str(size)
+        with open(file, "rb") as stream:
+            for part in range(1, 8):
+                stream.seek(size * part // 8)
+                yield stream.read(_SAMPLE_BYTES).hex()
+
+
+def _digest(lines: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(line.encode())
+    return found.hexdigest()[:16]

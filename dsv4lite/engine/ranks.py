@@ -1,0 +1,263 @@
+"""The leader's side of an engine of several ranks: it has the methods of a ``Runner``, and every rank does what they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dsv4lite.config import EngineConfig, LoadProgress, Progress
+from dsv4lite.device import own_stream
+from dsv4lite.engine.rank import Prospect, Survey, bare, common_plan, device_of, require_devices
+from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
+from dsv4lite.engine.step import Sampled, StepPlan
+from dsv4lite.engine.wire import PlanWriter
+from dsv4lite.errors import DSV4LiteError, EngineDeadError
+from dsv4lite.memory import MemoryPlan
+from dsv4lite.parallel.channel import Channel, Closed, encode
+from dsv4lite.parallel.launch import RankProcess
+from dsv4lite.parallel.mesh import Mesh, open_store
+from dsv4lite.parallel.watch import Loss, Watch
+from dsv4lite.request import Logprobs, Request
+from dsv4lite.text.structured import GrammarCompiler
+
+M = TypeVar("M")
+_SERVE = "dsv4lite.engine.serve"
+_HOST = "127.0.0.1"
+
+
+class JointFlight:
+    """A step on its way on all ranks; see ``Flight``."""
+
+    def __init__(self, plan: StepPlan, land: Callable[[], Landed]) -> None:
+        self.plan = plan
+        self.samples = None  # they are elsewhere
+        self.scores: dict[int, Logprobs] = {}
+        self.routed: dict[int, tuple[int, Tensor]] = {}
+        self._land = land
+
+    def results(self) -> dict[int, Sampled]:
+        """Wait for the tokens; after that scores and experts are there too."""
+        landed = self._land()
+        self.scores, self.routed = landed.scores, landed.routed
+        return landed.results
+
+
+class Ranks:
+    """All ranks of an engine; made and used in the engine's thread.
+
+    Args:
+        config: Settings; more than one rank, or ``executor="process"``.
+        on_loss: Called in another thread when a rank is lost; everything else fails by itself then.
+    """
+
+    def __init__(self, config: EngineConfig, on_loss: Callable[[EngineDeadError], None]) -> None:
+        self._config = config
+        self._layout = config.layout
+        self._on_loss = on_loss
+        self._phase = "start"
+        self._lost: EngineDeadError | None = None
+        self._processes: dict[int, RankProcess] = {}
+        self._watch: Watch | None = None
+        self._store: Any = None
+        self._prospect: Prospect | None = None
+        self._local: Runner | None = None
+        self._mesh: Mesh | None = None
+        self._changes: list[Change] = []
+        self._writer = PlanWriter()
+        self._hosted: set[int] = set()
+
+    # ------------------------------------------------------------------------------------------------------------- the start
+
+    def survey(self, stack: ExitStack) -> tuple[Survey, MemoryPlan]:
+        """Start the ranks and compare what they find.
+
+        Returns:
+            What rank 0 has found, and the plan of all.
+
+        Raises:
+            ConfigError: They differ, or one of them cannot run.
+            DSV4LiteError: What a rank has found wrong.
+        """
+        stack.callback(self.close)
+        own = [0] if self._config.place_of_ranks == "thread" else []
+        require_devices(self._config)
+        self._store = open_store(_HOST)
+        config = bare(self._config)
+        for rank in range(self._layout.world):
+            if rank not in own:
+                self._processes[rank] = RankProcess(rank, _SERVE)
+        self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
+        for rank, process in self._processes.items():
+            self._send(process.work, Setup(config=config, rank=rank, store=(_HOST, self._store.port)))
+        surveys: dict[int, Survey] = {}
+        if own:
+            device = device_of(config, 0)
+            stack.enter_context(own_stream(device))
+            self._prospect = Prospect.of(config, device, several=True)
+            surveys[0] = self._prospect.survey
+        surveys |= self._gather(Survey)
+        return surveys[0], common_plan(surveys)
+
+    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Ranks:
+        """Load on all ranks, and return when they are ready for steps.
+
+        Raises:
+            DSV4LiteError: What a rank has found wrong.
+        """
+        self._phase = "load"
+        for process in self._processes.values():
+            self._send(process.work, Go(plan=plan))
+        if self._prospect is not None:
+            assert self._store is not None
+            device, timeout_s = self._prospect.numerics.device, self._config.step_timeout_s
+            try:
+                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, timeout_s=timeout_s)
+                self._local = self._prospect.build(plan, self._mesh, grammars, progress)
+            except RuntimeError as error:
+                raise self.explain(error) from error
+        self._gather(Ready, progress)
+        self._phase = "step"
+        return self
+
+    def _gather(self, kind: type[M], progress: Progress | None = None) -> dict[int, M]:
+        """Wait for a message of a kind from every other rank."""
+        until = time.monotonic() + self._config.start_timeout_s
+        waiting = {process.work.connection: rank for rank, process in self._processes.items()}
+        found: dict[int, M] = {}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
+            if not ready:
+                late = ", ".join(map(str, sorted(waiting.values())))
+                complaint = f"ranks {late} were not ready within start_timeout_s={self._config.start_timeout_s:g}"
+                raise EngineDeadError(complaint, rank=min(waiting.values()), phase=self._phase)
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    message: object = self._processes[rank].work.receive()
+                except Closed as error:
+                    raise self.explain(error) from None
+                if isinstance(message, LoadProgress):
+                    if progress is not None:
+                        progress(message)
+                else:
+                    assert isinstance(message, kind), message
+                    found[rank] = message
+                    del waiting[connection]  # type: ignore[arg-type]
+        return found
+
+    # ----------------------------------------------------------------------------------------------------- a runner's methods
+
+    def add(self, seq_id: int, request: Request, index: int) -> None:
+        """Learn of a sequence before its first step."""
+        params = request.params
+        if self._local is not None:
+            self._local.add(seq_id, request, index)
+        if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
+            self._hosted.add(seq_id)
+        self._changes.append(("add", (seq_id, request, index)))
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; it may already be forgotten."""
+        if self._local is not None:
+            self._local.remove(seq_id)
+        self._hosted.discard(seq_id)
+        self._changes.append(("remove", (seq_id,)))
+
+    def accept(self, seq_id: int, token_id: int) -> None:
+        """Tell a sequence the token that was sampled for it."""
+        if self._local is not None:
+            self._local.accept(seq_id, token_id)
+        if seq_id in self._hosted:
+            self._changes.append(("accept", (seq_id, token_id)))
+
+    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> JointFlight:
+        """Start a step on all ranks; what goes wrong is recorded by engines of one rank only."""
+        assert recorder is None
+        changes, self._changes = tuple(self._changes), []
+        message = encode(Step(changes=changes, plan=self._writer.write(plan)))
+        for process in self._processes.values():
+            self._send_bytes(process.work, message)
+        reporter = self._layout.reporter(0)
+        if self._local is not None:
+            with self._in_time(reporter):
+                flight = self._local.launch(plan)
+            if reporter == 0:
+                return JointFlight(plan, lambda: self._land(reporter, lambda: Landed.of(flight)))
+        return JointFlight(plan, lambda: self._land(reporter, self._processes[reporter].work.receive))
+
+    def _land(self, rank: int, receive: Callable[[], Landed]) -> Landed:
+        with self._in_time(rank):
+            try:
+                return receive()
+            except Closed as error:
+                raise self.explain(error) from None
+
+    @contextmanager
+    def _in_time(self, rank: int) -> Iterator[None]:
+        """Lose a rank that keeps this thread waiting for too long."""
+        assert self._watch is not None
+        self._watch.expect(rank, self._config.step_timeout_s, "finish a step")
+        try:
+            yield
+        finally:
+            self._watch.content()
+
+    # --------------------------------------------------------------------------------------------------------------- the end
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the loss of a rank that is behind an error, if there is one."""
+        if self._watch is not None:
+            self._watch.settle()
+        if self._lost is None:
+            return error
+        cause = self._lost.__cause__
+        return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else self._lost
+
+    def close(self) -> None:
+        """End the ranks. May be repeated."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._end(kill=self._lost is not None or self._phase != "step")
+        self._local = self._prospect = self._mesh = self._store = None
+
+    def _lose(self, loss: Loss) -> None:
+        """Note that a rank is lost, and let everybody who waits for it fail."""
+        process = self._processes[loss.rank]
+        reason = process.fate() if loss.gone else loss.reason
+        self._lost = EngineDeadError(
+            f"rank {loss.rank} (process {process.pid}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase
+        )
+        self._lost.__cause__ = loss.error
+        for other in self._processes.values():
+            other.kill()
+            other.work.hang_up()
+        if self._mesh is not None and self._prospect is not None and self._prospect.numerics.device.type == "cuda":
+            self._mesh.abort()
+        self._on_loss(self._lost)
+
+    def _end(self, *, kill: bool) -> None:
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
+            if not kill:
+                try:
+                    process.work.send(None)
+                except Closed:
+                    continue
+        for process in processes.values():
+            process.end(kill=kill)
+
+    def _send(self, channel: Channel, message: object) -> None:
+        self._send_bytes(channel, encode(message))
+
+    def _send_bytes(self, channel: Channel, message: bytes) -> None:
+        try:
+            channel.send_bytes(message)
+        except Closed as error:
+            raise self.explain(error) from None

@@ -1,0 +1,203 @@
+"""What a rank does that does not lead: it gets ready step by step with the others, then runs the leader's plans until told to stop.
+
+    leader                                       rank
+    Setup                             ------>
+                                      <------    Survey           what it would hold, and facts to compare
+    Go(plan)                          ------>                     or the error that another rank has
+                                      <------    LoadProgress …
+                                      <------    Ready
+    Step(changes, plan)               ------>    runner.launch
+                                      <------    Landed           from ranks that sample
+    None                              ------>    the end
+
+Errors go the way of signs of life: the leader listens there at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dsv4lite.config import EngineConfig, LoadProgress
+from dsv4lite.device import own_stream
+from dsv4lite.engine.rank import Prospect, device_of, grammar_compiler
+from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.step import Sampled
+from dsv4lite.engine.wire import PlanReader, Wire
+from dsv4lite.memory import MemoryPlan
+from dsv4lite.parallel.channel import Channel, Closed, portable
+from dsv4lite.parallel.launch import Pulse, connections, settle_child
+from dsv4lite.parallel.mesh import Mesh, join_store
+from dsv4lite.request import Logprobs
+from dsv4lite.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The first message to a child.
+
+    Attributes:
+        config: Settings, without what cannot leave the host's process.
+        rank: Its number.
+        store: Host and port where ranks meet.
+    """
+
+    config: EngineConfig
+    rank: int
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Load, according to this plan."""
+
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A rank is ready for steps."""
+
+
+Change = tuple[Literal["add", "remove", "accept"], tuple[Any, ...]]
+"""A method of ``Runner`` and its arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What to do next.
+
+    Attributes:
+        changes: Since the last step, in order.
+        plan: For the rank's replica.
+    """
+
+    changes: tuple[Change, ...]
+    plan: Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """What a step has brought; see ``Flight``."""
+
+    results: dict[int, Sampled] = field(default_factory=dict)
+    scores: dict[int, Logprobs] = field(default_factory=dict)
+    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flight: Flight) -> Landed:
+        """Wait for a step."""
+        return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
+
+
+def main(work: int, life: int, parent: int) -> None:
+    """Be a child process of the engine's; see ``parallel.launch``."""
+    channel, pulse_channel = connections(work, life)
+    pulse = Pulse(pulse_channel, lambda reason: os._exit(1), parent)
+    status = 1
+    try:
+        setup: Setup = channel.receive()
+        with ExitStack() as stack:
+            device = device_of(setup.config, setup.rank)
+            settle_child(device, setup.config.layout.world)
+            stack.enter_context(own_stream(device))
+            Follower(setup.config, setup.rank, device, channel, pulse_channel).run(setup.store)
+        status = 0
+    except Closed:
+        pass  # the leader is gone, or ends us
+    except BaseException as error:
+        pulse_channel.send(portable(error))
+        threading.Event().wait()  # until the leader has heard of it, and ends us
+    finally:
+        pulse.stop()
+        os._exit(status)  # without destructors of collectives, which may wait for ranks that are gone
+
+
+class Follower:
+    """A rank that runs what the leader plans.
+
+    Args:
+        config: Settings.
+        rank: Its number.
+        device: Its device; this thread runs on its stream.
+        work: Connection to the leader.
+        life: Where errors of other threads go.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, device: torch.device, work: Channel, life: Channel) -> None:
+        self._config, self._rank, self._device = config, rank, device
+        self._work, self._life = work, life
+        self._runner: Runner
+        self._reader = PlanReader()
+        self._flights: SimpleQueue[Flight | None] = SimpleQueue()
+
+    def run(self, store: tuple[str, int]) -> None:
+        """Get ready, and work until the leader says that it is over.
+
+        Raises:
+            Closed: The leader is gone.
+            Exception: Whatever went wrong here, or on the leader's side at the start.
+        """
+        self.get_ready(store)
+        self.work()
+
+    def get_ready(self, store: tuple[str, int]) -> None:
+        """Load everything, together with the other ranks."""
+        config, rank = self._config, self._rank
+        prospect = Prospect.of(config, self._device, several=True)
+        self._work.send(prospect.survey)
+        answer = self._work.receive()
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, Go)
+        mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.step_timeout_s)
+        grammars = None
+        if config.layout.reporter(mesh.place.dp) == rank:
+            tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
+            grammars, _ = grammar_compiler(tokenizer, prospect.source.model.vocab_size)
+        self._runner = prospect.build(answer.plan, mesh, grammars, self._tell if rank == 0 else None)
+        self._work.send(Ready())
+
+    def _tell(self, progress: LoadProgress) -> None:
+        self._work.send(progress)
+
+    def work(self) -> None:
+        """Run plans until there are no more."""
+        reporting = self._runner.sampler is not None
+        # On a device with a stream of its own somebody else waits for results while the next step is launched.
+        apart = threading.Thread(target=self._report, name="dsv4lite-results", daemon=True)
+        if reporting and self._device.type == "cuda":
+            apart.start()
+        with torch.inference_mode():
+            while (step := self._work.receive()) is not None:
+                flight = self._run(step)
+                if not reporting:
+                    continue
+                if self._device.type == "cuda":
+                    self._flights.put(flight)
+                else:
+                    self._work.send(Landed.of(flight))
+        if apart.is_alive():
+            self._flights.put(None)
+            apart.join()
+
+    def _run(self, step: Step) -> Flight:
+        for method, arguments in step.changes:
+            getattr(self._runner, method)(*arguments)
+        return self._runner.launch(self._reader.read(step.plan))
+
+    def _report(self) -> None:
+        try:
+            while (flight := self._flights.get()) is not None:
+                self._work.send(Landed.of(flight))
+        except Closed:
+            return
+        except BaseException as error:
+            self._life.send(portable(error))

@@ -1,0 +1,112 @@
+"""Messages between an engine and its ranks: pickled values over a pipe or a socket.
+
+Tensors travel as their bytes. An exception that cannot be pickled travels as a RuntimeError that says the same.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import os
+import pickle
+import socket
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Closed(ConnectionError):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end of a connection; one thread may send while another one receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            Closed: The other end is gone.
+        """
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, message: bytes) -> None:
+        """Send what ``encode`` has made of a message, maybe to several ranks.
+
+        Raises:
+            Closed: The other end is gone.
+        """
+        try:
+            self.connection.send_bytes(message)
+        except (OSError, ValueError) as error:
+            raise Closed(str(error)) from error
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for a message.
+
+        Raises:
+            Closed: The other end is gone.
+            TimeoutError: Nothing came.
+        """
+        try:
+            if timeout_s is not None and not self.connection.poll(timeout_s):
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise Closed(str(error)) from error
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise Closed(str(error)) from error
+
+    def hang_up(self) -> None:
+        """End the connection for both sides; a thread that waits here gets ``Closed``."""
+        try:
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed already
+
+    def close(self) -> None:
+        """Close this end; may be repeated."""
+        self.connection.close()
+
+
+def encode(message: object) -> bytes:
+    """Return a message as bytes that ``pickle.loads`` understands."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce}
+    pickler.dump(message)
+    return buffer.getvalue()
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an exception that can be sent, with its traceback as a note."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(encode(error))
+        found = error
+    except Exception as flaw:
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+        text += f"(sent as text: {flaw})\n"
+    found.add_note(text)
+    return found
+
+
+def _reduce(value: Tensor) -> tuple[Any, ...]:
+    here = value.detach().cpu().contiguous()
+    return _tensor, (ctypes.string_at(here.data_ptr(), here.nbytes), here.dtype, tuple(here.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

@@ -1,0 +1,160 @@
+"""Ranks as child processes of the engine's process.
+
+A child is a fresh Python interpreter. It does not import the host's ``__main__``, as processes of ``multiprocessing`` do, needs no
+resource tracker, and is in nobody's list of children. It has two connections to its parent, both of which end with either process:
+one for work, and one for signs of life. A child whose parent is gone ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.spawn
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.parallel.channel import Channel, Closed
+
+log = logging.getLogger("dsv4lite.parallel")
+
+HEARTBEAT_S = 0.5
+_PROGRAM = (
+    "import sys; work, life, parent, module = sys.argv[1:5]; sys.path[:] = sys.argv[5:]\n"
+    "import importlib; importlib.import_module(module).main(int(work), int(life), int(parent))"
+)
+_LAST_WORDS_S = 5.0
+
+
+class RankProcess:
+    """A child process and the connections to it.
+
+    Attributes:
+        rank: Its number.
+        work: Messages of work.
+        life: What it sends while it lives.
+    """
+
+    def __init__(self, rank: int, module: str) -> None:
+        """Start ``module.main(work, life, parent)``, with the numbers of two sockets and of this process, in a child.
+
+        Raises:
+            ConfigError: This program cannot start Python interpreters.
+        """
+        self.rank = rank
+        executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+        if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
+            raise ConfigError(
+                f"ranks are Python processes, and {executable or 'this program'} is no interpreter: name one with "
+                "multiprocessing.set_executable, or use executor='thread' and one rank"
+            )
+        (work, their_work), (life, their_life) = socket.socketpair(), socket.socketpair()
+        with their_work, their_life:
+            ends = (their_work.fileno(), their_life.fileno())
+            command = [executable, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
+            try:
+                # What it prints goes where errors go: standard output belongs to the host's own results.
+                self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=2)
+            except OSError as error:
+                work.close()
+                life.close()
+                raise ConfigError(f"rank {rank} cannot be started: {error}") from error
+        self.work, self.life = Channel(Connection(work.detach())), Channel(Connection(life.detach()))
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def fate(self, wait_s: float = 1.0) -> str:
+        """Return what became of a process that has ended, or is about to."""
+        try:
+            status = self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if status < 0:
+            return f"was killed by {_signal_name(-status)}"
+        return f"ended with exit status {status}; its messages are on standard error"
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def end(self, *, kill: bool) -> None:
+        """End the process and forget it: by itself, unless that takes too long or ``kill`` says otherwise."""
+        if kill:
+            self._process.kill()
+        self.work.close()
+        self.life.close()
+        try:
+            self._process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            log.warning("rank %d (process %d) did not end by itself and is killed", self.rank, self.pid)
+            self._process.kill()
+            self._process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Pulse:
+    """Signs of life of a rank, from a thread that nothing else holds up; tells when the leader is gone.
+
+    Args:
+        life: Where they go.
+        on_silence: Called in that thread, once, when the other end closed or says goodbye.
+        parent: Number of the process that started this one, if it did.
+    """
+
+    def __init__(self, life: Channel, on_silence: Callable[[str], None], parent: int | None = None) -> None:
+        self._life, self._on_silence, self._parent = life, on_silence, parent
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dsv4lite-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._life.send(None)
+                self._on_silence(str(self._life.receive(HEARTBEAT_S)))
+                return
+            except TimeoutError:
+                if self._parent is None or os.getppid() == self._parent:
+                    continue
+                reason = "the engine's process is gone"
+            except Closed:
+                reason = "the leader is gone"
+            if not self._stop.is_set():
+                self._on_silence(reason)
+            return
+
+
+def connections(work: int, life: int) -> tuple[Channel, Channel]:
+    """Return a child's ends of its sockets."""
+    return Channel(Connection(work)), Channel(Connection(life))
+
+
+def settle_child(device: torch.device, ranks_here: int) -> None:
+    """Set up this process, which is ours, as that of one rank among ``ranks_here``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine's process decides what follows
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))

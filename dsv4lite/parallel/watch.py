@@ -1,0 +1,108 @@
+"""The leader's eye on its ranks: one thread that notices whoever dies, fails, or falls silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import cast
+
+from dsv4lite.parallel.channel import Channel, Closed
+from dsv4lite.parallel.launch import HEARTBEAT_S
+
+_NEVER = float("inf")
+_GRACE_S = 0.5  # when one rank fails, how long to look for another one whose death is the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A rank that is lost.
+
+    Attributes:
+        rank: Which.
+        reason: In words, without a subject: ``gave no sign of life for 10 s``.
+        error: What it raised, if it did.
+        gone: Its connection ended.
+    """
+
+    rank: int
+    reason: str = ""
+    error: BaseException | None = None
+    gone: bool = False
+
+
+class Watch:
+    """Looks after the connections of life of an engine's ranks.
+
+    Args:
+        ranks: Connection of each rank.
+        silence_s: Seconds without a sign of life after which a rank is lost.
+        on_loss: Called in the thread of the watch, once, with the first loss; of several at the same time, a death.
+    """
+
+    def __init__(self, ranks: Mapping[int, Channel], silence_s: float, on_loss: Callable[[Loss], None]) -> None:
+        self._ranks = dict(ranks)
+        self._silence_s = silence_s
+        self._on_loss = on_loss
+        self._stop = threading.Event()
+        self._decided = threading.Event()
+        self._deadline: tuple[float, int, str] | None = None
+        self._thread = threading.Thread(target=self._run, name="dsv4lite-ranks", daemon=True)
+        self._thread.start()
+
+    def expect(self, rank: int, within_s: float, what: str) -> None:
+        """Count a rank as lost unless ``content`` is called in time."""
+        self._deadline = (time.monotonic() + within_s, rank, f"did not {what} within {within_s:g} s")
+
+    def content(self) -> None:
+        """What was expected has come."""
+        self._deadline = None
+
+    def settle(self) -> None:
+        """Wait until a loss that is about to be noticed has been."""
+        self._decided.wait(_GRACE_S + 2 * HEARTBEAT_S)
+
+    def stop(self) -> None:
+        """Look no more; what ends from now on ends on purpose."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        seen = dict.fromkeys(self._ranks, _NEVER)  # silence counts from the first sign of life: starting Python takes its time
+        failed: dict[int, Loss] = {}
+        decide_at = _NEVER
+        while not self._stop.is_set():
+            present = {channel.connection: rank for rank, channel in self._ranks.items() if rank in seen}
+            for ready in wait(list(present), min(HEARTBEAT_S, max(0.0, decide_at - time.monotonic()))):
+                rank = present[cast(Connection, ready)]
+                try:
+                    message = self._ranks[rank].receive()
+                except Closed:
+                    del seen[rank]
+                    if rank not in failed:
+                        self._decide(Loss(rank=rank, gone=True))
+                        return
+                    continue
+                seen[rank] = time.monotonic()
+                if isinstance(message, BaseException):
+                    failed[rank] = Loss(rank=rank, reason=f"failed: {type(message).__name__}: {message}", error=message)
+                    decide_at = min(decide_at, time.monotonic() + _GRACE_S)
+            loss = self._overdue(seen, time.monotonic()) or (next(iter(failed.values())) if time.monotonic() >= decide_at else None)
+            if loss is not None:
+                self._decide(loss)
+                return
+
+    def _overdue(self, seen: Mapping[int, float], now: float) -> Loss | None:
+        for rank, last in seen.items():
+            if now - last > self._silence_s:
+                return Loss(rank=rank, reason=f"gave no sign of life for {self._silence_s:g} s")
+        deadline = self._deadline
+        return Loss(rank=deadline[1], reason=deadline[2]) if deadline is not None and now > deadline[0] else None
+
+    def _decide(self, loss: Loss) -> None:
+        if not self._stop.is_set():
+            self._on_loss(loss)
+        self._decided.set()
