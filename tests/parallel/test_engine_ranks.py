@@ -1,0 +1,238 @@
+"""Whole engines of several ranks on gloo: the same results as one rank, and an end for everybody when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.engine.rank import Prospect, common_plan
+from dsv4lite.engine.ranks import Ranks
+from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
+from dsv4lite.llm import LLM
+from dsv4lite.request import RequestOutput, SamplingParams
+from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
+
+VOCAB = SMALL["vocab_size"]
+PROMPTS = prompts_of((5, 40, 300, 300), VOCAB, seed=3)
+PROMPTS[3][:290] = PROMPTS[2][:290]  # a cached prefix
+ENOUGH_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def processes(llm: LLM) -> dict[int, int]:
+    """Process ids of an engine's ranks."""
+    ranks = engine_of(llm)._crew
+    assert isinstance(ranks, Ranks)
+    return {rank: process.pid for rank, process in ranks._processes.items()}
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def all_kinds(llm: LLM) -> list[RequestOutput]:
+    """Run requests of every kind, one of which is ended early and one of which comes too late."""
+    greedy = SamplingParams(max_tokens=8, temperature=0, logprobs=3, prompt_logprobs=1, return_routed_experts=True)
+    kinds = [
+        greedy,
+        SamplingParams(max_tokens=8, seed=1, n=3, logprobs=0, presence_penalty=0.5, stop_token_ids=(9,)),
+        SamplingParams(max_tokens=8, seed=2, structured_outputs={"regex": "[a-e]{4,8}"}),
+        SamplingParams(max_tokens=8, seed=3, bad_words_ids=((20, 21), (30,)), min_tokens=3),
+    ]
+    outputs = [
+        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], [replace(kind) for kind in kinds]),
+        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], greedy),
+    ]
+    late = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy, deadline=1e-6)
+    assert late.outputs[0].finish_reason == "deadline"
+    with llm.stream({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=500, ignore_eos=True)) as stream:
+        next(iter(stream))
+    return outputs
+
+
+def assert_same(left: list[RequestOutput], right: list[RequestOutput], tolerance: float = 1e-5) -> None:
+    for a, b in zip(left, right, strict=True):
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert (x.token_ids, x.finish_reason, x.stop_reason) == (y.token_ids, y.finish_reason, y.stop_reason)
+            for p, q in ((x.logprobs, y.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+                assert (p is None) == (q is None)
+                if p is not None and q is not None:
+                    torch.testing.assert_close(p.sampled, q.sampled, atol=tolerance, rtol=0)
+                    torch.testing.assert_close(p.values, q.values, atol=tolerance, rtol=0)
+            assert (x.routed_experts is None) == (y.routed_experts is None)
+            if x.routed_experts is not None and y.routed_experts is not None:
+                assert torch.equal(x.routed_experts, y.routed_experts)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[RequestOutput]:
+    """What one rank makes of the requests."""
+    with LLM(str(model), **MODEST) as llm:
+        return all_kinds(llm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"executor": "process"},
+        {"expert_parallel_size": 2, "executor": "thread"},
+    ],
+    ids=str,
+)
+def test_ranks_give_what_one_rank_gives(model: Path, expected: list[RequestOutput], settings: dict[str, Any]) -> None:
+    with LLM(str(model), **MODEST, **settings) as llm:
+        assert_same(all_kinds(llm), expected)
+        engine_of(llm).check().result(ENOUGH_S)
+        pids = processes(llm)
+        assert len(pids) == (llm.config.layout.world if llm.config.executor == "process" else llm.config.layout.world - 1)
+        started = time.monotonic()
+    assert time.monotonic() - started < ENOUGH_S and not any(map(is_alive, pids.values()))
+
+
+def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseException]:
+    """Send a signal to a rank, and return what open requests and the next one get."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    errors: list[BaseException] = []
+
+    def run(prompt: list[int]) -> None:
+        try:
+            llm.generate({"prompt_token_ids": prompt}, params)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(prompt,)) for prompt in (PROMPTS if busy else ())]
+    for thread in threads:
+        thread.start()
+    while busy and engine_of(llm).stats().steps < 5:
+        time.sleep(0.01)
+    pid = processes(llm)[rank]
+    os.kill(pid, number)
+    for thread in threads:
+        thread.join(ENOUGH_S)
+        assert not thread.is_alive()
+    run(PROMPTS[0])
+    return errors
+
+
+def children() -> set[str]:
+    return {child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()}
+
+
+def sockets() -> int:
+    count = 0
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            count += os.readlink(entry).startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank", "number", "reason", "busy"),
+    [
+        ({"executor": "process"}, 0, signal.SIGKILL, "was killed by SIGKILL", False),
+        ({"expert_parallel_size": 2, "executor": "thread"}, 1, signal.SIGKILL, "was killed by SIGKILL", True),
+        ({"expert_parallel_size": 2, "rank_timeout_s": 1.5}, 1, signal.SIGSTOP, "gave no sign of life for 1.5 s", True),
+    ],
+    ids=["process-idle", "thread", "stuck"],
+)
+def test_lost_rank_ends_every_request_with_its_name(
+    model: Path, settings: dict[str, Any], rank: int, number: int, reason: str, busy: bool
+) -> None:
+    before = children(), sockets(), threading.active_count()
+    with LLM(str(model), **MODEST, **settings) as llm:
+        pids = processes(llm)
+        errors = doomed(llm, rank, number, busy=busy)
+        assert len(errors) == (len(PROMPTS) if busy else 0) + 1
+        for error in errors:
+            assert isinstance(error, EngineDeadError)
+            assert error.rank == rank and error.phase == "step"
+            assert f"rank {rank} (process {pids[rank]}) {reason}" in str(error)
+        until = time.monotonic() + ENOUGH_S
+        while any(map(is_alive, pids.values())):  # before anybody closes the engine
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert (children(), sockets(), threading.active_count()) == before
+
+
+def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_path: Path) -> None:
+    before = children(), sockets(), threading.active_count()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError), LLM(str(tmp_path), **MODEST, executor="process"):
+        pass
+    assert (children(), sockets(), threading.active_count()) == before
+
+
+def test_layout_without_devices_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tp=2 .* has 2 ranks, one on each GPU, but this machine has \d+ CUDA devices"):
+        with LLM(str(model), tensor_parallel_size=torch.cuda.device_count() + 2, device="cuda") as llm:
+            raise AssertionError(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel_size": 3, "expert_parallel_size": 2}, "ep=2 does not fit tp=3"),
+        ({"tensor_parallel_size": 0}, "tp=0"),
+        ({"executor": "proces"}, "did you mean 'process'"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0"),
+        ({"rank_timeout_s": float("inf")}, "rank_timeout_s=inf"),
+        ({"start_timeout_s": "long"}, "start_timeout_s='long'"),
+        ({"device_mesh": object(), "process_group": object()}, "give one of them"),
+        ({"process_group": object(), "executor": "thread"}, "executor='thread' starts ranks of its own"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "is one device, but tp=2"),
+    ],
+)
+def test_settings_of_ranks_are_checked(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(model="somewhere", **settings)
+    assert named in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def prospect(model: Path) -> Prospect:
+    config = EngineConfig(model=str(model), **MODEST)
+    return Prospect.of(config, torch.device("cpu"), several=True)
+
+
+def test_ranks_with_other_settings_or_weights_are_told_apart(
+    model: Path, prospect: Prospect, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = write_model(tmp_path_factory.mktemp("other"), seed=1)
+    wide = write_model(tmp_path_factory.mktemp("wide"), {**SMALL, "moe_intermediate_size": 32})
+    config = prospect.config
+    for changed, named in (
+        (replace(config, max_num_seqs=9), "max_num_seqs is 9 on rank 1 and 8 on rank 0"),
+        (replace(config, model=str(other)), "the checkpoint is "),
+        (replace(config, model=str(wide)), "the model's config is "),
+    ):
+        survey = Prospect.of(changed, torch.device("cpu"), several=True).survey
+        with pytest.raises(ConfigError, match="made alike") as caught:
+            common_plan({0: prospect.survey, 1: survey})
+        assert named in str(caught.value)
+    moved = replace(config, progress=True, compile_cache_dir="elsewhere")
+    assert Prospect.of(moved, torch.device("cpu"), several=True).survey.facts == prospect.survey.facts
+
+
+def test_common_plan_is_what_the_poorest_rank_can_hold(prospect: Prospect) -> None:
+    rich = prospect.survey
+    sizes = replace(rich.plan.sizes, grow_pages=5, snapshots=rich.plan.sizes.snapshots + 1)
+    poor = replace(rich, plan=replace(rich.plan, sizes=sizes, kv_tokens=5 * 256, max_model_len=512, advice=("smaller",)))
+    plan = common_plan({1: poor, 0: rich})
+    assert plan.sizes == replace(rich.plan.sizes, grow_pages=5)
+    assert (plan.kv_tokens, plan.max_model_len, len(plan.per_device), plan.advice) == (1280, 512, 2, ("smaller",))

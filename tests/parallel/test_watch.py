@@ -1,0 +1,121 @@
+"""Who is noticed as lost, and how fast."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import pytest
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.parallel import watch
+from dsv4lite.parallel.channel import Channel
+from dsv4lite.parallel.launch import Pulse, RankProcess
+from dsv4lite.parallel.watch import Loss, Watch
+
+ENOUGH_S = 20.0
+
+
+class Life:
+    """Both ends of the connections of life of three ranks, and the watch over them."""
+
+    def __init__(self) -> None:
+        self.ours: dict[int, Channel] = {}
+        self.theirs: dict[int, Channel] = {}
+        for rank in range(3):
+            ends = socket.socketpair()
+            self.ours[rank], self.theirs[rank] = (Channel(Connection(end.detach())) for end in ends)
+        self.losses: SimpleQueue[Loss] = SimpleQueue()
+        self.watch = Watch(self.ours, 1.0, self.losses.put)
+
+    def loss(self) -> Loss:
+        return self.losses.get(timeout=ENOUGH_S)
+
+
+@pytest.fixture
+def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
+    monkeypatch.setattr(watch, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(watch, "_GRACE_S", 0.2)
+    life = Life()
+    yield life
+    life.watch.stop()
+    for channel in (*life.ours.values(), *life.theirs.values()):
+        channel.close()
+
+
+def test_watch_notices_a_death(life: Life) -> None:
+    life.theirs[1].close()
+    assert life.loss() == Loss(rank=1, gone=True)
+    life.watch.settle()  # returns, for it is decided
+
+
+def test_watch_blames_the_dead_for_what_others_stumble_over(life: Life) -> None:
+    life.theirs[0].send(RuntimeError("connection closed by peer"))
+    life.theirs[2].send(RuntimeError("connection closed by peer"))
+    life.theirs[2].close()  # one that has failed may end
+    life.theirs[1].close()
+    assert life.loss() == Loss(rank=1, gone=True)
+
+
+def test_watch_blames_who_failed_if_nobody_died(life: Life) -> None:
+    error = ValueError("of rank 2")
+    life.theirs[2].send(error)
+    life.theirs[2].close()
+    loss = life.loss()
+    assert (loss.rank, loss.reason, str(loss.error)) == (2, "failed: ValueError: of rank 2", "of rank 2")
+
+
+def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None:
+    stop = threading.Event()
+    for rank in (0, 1):
+        life.theirs[rank].send(None)
+    pulse = Pulse(life.theirs[0], lambda reason: stop.set())
+    assert life.loss() == Loss(rank=1, reason="gave no sign of life for 1 s")  # rank 2 is still starting
+    pulse.stop()
+    assert not stop.is_set()
+
+
+def test_watch_notices_what_takes_too_long(life: Life) -> None:
+    life.watch.expect(2, 0.1, "finish a step")
+    life.watch.content()
+    life.watch.expect(1, 0.1, "finish a step")
+    assert life.loss() == Loss(rank=1, reason="did not finish a step within 0.1 s")
+
+
+def test_watch_that_is_stopped_loses_nobody(life: Life) -> None:
+    life.watch.stop()
+    life.theirs[1].close()
+    time.sleep(0.1)
+    assert life.losses.empty()
+
+
+def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
+    reasons: SimpleQueue[str] = SimpleQueue()
+    pulse = Pulse(life.theirs[0], reasons.put)
+    life.watch.stop()
+    life.ours[0].close()
+    assert reasons.get(timeout=ENOUGH_S) == "the leader is gone"
+    pulse.stop()
+
+
+def test_rank_that_ends_early_is_told_by_its_status() -> None:
+    process = RankProcess(3, "sys")  # which has no main
+    try:
+        assert process.rank == 3 and os.getpgid(process.pid) == os.getpgid(0)
+        assert process.fate(ENOUGH_S) == "ended with exit status 1; its messages are on standard error"
+    finally:
+        process.end(kill=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_program_that_is_no_interpreter_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ConfigError, match="Python processes"):
+        RankProcess(0, "sys")
