@@ -195,6 +195,7 @@ def test_layout_without_devices_is_refused(model: Path) -> None:
         ({"start_timeout_s": "long"}, "start_timeout_s='long'"),
         ({"device_mesh": object(), "process_group": object()}, "give one of them"),
         ({"process_group": object(), "executor": "thread"}, "executor='thread' starts ranks of its own"),
+        ({"executor": "process", "dump_dir": "somewhere"}, "saved in the engine's own process only"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "is one device, but tp=2"),
     ],
 )
