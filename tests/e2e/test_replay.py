@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4lite.__main__ import main
 from dsv4lite.config import tiny_model
-from dsv4lite.engine import engine as engine_file
+from dsv4lite.engine import rank
 from dsv4lite.engine import recorder as recorder_file
 from dsv4lite.engine.dump import StepDump
 from dsv4lite.engine.graphs import GraphShape
@@ -89,7 +89,7 @@ def paged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         begin(recorder, plan, graph)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_file, "choose_numerics", on_paged_state)
+        patch.setattr(rank, "choose_numerics", on_paged_state)
         patch.setattr(StepRecorder, "begin", choose)
         with opened(tiny_model(), dump_dir=folder / "failures", max_num_batched_tokens=64) as llm:
             llm.generate_batch(prompts_of((60, 40), 4096, seed=5), some())
