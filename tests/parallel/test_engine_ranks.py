@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.rank import Prospect, common_plan
 from dsv4lite.engine.ranks import Ranks
-from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
+from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP
 from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
 
 VOCAB = SMALL["vocab_size"]
@@ -63,6 +65,19 @@ def all_kinds(llm: LLM) -> list[RequestOutput]:
     return outputs
 
 
+class Repeat:
+    """A speculator of the host's own, which no other process could make."""
+
+    def __init__(self) -> None:
+        self.k, self.lock = 2, threading.Lock()
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        return token_ids[-max_drafts:]
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
 def assert_same(left: list[RequestOutput], right: list[RequestOutput], tolerance: float = 1e-5) -> None:
     for a, b in zip(left, right, strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):
@@ -87,10 +102,10 @@ def expected(model: Path) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"executor": "process"},
-        {"expert_parallel_size": 2, "executor": "thread"},
+        {"executor": "process", "speculative": MTP(2)},
+        {"expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
     ],
-    ids=str,
+    ids=["process", "thread"],
 )
 def test_ranks_give_what_one_rank_gives(model: Path, expected: list[RequestOutput], settings: dict[str, Any]) -> None:
     with LLM(str(model), **MODEST, **settings) as llm:
@@ -175,6 +190,12 @@ def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_pa
     with pytest.raises(CheckpointError), LLM(str(tmp_path), **MODEST, executor="process"):
         pass
     assert (children(), sockets(), threading.active_count()) == before
+
+
+def test_drafts_of_the_model_are_refused_for_several_ranks(model: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\),\) with tp=1 ep=2"):
+        with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", speculative=MTP()) as llm:
+            raise AssertionError(llm)
 
 
 def test_layout_without_devices_is_refused(model: Path) -> None:
