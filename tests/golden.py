@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dsv4lite.models.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.quant import Numerics
 
 OFFICIAL_OUTPUTS = Path(__file__).parent / "data" / "v4-official-A.safetensors"
@@ -105,9 +106,11 @@ def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
     return model
 
 
-def poisoned(config: V4Config, numerics: Numerics, *, with_mtp: bool = False) -> DeepseekV4:
+def poisoned(
+    config: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, dispatcher: str = "auto", with_mtp: bool = False
+) -> DeepseekV4:
     """Build a model whose every parameter is NaN (or an impossible expert), so that one that is not filled shows."""
-    model = DeepseekV4(config, numerics, with_mtp=with_mtp)
+    model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, with_mtp=with_mtp)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)

@@ -94,9 +94,28 @@ class StateLayout:
     copies: int = 1
 
     @classmethod
-    def of(cls, config: V4Config, *, dtype: torch.dtype, quantized: bool, with_mtp: bool, drafts: int = 0) -> StateLayout:
-        """Choose formats: packed FP8 rows and FP4 keys for quantized models, plain rows otherwise."""
-        ratios, copies = config.ratios if with_mtp else config.ratios[: config.num_hidden_layers], 1 + drafts
+    def of(
+        cls,
+        config: V4Config,
+        *,
+        dtype: torch.dtype,
+        quantized: bool,
+        with_mtp: bool,
+        drafts: int = 0,
+        layers: range | None = None,
+    ) -> StateLayout:
+        """Choose formats: packed FP8 rows and FP4 keys for quantized models, plain rows otherwise.
+
+        Args:
+            config: The model.
+            dtype: Of plain rows.
+            quantized: Whether the model is.
+            with_mtp: Whether the blocks of a drafter have state.
+            drafts: Most drafts of a sequence in a step.
+            layers: Hidden layers that have state; default is all.
+        """
+        held = slice(None, config.num_hidden_layers) if layers is None else slice(layers.start, layers.stop)
+        ratios, copies = config.ratios[held] + (config.ratios[config.num_hidden_layers :] if with_mtp else ()), 1 + drafts
         if quantized:
             return cls(kv=Fp8Kv(config.nope_dim, config.rope_dim), key=Fp4Key(config.index_dim), ratios=ratios, copies=copies)
         return cls(kv=PlainRow(config.head_dim, dtype), key=PlainRow(config.index_dim, dtype), ratios=ratios, copies=copies)

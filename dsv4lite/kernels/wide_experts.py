@@ -31,12 +31,12 @@ def wide_experts_forward(
     w13: Tensor,
     w2: Tensor,
     limit: float,
-    shared_TD: Tensor,
+    shared_TD: Tensor | None = None,
     *,
     row_tile: int | None = None,
     round_inputs: bool = False,
 ) -> Tensor:
-    """Run every token through its experts and sum, in the order of k; the shared one last.
+    """Run every token through its experts and sum, in the order of k.
 
     Args:
         x_TD: Inputs, float32 or bfloat16.
@@ -45,12 +45,12 @@ def wide_experts_forward(
         w13: [E, 2 I, D], the rows of w1 (gate) above those of w3 (up).
         w2: [E, D, I].
         limit: Of the activation.
-        shared_TD: The shared expert's result, in the dtype of ``x``.
+        shared_TD: The shared expert's result, in the dtype of ``x``; added last.
         row_tile: As for ``gemm.matmul_rows``; the kernels do without.
         round_inputs: Both products see their inputs rounded to FP8, 1x128, as quantized models do: by the reference only.
 
     Returns:
-        [T, D] in the dtype of ``x``.
+        float32 [T, D]; with ``shared_TD``, rounded to the dtype of ``x``.
     """
     if use_triton(x_TD) and not round_inputs:
         from dsv4lite.kernels.wide_experts_triton import wide_experts_forward_triton
@@ -68,7 +68,7 @@ def wide_experts_forward_ref(
     w13: Tensor,
     w2: Tensor,
     limit: float,
-    shared_TD: Tensor,
+    shared_TD: Tensor | None = None,
     *,
     row_tile: int | None = None,
     round_inputs: bool = False,
@@ -90,10 +90,10 @@ def wide_experts_forward_ref(
         outputs = [one(e, x_TD, weight_TK[:, k : k + 1]) for k, e in chosen]
     else:
         outputs = list(_by_expert(one, x_TD, chosen_TK, weight_TK, w2).unbind(1))
-    total = shared_TD.new_zeros((), dtype=torch.float32) if not outputs else outputs[0]
+    total = outputs[0] if outputs else x_TD.new_zeros(x_TD.shape, dtype=torch.float32)
     for output in outputs[1:]:
         total = total + output
-    return (total + shared_TD.float()).to(dtype)
+    return total if shared_TD is None else (total + shared_TD.float()).to(dtype)
 
 
 def _by_expert(

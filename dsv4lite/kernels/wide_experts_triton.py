@@ -162,7 +162,16 @@ def _down_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y, chosen, shared, out, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, GPU: tl.constexpr
+    y,
+    chosen,
+    shared,
+    out,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GPU: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,21 +180,24 @@ def _combine_kernel(
     for k in tl.static_range(TOP_K):
         here = only_if(tl.load(chosen + token * TOP_K + k) < EXPERTS, inside)
         total += tl.load(y + (token * TOP_K + k) * HIDDEN + column, mask=here, other=0.0).to(tl.float32)
-    total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     total = rounded(total, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty)
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 
 
 def wide_experts_forward_triton(
-    x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, w13: Tensor, w2: Tensor, limit: float, shared_TD: Tensor
+    x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, w13: Tensor, w2: Tensor, limit: float, shared_TD: Tensor | None = None
 ) -> Tensor:
     """See ``wide_experts.wide_experts_forward``."""
     (tokens, top_k), (experts, hidden, width) = chosen_TK.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w13.is_contiguous() and w2.is_contiguous(), (w13.shape, w2.shape)
-    assert x_TD.shape == shared_TD.shape == (tokens, hidden) and x_TD.is_contiguous() and shared_TD.is_contiguous()
-    assert x_TD.dtype == w13.dtype == w2.dtype == shared_TD.dtype and x_TD.dtype in (torch.bfloat16, torch.float32), x_TD.dtype
+    assert x_TD.shape == (tokens, hidden) and x_TD.is_contiguous()
+    assert x_TD.dtype == w13.dtype == w2.dtype and x_TD.dtype in (torch.bfloat16, torch.float32), x_TD.dtype
+    if shared_TD is not None:
+        assert shared_TD.shape == x_TD.shape and shared_TD.dtype == x_TD.dtype and shared_TD.is_contiguous()
     assert chosen_TK.is_contiguous() and weight_TK.is_contiguous() and weight_TK.dtype == torch.float32
-    out = torch.empty_like(shared_TD)
+    out = torch.empty_like(x_TD, dtype=torch.float32 if shared_TD is None else x_TD.dtype)
     if tokens == 0:
         return out
     pairs, device = tokens * top_k, x_TD.device
@@ -206,8 +218,9 @@ def wide_experts_forward_triton(
     )
     _down_kernel[(count * triton.cdiv(hidden, OUTS),)](u, w2, order, owner, blocks, y, pairs, **sizes, **launch)
     _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        y, chosen_TK, shared_TD, out,
-        EXPERTS=experts, HIDDEN=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, GPU=x_TD.is_cuda, num_warps=4, enable_fp_fusion=True,
+        y, chosen_TK, out if shared_TD is None else shared_TD, out,
+        EXPERTS=experts, HIDDEN=hidden, TOP_K=top_k, SHARED=shared_TD is not None, BLOCK=_SUM_BLOCK, GPU=x_TD.is_cuda,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -231,7 +244,7 @@ def variants() -> list[Variant]:
     """Return both blocks and both dtypes at V4-Flash's sizes."""
     hidden, width, experts, top_k = 4096, 2048, 256, 6
     grouped = {"EXPERTS": experts, "BINS": _bins(experts), "ROWS": BLOCKS[-1][1].rows, "CHUNK": _SCAN_CHUNK}
-    summed = {"EXPERTS": experts, "HIDDEN": hidden, "TOP_K": top_k, "BLOCK": _SUM_BLOCK, "GPU": True}
+    summed = {"EXPERTS": experts, "HIDDEN": hidden, "TOP_K": top_k, "SHARED": True, "BLOCK": _SUM_BLOCK, "GPU": True}
     work = {"pairs": "i32", **dict.fromkeys(("order", "owner", "blocks"), "*i32")}
     found = [
         Variant(kernel=_group_kernel, signature={"chosen": "*i64", **work}, constants=grouped),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.engine.cache import LayerCache, StateLayout
+from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
@@ -28,6 +29,9 @@ from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.moe import MoE
+from dsv4lite.models.share import Share
+from dsv4lite.parallel.experts import DispatcherFactory
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -146,12 +150,13 @@ class Compressor(nn.Module):
 class Attention(nn.Module):
     """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.numerics = numerics
+        self.numerics, self.tp = numerics, share.mesh.tp
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        heads, channels = c.num_attention_heads, c.head_dim
+        self.heads, self.groups = share.heads, share.groups
+        heads, channels = share.heads, c.head_dim
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
@@ -159,8 +164,8 @@ class Attention(nn.Module):
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
         self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
-        self.wo_a = dense(c.o_groups, c.o_lora_rank, heads * channels // c.o_groups)
-        self.wo_b = dense(c.hidden_size, c.o_groups * c.o_lora_rank, rounds_input=True)
+        self.wo_a = dense(share.groups, c.o_lora_rank, heads * channels // share.groups)
+        self.wo_b = dense(c.hidden_size, share.groups * c.o_lora_rank, rounds_input=True)
         self.kv_format: RowFormat = Fp8Kv(c.nope_dim, c.rope_dim) if numerics.quantized else PlainRow(channels, numerics.dtype)
         self.key_format: RowFormat = Fp4Key(c.index_dim) if numerics.quantized else PlainRow(c.index_dim, numerics.dtype)
         if self.ratio:
@@ -185,7 +190,7 @@ class Attention(nn.Module):
         if self.numerics.quantized:
             kv_TC = self.kv_format.simulate(kv_TC)
         query = linear(qr_TR, self.wq_b)
-        q_THC = query[:, : c.num_attention_heads * c.head_dim].view(tokens, c.num_attention_heads, c.head_dim)
+        q_THC = query[:, : self.heads * c.head_dim].view(tokens, self.heads, c.head_dim)
         q_THC = rope(rms_norm_heads(q_THC, c.norm_eps), *angles)
         cache.window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
 
@@ -194,7 +199,7 @@ class Attention(nn.Module):
             projected = linear(x_TD, self.compress_in, torch.float32)
             self._compress(projected, batch, cache)
             if self.kind == "csa":
-                iq_THC = query[:, c.num_attention_heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
+                iq_THC = query[:, self.heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
                 index = (self._round_index(rope(iq_THC, *angles)), self._index_weights(projected, x_TD.dtype))
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
         return self.project_out(rope(o_THC, *angles, inverse=True))
@@ -211,7 +216,7 @@ class Attention(nn.Module):
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         qr_TR, qr_scales, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window)
         query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
-        heads = (c.num_attention_heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
+        heads = (self.heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
         q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
         del query
         selected_TK: Tensor | None = None
@@ -317,12 +322,15 @@ class Attention(nn.Module):
 
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
-        o_TGK = o_THC.reshape(o_THC.shape[0], self.config.o_groups, -1)
-        return linear(grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
+        o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
+        z_TK = grouped_linear(o_TGK, self.wo_a).flatten(1)
+        if self.tp.size == 1:
+            return linear(z_TK, self.wo_b)
+        return self.tp.all_reduce(linear(z_TK, self.wo_b, torch.float32)).to(z_TK.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
-        head_rows, index_rows = c.num_attention_heads * c.head_dim, c.index_heads * c.index_dim
+        head_rows, index_rows = self.heads * c.head_dim, c.index_heads * c.index_dim
         yield prefix + "attn_sink", TensorSlot(self.attn_sink)
         yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
         yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
@@ -365,13 +373,13 @@ class Hc(nn.Module):
 class Block(nn.Module):
     """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
         super().__init__()
         self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
-        self.attn = Attention(config, numerics, layer)
-        self.ffn = MoE(config, numerics, hashed=config.hashed(layer))
+        self.attn = Attention(config, numerics, share, layer)
+        self.ffn = MoE(config, numerics, share, hashed=config.hashed(layer))
 
     def forward(self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
@@ -395,7 +403,7 @@ class Block(nn.Module):
 class Mtp(nn.Module):
     """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
@@ -403,7 +411,7 @@ class Mtp(nn.Module):
         self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.hc_head = Hc(config, numerics, head=True)
-        self.block = Block(config, numerics, layer)
+        self.block = Block(config, numerics, share, layer)
 
     def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
         """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
@@ -421,27 +429,52 @@ class Mtp(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """The whole model.
+    """The whole model, or one rank's share of it.
 
     Parameters are allocated, not initialised: fill them through ``slots()``, which names a checkpoint's tensors and their places.
+
+    Args:
+        config: Sizes of the whole model.
+        numerics: Arithmetic and device.
+        mesh: This rank's place among those that share the model; default is that there are no others.
+        dispatcher: How tokens get to experts on other ranks (``parallel/experts.py``): a name, or what makes one.
+        with_mtp: Whether the last stage has a drafter: the MTP blocks, or DSpark.
+
+    Raises:
+        ConfigError: The model cannot be shared so.
+        UnsupportedError: Nor can its drafter.
     """
 
-    def __init__(self, config: V4Config, numerics: Numerics, *, with_mtp: bool = False) -> None:
+    def __init__(
+        self,
+        config: V4Config,
+        numerics: Numerics,
+        mesh: Mesh | None = None,
+        *,
+        dispatcher: str | DispatcherFactory = "auto",
+        with_mtp: bool = False,
+    ) -> None:
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        self.embed = parameter(c.vocab_size, c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        self.head = Matrix(c.vocab_size, c.hidden_size, numerics=numerics)
-        self.norm = parameter(c.hidden_size, numerics=numerics)
-        self.hc_head = Hc(c, numerics, head=True)
-        self.layers = nn.ModuleList(Block(c, numerics, i) for i in range(c.num_hidden_layers))
-        count = c.num_mtp_layers if with_mtp else 0
-        self.mtp = nn.ModuleList(Mtp(c, numerics, c.num_hidden_layers + i) for i in range(count))
+        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher)
+        drafts = with_mtp and share.last and c.num_draft_layers > 0
+        if drafts and c.dspark is not None and (share.mesh.tp.size > 1 or not share.first):
+            raise UnsupportedError(f"the DSpark drafter with {share.mesh.layout}: it needs tp=1 and pp=1; turn speculation off")
+        if share.first or drafts:
+            self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if share.last:
+            self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
+            self.norm = parameter(c.hidden_size, numerics=numerics)
+            self.hc_head = Hc(c, numerics, head=True)
+        self.layers = nn.ModuleList(Block(c, numerics, share, i) for i in share.layers)
+        count = c.num_mtp_layers if drafts else 0
+        self.mtp = nn.ModuleList(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(count))
         self.dspark: DSparkDrafter | None = None
-        if with_mtp and c.dspark is not None:
+        if drafts and c.dspark is not None:
             from dsv4lite.models.dspark import DSparkDrafter  # which is made of the blocks above
 
-            self.dspark = DSparkDrafter(c, c.dspark, numerics)
+            self.dspark = DSparkDrafter(c, c.dspark, numerics, share)
         self.rotary = Rotary.of(
             main=rope_frequencies(c.rope_dim, c.rope_theta),
             compress=rope_frequencies(
@@ -459,21 +492,27 @@ class DeepseekV4(nn.Module):
     @property
     def layout(self) -> StateLayout:
         """Formats of this model's state."""
-        drafts = len(self.mtp) > 0 or self.dspark is not None
-        return StateLayout.of(self.config, dtype=self.numerics.dtype, quantized=self.numerics.quantized, with_mtp=drafts)
+        numerics, with_mtp = self.numerics, len(self.mtp) > 0 or self.dspark is not None
+        return StateLayout.of(
+            self.config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp, layers=self.share.layers
+        )
 
     @property
     def paged(self) -> bool:
         """Whether steps run in the ops that work on packed rows."""
         return self.numerics.paged
 
-    def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
-        """Run a step's tokens; return the final streams [T, N, D].
+    def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
+        """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
 
         A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
+
+        Args:
+            batch: The tokens.
+            caches: State of these layers, then of the drafter's.
+            streams_TND: What the stage before this one returned; the first has none before it.
         """
-        embedded_TD = self.embed[batch.token_ids_T]
-        streams = self._streams(embedded_TD[:, None].repeat(1, self.config.streams, 1), batch)
+        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND, batch)
         drafter, taps = self.dspark if len(caches) > len(self.layers) else None, []
         for i, block in enumerate(self.layers):
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
@@ -482,6 +521,19 @@ class DeepseekV4(nn.Module):
         if drafter is not None:
             drafter.feed(torch.cat(taps, -1), batch, caches[len(self.layers) :])
         return streams.final()
+
+    def _enter(self, token_ids_T: Tensor) -> Tensor:
+        """Return the streams [T, N, D] that tokens begin with."""
+        return self._embed(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        """Return embeddings [T, D]; each comes from the rank that has its row, and nothing from the others."""
+        tp, vocab = self.share.mesh.tp, self.share.vocab
+        if tp.size == 1:
+            return self.embed[token_ids_T]
+        row_T = token_ids_T - vocab.start
+        found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
+        return tp.all_reduce(torch.where(found_T1, self.embed[row_T.clamp(0, len(vocab) - 1)], 0))
 
     def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
         rounded = self.numerics.quantized and isinstance(batch, PagedBatch)
@@ -502,7 +554,7 @@ class DeepseekV4(nn.Module):
         """
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams = self._streams(mtp.mix(streams_TND, self.embed[batch.token_ids_T]), batch)
+        streams = self._streams(mtp.mix(streams_TND, self._embed(batch.token_ids_T)), batch)
         mtp.block(streams, batch, cache)
         return streams.final()
 
@@ -515,7 +567,7 @@ class DeepseekV4(nn.Module):
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor) -> Tensor:
         c = self.config
         y_TD = hc_head(streams_TND, hc.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
-        return linear(rms_norm(y_TD, norm, c.norm_eps), self.head, torch.float32)
+        return self.share.mesh.tp.all_gather(linear(rms_norm(y_TD, norm, c.norm_eps), self.head, torch.float32), dim=1)
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
@@ -525,14 +577,13 @@ class DeepseekV4(nn.Module):
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
-        named: dict[str, Slot] = {
-            "embed.weight": TensorSlot(self.embed),
-            "head.weight": self.head.whole(),
-            "norm.weight": TensorSlot(self.norm),
-            **dict(self.hc_head.slots("hc_head")),
-        }
-        for group, prefix in ((self.layers, "layers"), (self.mtp, "mtp")):
-            for i, part in enumerate(group):
+        named: dict[str, Slot] = {}
+        if self.share.first or self.mtp or self.dspark is not None:
+            named["embed.weight"] = TensorSlot(self.embed)
+        if self.share.last:
+            named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
+        for group, prefix, first in ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0)):
+            for i, part in enumerate(group, first):
                 assert isinstance(part, (Block, Mtp))
                 named.update(part.slots(f"{prefix}.{i}."))
         if self.dspark is not None:

@@ -32,6 +32,7 @@ from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4 import Attention, Block, Hc, Streams
+from dsv4lite.models.share import Share
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Rounded, TensorSlot, linear, parameter, rounded_linear
 
 Pick = Callable[[Tensor, int], Tensor]
@@ -121,14 +122,14 @@ class DraftBlock:
 class DSparkDrafter(nn.Module):
     """Three sliding-window blocks and two small heads; embedding and output head are the main model's."""
 
-    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics) -> None:
+    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, share: Share) -> None:
         super().__init__()
         d, rank = config.hidden_size, dspark.markov_rank
         self.config, self.numerics, self.block = config, numerics, dspark.block
         self.targets, self.noise_token_id = dspark.targets, dspark.noise_token_id
         self.main_proj = Matrix(d, d * len(dspark.targets), numerics=numerics, rounds_input=True, fp8=True)
         self.main_norm, self.norm = parameter(d, numerics=numerics), parameter(d, numerics=numerics)
-        self.stages = nn.ModuleList(Block(config, numerics, config.num_hidden_layers + i) for i in range(dspark.stages))
+        self.stages = nn.ModuleList(Block(config, numerics, share, config.num_hidden_layers + i) for i in range(dspark.stages))
         self.hc_head = Hc(config, numerics, head=True)
         self.markov_w1 = parameter(config.vocab_size, rank, numerics=numerics, dtype=numerics.dtype)
         self.markov_w2 = Matrix(config.vocab_size, rank, numerics=numerics)

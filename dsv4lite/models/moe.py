@@ -16,12 +16,16 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
+from dsv4lite.models.share import Share
+from dsv4lite.parallel.eplb import Placement
+from dsv4lite.parallel.experts import Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     Matrix,
     NamedSlots,
     Numerics,
     Rounded,
+    Slot,
     TensorSlot,
     TiledStack,
     linear,
@@ -33,18 +37,21 @@ from dsv4lite.weights.quant import (
 class WideExperts(nn.Module):
     """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
 
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
-        self.limit, self.width, self.count = config.swiglu_limit, config.expert_width, config.num_experts
-        self.w13 = Matrix(self.count, 2 * self.width, config.hidden_size, numerics=numerics, rounds_input=True)
-        self.w2 = Matrix(self.count, config.hidden_size, self.width, numerics=numerics, rounds_input=True)
+        self.limit, self.width, self.count = config.swiglu_limit, width, count
+        self.w13 = Matrix(count, 2 * width, config.hidden_size, numerics=numerics, rounds_input=True)
+        self.w2 = Matrix(count, config.hidden_size, width, numerics=numerics, rounds_input=True)
 
-    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
-        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        w13, w2 = self.w13, self.w2
+    def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
+        """Sum the chosen experts in float32, in the order of k; with ``shared_TD``, add that and round to its dtype, [T, D].
+
+        A slot that does not exist adds nothing.
+        """
+        (x_TD,), w13, w2 = rows, self.w13, self.w2
         return wide_experts_forward(
             x_TD,
-            chosen_TK,
+            slots_TK,
             weight_TK,
             w13.weight,
             w2.weight,
@@ -54,50 +61,52 @@ class WideExperts(nn.Module):
             round_inputs=w13.rounds_input,
         )
 
-    def slots(self, prefix: str) -> NamedSlots:
-        for e in range(self.count):
-            yield f"{prefix}{e}.w1.weight", self.w13.rows(0, self.width, expert=e)
-            yield f"{prefix}{e}.w3.weight", self.w13.rows(self.width, 2 * self.width, expert=e)
-            yield f"{prefix}{e}.w2.weight", self.w2.rows(0, self.w2.weight.shape[1], expert=e)
+    def places(self, slot: int) -> dict[str, Slot]:
+        """Return where the matrices of the expert in a slot go."""
+        return {
+            "w1": self.w13.rows(0, self.width, expert=slot),
+            "w3": self.w13.rows(self.width, 2 * self.width, expert=slot),
+            "w2": self.w2.rows(0, self.w2.weight.shape[1], expert=slot),
+        }
 
 
 class TiledExperts(nn.Module):
     """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
 
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
-        hidden, width, fp4 = config.hidden_size, config.expert_width, numerics.resident_experts == "fp4"
-        self.limit, self.count = config.swiglu_limit, config.num_experts
-        self.w13 = TiledStack(self.count, 2 * width, hidden, fp4=fp4, device=numerics.device)
-        self.w2 = TiledStack(self.count, hidden, width, fp4=fp4, device=numerics.device)
+        hidden, fp4 = config.hidden_size, numerics.resident_experts == "fp4"
+        self.limit, self.count = config.swiglu_limit, count
+        self.w13 = TiledStack(count, 2 * width, hidden, fp4=fp4, device=numerics.device)
+        self.w2 = TiledStack(count, hidden, width, fp4=fp4, device=numerics.device)
 
-    def forward(self, rounded: Rounded, chosen_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor) -> Tensor:
-        """Sum the chosen experts in float32, in the order of their ids, and the shared one, [T, D]."""
-        return experts_forward(*rounded, chosen_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
+    def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
+        """Do the same as ``WideExperts``, with inputs in FP8."""
+        codes, scales = rows
+        return experts_forward(codes, scales, slots_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
 
-    def slots(self, prefix: str) -> NamedSlots:
-        for e in range(self.count):
-            yield f"{prefix}{e}.w1.weight", self.w13.slot(e, 0)
-            yield f"{prefix}{e}.w3.weight", self.w13.slot(e, 1)
-            yield f"{prefix}{e}.w2.weight", self.w2.slot(e)
+    def places(self, slot: int) -> dict[str, Slot]:
+        """Return where the matrices of the expert in a slot go."""
+        return {"w1": self.w13.slot(slot, 0), "w3": self.w13.slot(slot, 1), "w2": self.w2.slot(slot)}
 
 
 class SharedExpert(nn.Module):
-    """The clamped SwiGLU expert of every token; w1 (gate) lies above w3 (up)."""
+    """The clamped SwiGLU expert of every token, or one rank's part of its width; w1 (gate) lies above w3 (up)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, width: int) -> None:
         super().__init__()
-        self.limit, self.width = config.swiglu_limit, config.expert_width
+        self.limit, self.width = config.swiglu_limit, width
         dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
-        self.w13 = dense(2 * self.width, config.hidden_size, borders=[self.width])
-        self.w2 = dense(config.hidden_size, self.width)
+        self.w13 = dense(2 * width, config.hidden_size, borders=[width])
+        self.w2 = dense(config.hidden_size, width)
 
-    def forward(self, x_TD: Tensor, rounded: Rounded | None) -> Tensor:
-        """Return [T, D]; ``rounded`` is ``x`` in FP8, where somebody has it already."""
+    def forward(self, x_TD: Tensor, rounded: Rounded | None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return [T, D], by default in the dtype of ``x``; ``rounded`` is ``x`` in FP8, where somebody has it already."""
+        dtype = dtype or x_TD.dtype
         h_TI = linear(x_TD, self.w13, rounded=rounded)
         if self.w2.scale is not None:
-            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, x_TD.dtype)
-        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2)
+            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, dtype)
+        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2, dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "w1.weight", self.w13.rows(0, self.width)
@@ -108,13 +117,18 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, *, hashed: bool) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
+        self.share = share
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, c.expert_width)
-        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(c, numerics)
-        self.shared = SharedExpert(c, numerics)
+        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_width)
+        self.placement = Placement.consecutive(c.num_experts, share.mesh.ep.size)
+        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(
+            c, numerics, self.placement.slots_per_rank, share.expert_width
+        )
+        self.shared = SharedExpert(c, numerics, share.shared_width)
+        self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
         self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
@@ -138,9 +152,11 @@ class MoE(nn.Module):
             positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
         """
         c = self.config
+        rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
-            rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-        shared_TD = self.shared(x_TD, rounded)
+            rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+        # Another copy of this rank, if there is one, adds the same.
+        shared_TD = self.shared(x_TD, rounded, self.share.partial_dtype(x_TD.dtype)) if self.share.leads else None
         chosen_TK, weight_TK = route(
             linear(x_TD, self.gate, torch.float32),
             c.experts_per_token,
@@ -152,10 +168,12 @@ class MoE(nn.Module):
         )
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
-        if isinstance(self.experts, WideExperts):
-            return self.experts.forward(x_TD, chosen_TK, weight_TK, shared_TD)
-        assert rounded is not None
-        return self.experts.forward(rounded, chosen_TK, weight_TK, shared_TD)
+        if self.dispatch is None:
+            return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
+        sums_TD = self.dispatch(rows, chosen_TK, weight_TK, self.experts.forward)
+        if shared_TD is not None:
+            sums_TD = sums_TD + shared_TD
+        return self.share.peers.all_reduce(sums_TD).to(x_TD.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
@@ -163,5 +181,7 @@ class MoE(nn.Module):
             yield prefix + "gate.bias", TensorSlot(self.bias)
         if self.tid2eid is not None:
             yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
-        yield from self.experts.slots(prefix + "experts.")
+        for slot, expert in enumerate(self.placement.held_by(self.share.mesh.ep.rank)):
+            for name, place in self.experts.places(slot).items():
+                yield f"{prefix}experts.{expert}.{name}.weight", place
         yield from self.shared.slots(prefix + "shared_experts.")

@@ -15,7 +15,8 @@ from dsv4lite.weights.checkpoint import ExpertFormat
 
 TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
 
-# Cut as the official converter does. Scales follow their weights. Heads of an output group stay together: tp is at most o_groups.
+# Scales follow their weights. Heads of an output group stay together: tp is at most o_groups. The latent rows have one head, so
+# whatever makes them and chooses among them is on every rank.
 _BLOCK_SHARDING: Mapping[str, Rule] = {
     "attn_norm": Replicate(),
     "ffn_norm": Replicate(),
@@ -37,8 +38,8 @@ _BLOCK_SHARDING: Mapping[str, Rule] = {
     "attn.compressor.wkv": Replicate(),
     "attn.compressor.wgate": Replicate(),
     "attn.compressor.norm": Replicate(),
-    "attn.indexer.wq_b": Split(0),
-    "attn.indexer.weights_proj": Split(0),
+    "attn.indexer.wq_b": Replicate(),
+    "attn.indexer.weights_proj": Replicate(),
     "attn.indexer.compressor.ape": Replicate(),
     "attn.indexer.compressor.wkv": Replicate(),
     "attn.indexer.compressor.wgate": Replicate(),
@@ -46,12 +47,12 @@ _BLOCK_SHARDING: Mapping[str, Rule] = {
     "ffn.gate": Replicate(),
     "ffn.gate.tid2eid": Replicate(),
     "ffn.gate.bias": Replicate(),
-    "ffn.experts.*.w1": Experts(),
-    "ffn.experts.*.w2": Experts(),
-    "ffn.experts.*.w3": Experts(),
-    "ffn.shared_experts.w1": Replicate(),
-    "ffn.shared_experts.w2": Replicate(),
-    "ffn.shared_experts.w3": Replicate(),
+    "ffn.experts.*.w1": Experts(0),
+    "ffn.experts.*.w2": Experts(1),
+    "ffn.experts.*.w3": Experts(0),
+    "ffn.shared_experts.w1": Split(0),
+    "ffn.shared_experts.w2": Split(1),
+    "ffn.shared_experts.w3": Split(0),
 }
 
 V4_SHARDING: Mapping[str, Rule] = {

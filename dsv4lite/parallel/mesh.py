@@ -156,6 +156,13 @@ class Mesh:
         return cls()
 
     @classmethod
+    def outline(cls, layout: Layout, rank: int) -> Mesh:
+        """Return the mesh of one rank without its groups: for the sizes of what it would hold, not for collectives."""
+        place = layout.place(rank)
+        axes = {name: Axis(name, getattr(place, name), getattr(layout, name), _Outline()) for name in AXES}
+        return cls(layout=layout, rank=rank, replica=None, **axes)
+
+    @classmethod
     def from_groups(
         cls, *, tp: Group | None = None, ep: Group | None = None, dp: Group | None = None, pp: Group | None = None
     ) -> Mesh:
@@ -256,6 +263,10 @@ def join_store(host: str, port: int) -> Store:
     """Return another process's store."""
     store: Store = dist.TCPStore(host, port, None, is_master=False)  # type: ignore[attr-defined]
     return store
+
+
+class _Outline:
+    """Stands where a process group would be."""
 
 
 def _axis(name: str, group: Group) -> Axis:

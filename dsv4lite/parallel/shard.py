@@ -1,7 +1,8 @@
 """Which part of a tensor belongs to a rank: rules for a table beside the model, and the arithmetic of cutting.
 
 A table maps a pattern to a rule. The pattern of ``layers.7.attn.wo_b.weight`` and of its scale is ``layers.*.attn.wo_b``: numbers
-become ``*``, and a scale follows its weight. Cuts are given in elements ``[out, in]``, whatever the storage; ``blocks_of`` turns
+become ``*``, and a scale follows its weight. Axes are those of the mesh, and ``width``: the ranks of tp that share one expert, if
+there are more than of ep. Cuts are given in elements ``[out, in]``, whatever the storage; ``blocks_of`` turns
 them into positions of packed bytes and of scales.
 """
 
@@ -30,9 +31,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Ranks along ``axis`` hold equal consecutive ranges of experts, each expert whole."""
+    """Ranks along ``axis`` share the experts, in equal ranges unless balanced; those along ``width`` cut dimension ``dim``."""
 
+    dim: int = 0
     axis: str = "ep"
+    width: str = "width"
 
 
 Rule = Replicate | Split | Experts
@@ -52,8 +55,8 @@ class Shards:
     axes: Mapping[str, tuple[int, int]]
     num_experts: int
 
-    def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut | None:
-        """Return this rank's part of a tensor, or None if it has none.
+    def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut:
+        """Return this rank's part of a tensor that it holds.
 
         Args:
             name: Official name, of a weight or of any other tensor but a scale, which is cut with its weight.
@@ -66,11 +69,19 @@ class Shards:
         rule = self.table.get(pattern_of(name))
         if rule is None:
             raise ConfigError(f"the sharding table has no rule for {name}; its pattern is {pattern_of(name)!r}")
-        rank, size = (0, 1) if isinstance(rule, Replicate) else self.axes.get(rule.axis, (0, 1))
         if isinstance(rule, Experts):
-            (mine,) = slice_for(Split(0, rule.axis), (self.num_experts,), rank, size, name="n_routed_experts")
-            return None if _expert_of(name) not in range(mine.start, mine.stop) else tuple(slice(0, n) for n in shape)
+            rule = Split(rule.dim, rule.width)
+        rank, size = (0, 1) if isinstance(rule, Replicate) else self.axes.get(rule.axis, (0, 1))
         return slice_for(rule, shape, rank, size, block=block, name=name)
+
+    def elsewhere(self, name: str) -> bool:
+        """Return whether a tensor that this rank has no place for may be another's: an expert, or part of another stage."""
+        rule = self.table.get(pattern_of(name))
+        if rule is None:
+            return False
+        if self.axes.get("pp", (0, 1))[1] > 1:
+            return True
+        return isinstance(rule, Experts) and self.axes.get(rule.axis, (0, 1))[1] > 1 and _expert_of(name) < self.num_experts
 
 
 def pattern_of(name: str) -> str:

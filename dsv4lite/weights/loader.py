@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from dsv4lite.config import Progress
-from dsv4lite.errors import CheckpointError, ConfigError
+from dsv4lite.errors import CheckpointError
 from dsv4lite.parallel.shard import Shards, blocks_of
 from dsv4lite.weights.checkpoint import Checkpoint, TensorInfo, Wanted, read_tensors
 
@@ -95,7 +95,7 @@ def load(
 def match(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
     """Find for every slot what goes into it, without reading data.
 
-    Tensors under ``mtp.`` that the model has no slot for are passed over, and so are the experts of other ranks.
+    Tensors under ``mtp.`` that the model has no slot for are passed over, and so is what other ranks hold.
 
     Raises:
         CheckpointError: Lists everything that is missing, unexpected, or of the wrong shape or dtype.
@@ -200,19 +200,11 @@ def _assign(
 def _unexpected(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
     """Return the tensors that have no place in the model and are not left out on purpose."""
     found = []
-    for name, info in headers.items():
+    for name in headers:
         owner = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
         if owner in slots and (owner == name or (owner in headers and slots[owner].kind == "matrix")):
             continue
-        if name.startswith("mtp.") or (shards is not None and _elsewhere(owner, info, shards)):
+        if name.startswith("mtp.") or (shards is not None and shards.elsewhere(owner)):
             continue
         found.append(name)
     return found
-
-
-def _elsewhere(name: str, info: TensorInfo, shards: Shards) -> bool:
-    """Return whether a tensor belongs to other ranks only."""
-    try:
-        return shards.cut(name, info.shape) is None
-    except ConfigError:  # no rule: not a tensor of this model at all
-        return False

@@ -46,6 +46,17 @@ def test_padding_gets_the_shared_expert_alone(tokens: int) -> None:
     assert torch.equal(wide_experts_forward(x, chosen, torch.zeros(tokens, 2), W13, W2, LIMIT, shared), shared)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_sum_without_a_shared_expert_is_not_rounded(tokens: int) -> None:
+    x, weights = random(tokens, HIDDEN, seed=3).bfloat16(), random(tokens, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(tokens) % 3, 3 + torch.arange(tokens) % 3], 1)
+    got = wide_experts_forward(x, chosen, weights, W13, W2, LIMIT)
+    shared = random(tokens, HIDDEN, seed=4).bfloat16()
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    assert torch.equal((got + shared).bfloat16(), wide_experts_forward(x, chosen, weights, W13, W2, LIMIT, shared))
+    assert tokens == 0 or not torch.equal(got, got.bfloat16().float())
+
+
 def test_quantized_models_round_the_inputs_of_both_products() -> None:
     x, shared, weights = random(3, HIDDEN, seed=3), torch.zeros(3, HIDDEN), torch.ones(3, 1)
     chosen = torch.tensor([[0], [2], [4]])

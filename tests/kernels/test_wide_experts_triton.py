@@ -80,6 +80,14 @@ def test_padding_gets_the_shared_expert_alone(tokens: int) -> None:
     assert torch.equal(run(given), shared)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_sum_without_a_shared_expert_is_not_rounded(dtype: torch.dtype) -> None:
+    *given, shared = case(5, 4, 2, 32, 48, dtype)
+    got = wide_experts_forward_triton(*given[:5], 0.9)
+    assert got.dtype == torch.float32
+    assert torch.equal((got + shared).to(dtype), run((*given, shared)))
+
+
 def test_blocks_are_enough_for_any_routing() -> None:
     for pairs in (1, 6, 100, 4000):
         for experts in (1, 8, 256):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -9,7 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dsv4lite.errors import ConfigError
+from dsv4lite.layout import Layout
 from dsv4lite.models.config import V4Config
+from dsv4lite.models.share import shards_of
 from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes
 from dsv4lite.parallel.shard import Cut, Experts, Replicate, Shards, Split, blocks_of, pattern_of, slice_for
 from tests.tiny import flash, pro
@@ -25,25 +28,21 @@ def sizes(cut: Cut) -> tuple[int, ...]:
 @pytest.mark.parametrize("config", [flash, pro])
 def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config], tp: int, ep: int) -> None:
     c = config()
-    ranks = [
-        Shards(table=V4_SHARDING, axes={"tp": (t, tp), "ep": (e, ep)}, num_experts=c.num_experts)
-        for t, e in product(range(tp), range(ep))
-    ]
+    layout = Layout(tp=tp, ep=ep)
+    ranks = [shards_of(c, layout, rank) for rank in range(layout.world)]
     shapes = official_shapes(c)
     # One layer of each kind, the MTP block and the top: the others repeat them, and so do most experts.
     repeated = {n for n in shapes if n.startswith("layers.") and int(n.split(".")[1]) not in (0, 2, 3)}
     repeated |= {n for n in shapes if ".experts." in n and not n.startswith("layers.2.")}
     for name in shapes.keys() - repeated:
         spec, rule = shapes[name], V4_SHARDING[pattern_of(name)]
-        cuts = [cut for rank in ranks if (cut := rank.cut(name, spec.shape, BLOCKS.get(spec.kind, ()))) is not None]
-        if isinstance(rule, Split):
-            places = {(cut[rule.dim].start, cut[rule.dim].stop) for cut in cuts}
-            step = spec.shape[rule.dim] // tp
-            assert places == {(i * step, (i + 1) * step) for i in range(tp)} and len(cuts) == tp * ep
-            assert all(sizes(cut) == (*spec.shape[: rule.dim], step, *spec.shape[rule.dim + 1 :]) for cut in cuts)
-        else:
-            assert len(cuts) == (tp if isinstance(rule, Experts) else tp * ep)
-            assert all(sizes(cut) == spec.shape for cut in cuts)
+        cuts = [rank.cut(name, spec.shape, BLOCKS.get(spec.kind, ())) for rank in ranks]
+        parts = 1 if isinstance(rule, Replicate) else tp if isinstance(rule, Split) else max(1, tp // ep)
+        dim = 0 if isinstance(rule, Replicate) else rule.dim
+        step = spec.shape[dim] // parts
+        places = Counter((cut[dim].start, cut[dim].stop) for cut in cuts)
+        assert places == {(i * step, (i + 1) * step): layout.world // parts for i in range(parts)}
+        assert all(sizes(cut) == (*spec.shape[:dim], step, *spec.shape[dim + 1 :]) for cut in cuts)
 
 
 @pytest.mark.parametrize(("config", "tp"), [(flash, 2), (flash, 8), (pro, 16)])
@@ -54,25 +53,39 @@ def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Con
     units = {
         "attn.wq_b": c.head_dim * (c.num_attention_heads // c.o_groups),
         "attn.wo_a": c.o_lora_rank,
-        "attn.indexer.wq_b": c.index_dim,
     }
     for part, unit in units.items():
         cut = shards.cut(f"layers.2.{part}.weight", shapes[f"layers.2.{part}.weight"].shape, (128, 128))
-        assert cut is not None and cut[0].start and cut[0].start % unit == 0
+        assert cut[0].start and cut[0].start % unit == 0
     wo_b = shards.cut("layers.2.attn.wo_b.weight", shapes["layers.2.attn.wo_b.weight"].shape, (128, 128))
-    assert wo_b is not None and wo_b[1].start % c.o_lora_rank == 0
+    assert wo_b[1].start % c.o_lora_rank == 0
 
 
-def test_experts_are_whole_and_in_ranges() -> None:
-    shards = Shards(table=V4_SHARDING, axes={"ep": (1, 4)}, num_experts=8)
-    cuts = [shards.cut(f"layers.0.ffn.experts.{e}.w1.weight", (64, 32), (1, 32)) for e in range(8)]
-    assert cuts == [None, None, (slice(0, 64), slice(0, 32)), (slice(0, 64), slice(0, 32)), None, None, None, None]
+@pytest.mark.parametrize(
+    ("axes", "name", "elsewhere"),
+    [
+        ({"ep": (1, 4)}, "layers.0.ffn.experts.7.w1.weight", True),
+        ({"ep": (1, 4)}, "layers.0.ffn.experts.8.w1.weight", False),
+        ({"ep": (1, 4)}, "layers.0.attn.wkv.weight", False),
+        ({"tp": (1, 4), "width": (1, 4)}, "layers.0.ffn.experts.7.w1.weight", False),
+        ({"pp": (1, 2)}, "layers.0.attn.wkv.weight", True),
+        ({"pp": (1, 2)}, "layers.0.attn.wxv.weight", False),
+    ],
+)
+def test_tensor_without_a_place_may_be_another_ranks(axes: dict[str, tuple[int, int]], name: str, elsewhere: bool) -> None:
+    assert Shards(table=V4_SHARDING, axes=axes, num_experts=8).elsewhere(name) == elsewhere
+
+
+def test_experts_are_cut_by_width_where_tp_exceeds_ep() -> None:
+    shards = shards_of(flash(), Layout(tp=4, ep=2), 3)
+    assert shards.cut("layers.0.ffn.experts.7.w1.weight", (2048, 4096), (1, 32)) == (slice(1024, 2048), slice(0, 4096))
+    assert shards.cut("layers.0.ffn.experts.7.w2.weight", (4096, 2048), (1, 32)) == (slice(0, 4096), slice(1024, 2048))
 
 
 def test_axis_that_is_absent_has_one_rank() -> None:
     shards = Shards(table=V4_SHARDING, axes={}, num_experts=8)
     assert shards.cut("layers.0.attn.wq_b.weight", (640, 64)) == (slice(0, 640), slice(0, 64))
-    assert shards.cut("layers.0.ffn.experts.7.w1.weight", (64, 32)) is not None
+    assert shards.cut("layers.0.ffn.experts.7.w1.weight", (64, 32)) == (slice(0, 64), slice(0, 32))
 
 
 @pytest.mark.parametrize(

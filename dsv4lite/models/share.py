@@ -1,0 +1,167 @@
+"""How the ranks of a mesh share a V4 model: which layouts divide, and what one rank holds.
+
+Within a pipeline stage, tp cuts heads by output groups, the shared expert by width, and the vocabulary. Routed experts go to the
+ranks of ep whole; where tp has more ranks than ep, each is cut by width among ``tp / ep`` of them. What makes the latent rows and
+chooses among them is everywhere, for these rows have a single head. ``v4_tensors.V4_SHARDING`` says the same of every tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.layout import Layout
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes, stored_tensors
+from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, make_dispatcher
+from dsv4lite.parallel.mesh import Axis, Mesh
+from dsv4lite.parallel.shard import Shards
+from dsv4lite.weights.quant import Numerics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """One rank's share of a model.
+
+    Attributes:
+        mesh: The rank's place and its collectives.
+        heads, groups: Attention heads and output groups.
+        shared_width: Of the shared expert.
+        expert_width: Of every routed expert that it holds.
+        vocab: Token ids whose rows of embedding and head it holds.
+        layers: Hidden layers.
+        dispatcher: How tokens get to their experts: a name, or what makes one.
+    """
+
+    mesh: Mesh
+    heads: int
+    groups: int
+    shared_width: int
+    expert_width: int
+    vocab: range
+    layers: range
+    dispatcher: str | DispatcherFactory
+
+    @classmethod
+    def of(cls, config: V4Config, mesh: Mesh, dispatcher: str | DispatcherFactory = "auto") -> Share:
+        """Return the share of the mesh's rank.
+
+        Raises:
+            ConfigError: The model cannot be shared so.
+        """
+        check_layout(config, mesh.layout)
+        tp, part = mesh.layout.tp, config.vocab_size // mesh.layout.tp
+        return cls(
+            mesh=mesh,
+            heads=config.num_attention_heads // tp,
+            groups=config.o_groups // tp,
+            shared_width=config.expert_width // tp,
+            expert_width=config.expert_width // width_ranks(mesh.layout),
+            vocab=range(mesh.tp.rank * part, (mesh.tp.rank + 1) * part),
+            layers=stages(config, mesh.layout.pp)[mesh.pp.rank],
+            dispatcher=dispatcher,
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether tokens enter here: the stage holds the embedding."""
+        return self.mesh.pp.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether logits leave here: the stage holds the head, and the MTP blocks."""
+        return self.mesh.pp.rank == self.mesh.pp.size - 1
+
+    @property
+    def peers(self) -> Axis:
+        """The ranks that work on the same tokens: those of tp, or of ep where attention stands on several copies of them."""
+        return self.mesh.tp if self.mesh.layout.copies == 1 else self.mesh.ep
+
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
+        return dtype if self.mesh.tp.size == 1 else torch.float32
+
+    def make_dispatcher(self, slots_per_rank: int, numerics: Numerics) -> Dispatcher | None:
+        """Return the dispatcher of one layer; ``None`` if this rank has all of every expert."""
+        if self.mesh.ep.size == 1 and self.peers.size == 1:
+            return None
+        ranks = ExpertRanks(
+            ep=self.mesh.ep,
+            peers=self.peers,
+            slots_per_rank=slots_per_rank,
+            dtype=numerics.dtype,
+            equal_tokens=numerics.paged,
+        )
+        return make_dispatcher(self.dispatcher, ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is of the first copy, which alone adds what every copy computes."""
+        return self.mesh.place.copy == 0
+
+
+def width_ranks(layout: Layout) -> int:
+    """Return how many ranks share one routed expert."""
+    return max(1, layout.tp // layout.ep)
+
+
+def shards_of(config: V4Config, layout: Layout, rank: int) -> Shards:
+    """Return which part of every tensor of the checkpoint belongs to a rank."""
+    place = layout.place(rank)
+    axes = {
+        "tp": (place.tp, layout.tp),
+        "ep": (place.ep, layout.ep),
+        "pp": (place.pp, layout.pp),
+        "width": (place.tp // layout.ep, width_ranks(layout)),
+    }
+    return Shards(table=V4_SHARDING, axes=axes, num_experts=config.num_experts)
+
+
+def check_layout(config: V4Config, layout: Layout) -> None:
+    """Check that a model can be shared in a layout. Scale blocks are checked later, when tensors are cut.
+
+    Raises:
+        ConfigError: Names what does not divide.
+    """
+    tp, ep = layout.tp, layout.ep
+    for name, count, axis, size in (
+        ("o_groups", config.o_groups, "tp", tp),
+        ("vocab_size", config.vocab_size, "tp", tp),
+        ("moe_intermediate_size", config.expert_width, "tp", tp),
+        ("n_routed_experts", config.num_experts, "ep", ep),
+    ):
+        if count % size:
+            raise ConfigError(f"{name}={count} cannot be shared equally by {axis}={size} ranks; choose a divisor")
+    if tp % ep and ep % tp:
+        raise ConfigError(f"ep={ep} must divide tp={tp} or be a multiple of it: ranks of tp share either experts or their width")
+    if layout.copies > 1 and layout.dp > 1:
+        raise ConfigError(f"{layout}: ep exceeds tp x dp, so ranks repeat each other; raise dp to {layout.dp * layout.copies}")
+    if layout.pp > max(1, config.num_hidden_layers):
+        raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
+
+
+def stages(config: V4Config, count: int) -> tuple[range, ...]:
+    """Return the layers of every pipeline stage, such that the stage with the most bytes has as few as can be."""
+    layers = config.num_hidden_layers
+    if count == 1:
+        return (range(layers),)
+    weights = [0] * layers
+    for name, spec in official_shapes(replace(config, num_experts=1, experts_per_token=1)).items():
+        copies = config.num_experts if ".experts." in name else 1
+        stored = stored_tensors(name, spec, quantized=config.quantized, expert_format="fp4" if config.quantized else "plain")
+        place = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
+        weights[place] += copies * sum(tensor.nbytes for tensor in stored.values())
+    before = [0, *accumulate(weights)]
+    # The best cut of the first ``end`` layers: most bytes of a stage, then the sum of squares, which evens out the others; borders.
+    first: list[tuple[int, int, tuple[int, ...]]] = [(before[end], before[end] ** 2, (0, end)) for end in range(layers + 1)]
+    best = [first]
+    for parts in range(2, count + 1):
+        row = [best[-1][end] for end in range(parts)]
+        for end in range(parts, layers + 1):
+            ways = ((*best[-1][cut], before[end] - before[cut]) for cut in range(parts - 1, end))
+            row.append(min((max(most, last), squares + last**2, (*borders, end)) for most, squares, borders, last in ways))
+        best.append(row)
+    return tuple(range(a, b) for a, b in pairwise(best[-1][layers][2]))

@@ -1,0 +1,209 @@
+"""Expert dispatchers: how a token's row comes to the ranks that hold its experts, and their results back.
+
+    Local       every rank of ep has the token already; the partial sums of the ranks are the caller's to add
+    AllGather   every rank gets every row, and each its tokens' sums from a reduce-scatter; all shapes are known beforehand
+    AllToAll    rows travel to their experts and back, exactly as many as there are; the token's own rank sums them, in the order of
+                its experts, so that the result is that of one rank, bit for bit
+
+Ranks that work on the same tokens are peers. All return float32 sums [T, D] that are a part: added up over the peers, they are the
+sums over each token's experts. Where rows travel, each peer sends an equal share of the tokens, and gets the sums of these.
+
+Slots are places for experts, counted through all ranks of ep; as many as there are slots in all means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4lite.errors import ConfigError
+from dsv4lite.parallel.mesh import Axis
+
+Rows = tuple[Tensor, ...]
+"""What the experts take of each token: tensors [T, ...]."""
+LocalExperts = Callable[[Rows, Tensor, Tensor], Tensor]
+"""``experts(rows, slots_TK, weight_TK)``: float32 sums [T, D] over this rank's experts, by their slots on it, in the order of k."""
+
+
+class Dispatcher(Protocol):
+    """Takes tokens to their experts, on every rank of ep at the same time."""
+
+    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+        """Return this rank's part of the sums, float32 [T, D].
+
+        Args:
+            rows: What experts take of each of this rank's tokens.
+            slots_TK: int64, in the order in which experts are added up.
+            weight_TK: float32 mixing weights.
+            experts: The experts of this rank, to be called with slots counted from its first.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertRanks:
+    """What a dispatcher is made from.
+
+    Attributes:
+        ep: Ranks that share the experts.
+        peers: Ranks that work on the same tokens.
+        slots_per_rank: Places for experts on each rank of ep.
+        dtype: Of what one expert returns for one token.
+        equal_tokens: All ranks of ep have equally many tokens in every step.
+    """
+
+    ep: Axis
+    peers: Axis
+    slots_per_rank: int
+    dtype: torch.dtype
+    equal_tokens: bool
+
+    @property
+    def together(self) -> bool:
+        """Whether peers hold all experts together."""
+        return self.ep.size <= self.peers.size
+
+    def own_tokens(self, tokens: int) -> slice:
+        """Return which of the tokens, known to all peers, this rank answers for."""
+        share = -(-tokens // self.peers.size)
+        return slice(min(self.peers.rank * share, tokens), min((self.peers.rank + 1) * share, tokens))
+
+    def own_slots(self, slots_TK: Tensor) -> Tensor:
+        """Return slots counted from this rank's first; as many as it has for those of other ranks."""
+        if self.ep.size == 1:
+            return slots_TK
+        local = slots_TK - self.ep.rank * self.slots_per_rank
+        return torch.where((local >= 0) & (local < self.slots_per_rank), local, self.slots_per_rank)
+
+
+class Local:
+    """No dispatch: every rank runs its own experts on tokens that all of them have."""
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        if not ranks.together:
+            raise ConfigError(f"ep={ranks.ep.size} ranks work on different tokens; choose the dispatcher all_gather or all_to_all")
+        self._ranks = ranks
+
+    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+        return experts(rows, self._ranks.own_slots(slots_TK), weight_TK)
+
+
+class AllGather:
+    """Every rank sees every token; where ranks may have more or fewer, they tell each other first."""
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = _whole(ranks)
+
+    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+        ranks, tokens = self._ranks, len(slots_TK)
+        own, count = ranks.own_tokens(tokens), -(-tokens // ranks.peers.size)
+        if not ranks.equal_tokens:
+            count = int(ranks.ep.all_gather(torch.tensor([count], dtype=torch.int64, device=slots_TK.device)).max())
+        parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
+        held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
+        packed = _pack((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
+        slots, weights, *inputs = _unpack(ranks.ep.all_gather(packed), parts)
+        sums = experts(tuple(inputs), ranks.own_slots(slots), weights)
+        return _spread(ranks.ep.reduce_scatter(sums)[:held], own, tokens)
+
+
+class AllToAll:
+    """Rows travel to their experts only."""
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = _whole(ranks)
+
+    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+        ranks, size = self._ranks, self._ranks.ep.size
+        own = ranks.own_tokens(len(slots_TK))
+        slots, weights = slots_TK[own], weight_TK[own].flatten()
+        tokens, per_token = slots.shape
+        pairs = slots.flatten()
+        goal = pairs // ranks.slots_per_rank
+        counts = torch.bincount(goal, minlength=size + 1)[:size]
+        ones = [1] * size
+        send, receive = torch.stack([counts, ranks.ep.all_to_all(counts, ones, ones)]).tolist()
+        order = goal.argsort(stable=True)[: sum(send)]
+        at = order // per_token
+        parts = (pairs[order] % ranks.slots_per_rank, weights[order], *(row[own][at] for row in rows))
+        local, mixing, *inputs = _unpack(ranks.ep.all_to_all(_pack(parts), send, receive), parts)
+        results = experts(tuple(inputs), local[:, None], mixing[:, None]).to(ranks.dtype)
+        results = ranks.ep.all_to_all(results, receive, send)
+        by_pair = torch.zeros(len(pairs), results.shape[1], dtype=torch.float32, device=results.device)
+        by_pair[order] = results.float()
+        total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
+        for other in others:
+            total = total + other
+        return _spread(total, own, len(slots_TK))
+
+
+DispatcherFactory = Callable[[ExpertRanks], Dispatcher]
+DISPATCHERS: Mapping[str, DispatcherFactory] = {"local": Local, "all_gather": AllGather, "all_to_all": AllToAll}
+
+
+def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Dispatcher:
+    """Return a dispatcher.
+
+    Args:
+        choice: A name in ``DISPATCHERS``, or whatever makes one. ``auto`` is ``local`` where that suffices, else ``all_gather``
+            where shapes must be known beforehand, else ``all_to_all``.
+        ranks: Between whom.
+
+    Raises:
+        ConfigError: There is no such dispatcher, or it does not suit the layout.
+    """
+    if not isinstance(choice, str):
+        return choice(ranks)
+    if choice == "auto":
+        choice = "local" if ranks.together else "all_gather" if ranks.equal_tokens else "all_to_all"
+    if choice not in DISPATCHERS:
+        raise ConfigError(f"dispatcher={choice!r} is not one of auto, {', '.join(DISPATCHERS)}")
+    return DISPATCHERS[choice](ranks)
+
+
+def _whole(ranks: ExpertRanks) -> ExpertRanks:
+    if ranks.ep.size < ranks.peers.size:
+        raise ConfigError(
+            f"tp={ranks.peers.size} ranks share the width of experts on ep={ranks.ep.size}; "
+            f"rows can travel to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
+        )
+    return ranks
+
+
+def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:
+    """Return sums of some tokens as sums [T, D] that are zero for the others."""
+    if len(sums) == tokens:
+        return sums
+    whole = sums.new_zeros(tokens, sums.shape[1])
+    whole[own] = sums
+    return whole
+
+
+def _lengthen(part: Tensor, rows: int, value: int) -> Tensor:
+    """Return a tensor with rows of one value after its own."""
+    if len(part) == rows:
+        return part
+    longer = torch.empty(rows, *part.shape[1:], dtype=part.dtype, device=part.device)
+    longer[: len(part)] = part
+    longer[len(part) :] = value
+    return longer
+
+
+def _pack(parts: Rows) -> Tensor:
+    """Return the rows of several tensors as bytes side by side, uint8 [T, B]."""
+    return torch.cat([part.reshape(len(part), prod(part.shape[1:])).view(torch.uint8) for part in parts], 1)
+
+
+def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
+    """Return what ``_pack`` packed; ``like`` has the dtypes and the shapes of one row."""
+    parts, begin = [], 0
+    for part in like:
+        end = begin + prod(part.shape[1:]) * part.dtype.itemsize
+        bytes_ = packed[:, begin:end].clone(memory_format=torch.contiguous_format)  # aligned, whatever lies before it
+        parts.append(bytes_.view(part.dtype).view(len(packed), *part.shape[1:]))
+        begin = end
+    return parts

@@ -1,0 +1,94 @@
+"""Models on ranks: one small checkpoint on disk, each rank with its share of it, and what they make of a few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.share import shards_of
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.weights.checkpoint import Checkpoint
+from dsv4lite.weights.loader import load
+from tests.golden import OFFICIAL, TINY, plain, poisoned, rounded
+from tests.models.paged import PagedModel
+from tests.tiny import write_checkpoint
+
+# Everything that four ranks share divides by four.
+PLAIN = replace(TINY, vocab_size=64, num_attention_heads=8, o_groups=4, num_experts=8)
+# In the official formats; two ranks of tp leave scale blocks whole, four do not.
+QUANTIZED = replace(
+    OFFICIAL,
+    vocab_size=256,
+    hidden_size=256,
+    num_hidden_layers=2,
+    ratios=(4, 128, 0),
+    num_attention_heads=8,
+    head_dim=128,
+    q_lora_rank=128,
+    experts_per_token=3,
+    num_hash_layers=1,
+    index_heads=16,
+    index_topk=8,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the ranks are to do.
+
+    Attributes:
+        folder: The checkpoint.
+        prompts: Token ids of each replica.
+        cuts: Where chunks of the prompts end, for each replica; as many for all.
+        dispatcher: As for ``DeepseekV4``.
+        deterministic: Arithmetic does not depend on what else is computed.
+    """
+
+    folder: Path
+    config: V4Config
+    prompts: tuple[tuple[int, ...], ...]
+    cuts: tuple[tuple[int, ...], ...]
+    dispatcher: str = "auto"
+    deterministic: bool = False
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """Write a checkpoint whose config nobody reads."""
+    return write_checkpoint(folder, {}, tensors.items())
+
+
+def build(mesh: Mesh, job: Job) -> DeepseekV4:
+    """Return this rank's share of the model, filled from the checkpoint."""
+    numerics = (rounded if job.config.quantized else plain)(job.deterministic)
+    model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, with_mtp=True)
+    load(Checkpoint.open(str(job.folder)), model.slots(), shards=shards_of(job.config, mesh.layout, mesh.rank))
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def logits(mesh: Mesh, job: Job) -> Tensor | None:
+    """Return the logits [T, V] of this replica's prompt; nothing from any but the last stage."""
+    model = build(mesh, job)
+    replica = mesh.dp.rank % len(job.prompts)
+    ids = job.prompts[replica]
+    paged = PagedModel(model, tokens=len(ids), seed=3)
+    sequence, parts = paged.open(), []
+    for a, b in pairwise((0, *job.cuts[replica], len(ids))):
+        batch = paged.batch([(sequence, ids[a:b])])
+        before = None
+        if not model.share.first:
+            shape = (b - a, model.config.streams, model.config.hidden_size)
+            before = mesh.pp.receive(torch.empty(shape, dtype=model.numerics.dtype), mesh.pp.rank - 1)
+        streams = model(batch, paged.cache.layers, before)
+        sequence.length = b
+        if model.share.last:
+            parts.append(model.logits(streams))
+        else:
+            mesh.pp.send(streams, mesh.pp.rank + 1)
+    return torch.cat(parts) if parts else None

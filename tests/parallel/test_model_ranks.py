@@ -1,0 +1,139 @@
+"""V4 on several ranks against V4 on one, by layout and dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.layout import Layout
+from dsv4lite.weights.dummy import dummy_tensors
+from tests.golden import tiny_checkpoint, tiny_ids
+from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, write
+from tests.parallel.ranks import RankError, Ranks
+
+ONE = Layout()
+ANY = ("local", "all_gather", "all_to_all")
+TRAVEL = ("all_gather", "all_to_all")
+
+
+@pytest.fixture(scope="module")
+def plain_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = write(tmp_path_factory.mktemp("plain") / "model", tiny_checkpoint(PLAIN))
+    ids = tiny_ids(46, PLAIN)
+    # The second replica has fewer tokens, and other numbers of them in every step.
+    prompts = (tuple(ids), tuple(reversed(ids[:31])))
+    return Job(folder=folder, config=PLAIN, prompts=prompts, cuts=((30, 43, 44, 45), (5, 27, 28, 30)))
+
+
+@pytest.fixture(scope="module")
+def quantized_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    tensors = dict(dummy_tensors(QUANTIZED, expert_format="fp4", quantized=True))
+    folder = write(tmp_path_factory.mktemp("quantized") / "model", tensors)
+    ids = [(37 * t * t + 11 * t) % QUANTIZED.vocab_size for t in range(139)]
+    prompts = (tuple(ids), tuple(reversed(ids[:70])))
+    return Job(folder=folder, config=QUANTIZED, prompts=prompts, cuts=((130, 137, 138), (40, 41, 69)), deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def plain_expected(ranks: Ranks, plain_job: Job) -> list[Tensor]:
+    return on_one_rank(ranks, plain_job)
+
+
+@pytest.fixture(scope="module")
+def quantized_expected(ranks: Ranks, quantized_job: Job) -> list[Tensor]:
+    return on_one_rank(ranks, quantized_job)
+
+
+def on_one_rank(ranks: Ranks, job: Job) -> list[Tensor]:
+    """Return the logits of each replica's prompt."""
+    jobs = [replace(job, prompts=(prompt,), cuts=(cuts,)) for prompt, cuts in zip(job.prompts, job.cuts, strict=True)]
+    return [ranks.run(logits, one, layout=ONE)[0] for one in jobs]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatchers"),
+    [
+        (Layout(tp=2), ["auto"]),
+        (Layout(tp=4), ["auto"]),
+        (Layout(tp=4, ep=2), ["local"]),
+        (Layout(tp=2, ep=2), ANY),
+        (Layout(tp=2, ep=4), ANY),
+        (Layout(ep=2), ANY),
+        (Layout(ep=4), ANY),
+        (Layout(dp=2), ["auto"]),
+        (Layout(dp=2, tp=2), ["auto"]),
+        (Layout(dp=2, tp=2, ep=2), ["local"]),
+        (Layout(dp=2, ep=2), TRAVEL),
+        (Layout(dp=2, tp=2, ep=4), TRAVEL),
+        (Layout(pp=2), ["auto"]),
+        (Layout(tp=2, pp=2), ["auto"]),
+        (Layout(ep=2, pp=2), ["all_to_all"]),
+    ],
+    ids=str,
+)
+def test_plain_model_gives_the_logits_of_one_rank(
+    ranks: Ranks, plain_job: Job, plain_expected: list[Tensor], layout: Layout, dispatchers: list[str]
+) -> None:
+    for dispatcher in dispatchers:
+        answers = ranks.run(logits, replace(plain_job, dispatcher=dispatcher), layout=layout)
+        for rank, got in enumerate(answers):
+            place = layout.place(rank)
+            if place.pp < layout.pp - 1:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, plain_expected[place.dp], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [
+        (Layout(ep=2), "all_to_all"),
+        (Layout(ep=4), "all_to_all"),
+        (Layout(dp=2), "auto"),
+        (Layout(dp=2, ep=2), "all_to_all"),
+        (Layout(pp=2), "auto"),
+        (Layout(ep=2, pp=2), "all_to_all"),
+    ],
+    ids=str,
+)
+def test_official_formats_give_the_bits_of_one_rank_where_no_sum_is_cut(
+    ranks: Ranks, quantized_job: Job, quantized_expected: list[Tensor], layout: Layout, dispatcher: str
+) -> None:
+    answers = ranks.run(logits, replace(quantized_job, dispatcher=dispatcher), layout=layout)
+    for rank, got in enumerate(answers):
+        place = layout.place(rank)
+        assert (got is None) == (place.pp < layout.pp - 1)
+        assert got is None or torch.equal(got, quantized_expected[place.dp])
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [(Layout(tp=2), "auto"), (Layout(tp=2, ep=2), "local"), (Layout(ep=4), "local"), (Layout(dp=2, ep=2), "all_gather")],
+    ids=str,
+)
+def test_official_formats_stay_within_their_limits_where_sums_are_cut(
+    ranks: Ranks, quantized_job: Job, quantized_expected: list[Tensor], layout: Layout, dispatcher: str
+) -> None:
+    """The limits for whole models of the reference data: a moved rounding grows to the noise of the quantization."""
+    answers = ranks.run(logits, replace(quantized_job, dispatcher=dispatcher), layout=layout)
+    for rank, got in enumerate(answers):
+        expected = quantized_expected[layout.place(rank).dp]
+        off = (got - expected).norm(dim=1) / expected.norm(dim=1)
+        assert off.median() < 9e-2 and off.quantile(0.9) < 0.25
+        assert (got.argmax(1) == expected.argmax(1)).float().mean() > 0.75
+
+
+def test_layout_that_does_not_suit_the_model_is_refused_on_every_rank(ranks: Ranks, plain_job: Job) -> None:
+    with pytest.raises(RankError) as raised:
+        ranks.run(logits, replace(plain_job, config=replace(PLAIN, vocab_size=61)), layout=Layout(tp=2))
+    assert str(raised.value).count("ConfigError: vocab_size=61 cannot be shared equally by tp=2 ranks") == 2
+
+
+def test_cut_through_scale_blocks_is_refused(ranks: Ranks, quantized_job: Job) -> None:
+    with pytest.raises(
+        RankError, match=r"shared_experts\.w1.weight: tp=4 cuts dimension 0 of \[256, 256\] every 64 .*blocks of 128"
+    ):
+        ranks.run(logits, quantized_job, layout=Layout(tp=4))
