@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,9 +95,10 @@ class StepRecorder:
 
     def watch(self, streams_TND: Tensor) -> None:
         """Look at the final streams of a step that is no graph; results are looked at anyway."""
-        if (step := self._step) is not None:
-            finite_T = streams_TND.flatten(1).isfinite().all(1)
-            self._step = _Step(plan=step.plan, graph=step.graph, carries=step.carries, finite_T=finite_T)
+        if self._step is not None:
+            with self._harmless():  # sums need no room to speak of, and are not finite where a number is not
+                finite_T = streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
+                self._step = replace(self._step, finite_T=finite_T)
 
     def end(self, samples: Samples | None) -> None:
         """Save the step if it was asked for, or if a number is not finite.

@@ -350,10 +350,10 @@ class Session:
         Raises:
             ConfigError: There is no such folder, or it cannot be written to.
         """
-        file = Path(path).absolute()
+        engine, file = self.engine("dump_step"), Path(path).absolute()
         if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
             raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
-        return self.engine("dump_step").dump_step(file)
+        return engine.dump_step(file)
 
     # ---- from the engine ----
 

@@ -10,6 +10,7 @@ import math
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import anyio
@@ -1061,7 +1062,8 @@ async def test_create_and_aclose_work_without_a_block(lab: Lab) -> None:
     assert (llm.state, llm.config.max_num_seqs, llm.weight_version) == (Phase.READY, 3, 0)
     assert llm.tokenizer is lab.tokenizer and llm.stats() == {"open": 0} and llm.memory() == "plan"
     await llm.reset_prefix_cache()
-    assert lab.engine.resets == 1
+    await llm.dump_step("step")
+    assert (lab.engine.resets, lab.engine.dumps) == (1, [Path("step").absolute()])
     await llm.aclose()
     await llm.aclose()
     assert (llm.state, lab.engine.alive) == (Phase.CLOSED, False)
@@ -1282,6 +1284,7 @@ SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
     "pause": lambda llm: llm.pause(),
     "resume": lambda llm: llm.resume(),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "dump_step": lambda llm: llm.dump_step("step"),
     "stats": lambda llm: llm.stats(),
     "memory": lambda llm: llm.memory(),
     "tokenizer": lambda llm: llm.tokenizer,

@@ -271,6 +271,7 @@ def test_not_started_engine_refuses_calls(lab: Lab) -> None:
         llm.pause,
         llm.resume,
         llm.reset_prefix_cache,
+        lambda: llm.dump_step("step"),
         llm.stats,
         llm.memory,
     ):
