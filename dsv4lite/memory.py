@@ -154,14 +154,14 @@ def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _working(config: EngineConfig, model: V4Config, longest: int, *, paged: bool, rows: int) -> tuple[int, int]:
+def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, *, rows: int) -> tuple[int, int]:
     """Return the bytes of the workspace and of graphs, where a sequence samples from up to so many rows of a step."""
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, rows * sequences)
-    if not paged:
+    if not numerics.paged:
         return reference_workspace(model, tokens, sampled), 0
-    workspace = paged_workspace(model, tokens=tokens, sequences=sampled, longest=longest, deterministic=config.deterministic)
-    return workspace, graph_bytes(model, sequences=sequences, longest=longest)
+    workspace = paged_workspace(model, numerics, tokens=tokens, sequences=sampled, longest=longest)
+    return workspace, graph_bytes(model, numerics, sequences=sequences, longest=longest)
 
 
 def plan_state(
@@ -246,7 +246,7 @@ def make_plan(
     )
     weights = weight_bytes(model, numerics, with_mtp=drafting.mtp > 0)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
-    workspace, graphs = _working(config, model, longest or model.max_positions, paged=numerics.paged, rows=1 + drafting.max_drafts)
+    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)

@@ -5,12 +5,16 @@ Bytes per token unless said otherwise; D model, N streams, H heads of C channels
 
 from __future__ import annotations
 
+import torch
+
 from dsv4lite.engine.plan import graph_sizes
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
+from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
 from dsv4lite.models.batch import SPLITS
 from dsv4lite.models.config import V4Config
+from dsv4lite.weights.quant import Numerics
 
 MIB = 1 << 20
 _BF16, _FLOAT, _INT = 2, 4, 4
@@ -36,83 +40,101 @@ def reference_workspace(model: V4Config, tokens: int, sequences: int) -> int:
     return tokens * per_token + rows + 4 * 3 * model.vocab_size * sequences
 
 
-def paged_workspace(model: V4Config, *, tokens: int, sequences: int, longest: int, deterministic: bool) -> int:
+def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
     """Return the bytes that hold any step on paged state: ``SMALL_BLOCKS``, and the rest in one piece.
 
     Args:
         model: Sizes.
+        numerics: Whether numbers are quantized, and how wide they are. If deterministic, attention is never split, and of all
+            products only those of float32 are left to the library.
         tokens: Most tokens of a step.
         sequences: Most sequences that sample in a step.
         longest: Most tokens of a sequence.
-        deterministic: No product is left to the library, and attention is never split.
     """
-    few = [] if deterministic else [_split_attention(model, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
-    sampling = tokens * _held(model) + _SAMPLING * _FLOAT * model.vocab_size * max(sequences, _SCORED_ROWS)
-    live = max(_model_pass(model, tokens, longest), sampling, *few)
-    return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (0 if deterministic else _LIBRARY)
+    few: list[int] = []
+    if not numerics.deterministic:
+        few = [_split_attention(model, numerics, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
+    sampling = tokens * _held(model, numerics) + _SAMPLING * _FLOAT * model.vocab_size * max(sequences, _SCORED_ROWS)
+    live = max(_model_pass(model, numerics, tokens, longest), sampling, *few)
+    library = not numerics.deterministic or numerics.dtype == torch.float32
+    return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if library else 0)
 
 
-def graph_bytes(model: V4Config, *, sequences: int, longest: int) -> int:
+def graph_bytes(model: V4Config, numerics: Numerics, *, sequences: int, longest: int) -> int:
     """Return what the graphs of decode steps keep: their logits, one block each, and beside the largest one's what it works with.
 
     The smaller graphs, recorded later, find room in what the largest has left.
     """
     logits = [_FLOAT * model.vocab_size * size for size in graph_sizes(sequences)]
-    return max(sum(logits), logits[-1] + _model_pass(model, sequences, longest)) + _GRAPH_SEGMENTS
+    return max(sum(logits), logits[-1] + _model_pass(model, numerics, sequences, longest)) + _GRAPH_SEGMENTS
 
 
-def _held(model: V4Config) -> int:
+def _held(model: V4Config, numerics: Numerics) -> int:
     """Return what lives during a whole pass: streams, the embedding that they began with, angles, and what says who is where."""
     angles = 2 * (2 + len({ratio for ratio in model.ratios if ratio})) * model.rope_dim // 2 * _FLOAT
-    return _BF16 * model.hidden_size * (model.streams + 1) + angles + 8 * _INT
+    return numerics.dtype.itemsize * model.hidden_size * (model.streams + 1) + angles + 8 * _INT
 
 
-def _input(model: V4Config) -> int:
-    """Return a sub-layer's input, in bfloat16 and in FP8, and the mix for its output."""
-    return _rounded(model.hidden_size) + _BF16 * model.hidden_size + _FLOAT * model.streams * (model.streams + 1)
+def _input(model: V4Config, numerics: Numerics) -> int:
+    """Return a sub-layer's input, as it is and in FP8, and the mix for its output."""
+    mix = _FLOAT * model.streams * (model.streams + 1)
+    return _rounded(model.hidden_size, numerics) + numerics.dtype.itemsize * model.hidden_size + mix
 
 
-def _rounded(width: int) -> int:
-    return width + -(-width // 128)
+def _rounded(width: int, numerics: Numerics) -> int:
+    return width + -(-width // 128) if numerics.quantized else 0
 
 
-def _model_pass(model: V4Config, tokens: int, longest: int) -> int:
+def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) -> int:
     """Return the bytes that live at the widest point of a pass over all layers."""
-    c = model
-    latents = _BF16 * (c.q_lora_rank + c.head_dim) + _rounded(c.q_lora_rank)  # of queries and rows, and the former in FP8
-    latents += _BF16 * c.head_dim + _BF16 * c.rope_dim  # at most: packed rows of this step's tokens
-    heads, index_heads = _BF16 * c.num_attention_heads * c.head_dim, _index_heads(c)
-    outputs = _BF16 * c.o_groups * c.o_lora_rank
+    c, item = model, numerics.dtype.itemsize
+    # Of queries and rows; the former in FP8, or normed.
+    latents = item * (c.q_lora_rank + c.head_dim) + (_rounded(c.q_lora_rank, numerics) or item * c.q_lora_rank)
+    latents += item * c.head_dim + (_BF16 * c.rope_dim if numerics.quantized else 0)  # at most: packed rows of this step's tokens
+    heads, index_heads = item * c.num_attention_heads * c.head_dim, _index_heads(c, numerics)
+    outputs = item * c.o_groups * c.o_lora_rank
+    by_library = item == _FLOAT  # whose products of groups, or in tiles of rows, are put together at the end
+    again = by_library and numerics.deterministic
     widest = max(
         # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
-        _BF16 * c.hidden_size * (c.streams + 1) + _input(c) + _BF16 * c.hidden_size,
+        item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _reference_streams(c, numerics),
         # Projections for compressed entries, which nobody has read yet.
-        _FLOAT * _compressed_columns(c),
+        _FLOAT * _compressed_columns(c) * (2 if again else 1),
         # Queries as they come from the projection, and normed.
         latents + 2 * (heads + index_heads),
         # Normed queries, the entries they have chosen, and what attention returns.
         latents + 2 * heads + index_heads + _INT * c.index_topk,
         # Attention's results, their low-rank form in bfloat16 and FP8, the sub-layer's output.
-        heads + outputs + _rounded(outputs // _BF16) + _BF16 * c.hidden_size,
-        _experts(c),
+        heads + outputs * (2 if by_library else 1) + _rounded(outputs // item, numerics) + item * c.hidden_size,
+        _experts(c, numerics),
     )
-    whole = tokens * (_held(c) + _input(c))
+    whole = tokens * (_held(c, numerics) + _input(c, numerics))
     # Once, not for each token: weights that are widened for the library; scores of index keys, in rounds.
-    widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if tokens > LIBRARY_ROWS else 0
+    widens = numerics.quantized and tokens > LIBRARY_ROWS
+    widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if widens else 0
     projecting = tokens * (heads + outputs) + widened
-    padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c)
-    scoring = tokens * (latents + heads + index_heads + _INT * c.index_topk) + _scores(c, tokens, longest)
+    padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c, numerics)
+    scoring = tokens * (latents + heads + index_heads + _INT * c.index_topk) + _scores(c, numerics, tokens, longest)
     return whole + max(tokens * widest + padding, projecting, scoring)
 
 
-def _split_attention(model: V4Config, tokens: int, longest: int, splits: int, most: float) -> int:
+def _reference_streams(model: V4Config, numerics: Numerics) -> int:
+    """Return what mixing streams takes besides where it has no kernel: parts in float32, and what was there before them."""
+    if has_kernel(numerics.dtype, model.streams):
+        return 0
+    copies = 1 if numerics.dtype == torch.float32 else 2
+    return _FLOAT * model.hidden_size * model.streams * copies
+
+
+def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:
     """Return the same for the most tokens whose attention is split: float32 parts of the results live beside them."""
     few = int(min(tokens, most))
-    return _model_pass(model, few, longest) + splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
+    parts = splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
+    return _model_pass(model, numerics, few, longest) + parts
 
 
-def _index_heads(model: V4Config) -> int:
-    return _BF16 * model.index_heads * model.index_dim if OVERLAP_RATIO in model.ratios else 0
+def _index_heads(model: V4Config, numerics: Numerics) -> int:
+    return numerics.dtype.itemsize * model.index_heads * model.index_dim if OVERLAP_RATIO in model.ratios else 0
 
 
 def _compressed_columns(model: V4Config) -> int:
@@ -120,24 +142,27 @@ def _compressed_columns(model: V4Config) -> int:
     return 4 * (model.head_dim + model.index_dim) + model.index_heads if OVERLAP_RATIO in model.ratios else 2 * model.head_dim
 
 
-def _experts(model: V4Config) -> int:
+def _experts(model: V4Config, numerics: Numerics) -> int:
     """Return what lives while experts work: the shared result and its hidden layer, routes, and inputs or outputs of every pair."""
-    c, k = model, model.experts_per_token
-    hidden = _BF16 * 2 * c.expert_width + _rounded(c.expert_width)
-    routes = _FLOAT * c.num_experts + (8 + _FLOAT) * k + k * _expert_words(c)
-    pairs = k * (c.expert_width + max(_BF16 * c.expert_width, _BF16 * c.hidden_size))
-    return 2 * _BF16 * c.hidden_size + max(hidden, routes + pairs)
+    c, k, item = model, model.experts_per_token, numerics.dtype.itemsize
+    hidden = item * 2 * c.expert_width + (_rounded(c.expert_width, numerics) or item * c.expert_width)
+    routes = _FLOAT * c.num_experts + (8 + _FLOAT) * k + k * _expert_words(c, numerics)
+    if numerics.quantized:
+        pairs = k * (c.expert_width + max(_BF16 * c.expert_width, _BF16 * c.hidden_size))
+    else:
+        pairs = k * item * (c.expert_width + c.hidden_size)
+    return 2 * item * c.hidden_size + max(hidden, routes + pairs)
 
 
-def _expert_words(model: V4Config) -> int:
+def _expert_words(model: V4Config, numerics: Numerics) -> int:
     """Return the bytes of one place in a block of an expert: which pair it is, and scales of its inputs and hidden channels."""
-    return _INT * (1 + (model.hidden_size + model.expert_width) // 128)
+    return _INT * (1 + (model.hidden_size + model.expert_width) // 128) if numerics.quantized else _INT
 
 
-def _scores(model: V4Config, tokens: int, longest: int) -> int:
+def _scores(model: V4Config, numerics: Numerics, tokens: int, longest: int) -> int:
     """Return the bytes of the scores of one round of tokens, and the histograms with which the best are found."""
-    entries = longest // OVERLAP_RATIO if OVERLAP_RATIO in model.ratios else 0
+    entries, item = longest // OVERLAP_RATIO if OVERLAP_RATIO in model.ratios else 0, numerics.dtype.itemsize
     if entries <= model.index_topk:
         return 0
-    together = min(tokens, max(1, SCORE_BYTES // (_BF16 * entries)))
-    return together * (_BF16 * entries + _SELECT_BINS * _INT * -(-entries // _SELECT_SEGMENT))
+    together = min(tokens, max(1, SCORE_BYTES // (item * entries)))
+    return together * (item * entries + _SELECT_BINS * _INT * -(-entries // _SELECT_SEGMENT))

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import RowStore
+from dsv4lite.kernels.rows import PlainRow, RowStore
 
 BLOCK = 64
 WINDOW = 128
@@ -105,8 +105,10 @@ def paged_attention(
     """
     if use_triton(q_THC):
         from dsv4lite.kernels.attention_triton import paged_attention_triton
+        from dsv4lite.kernels.plain_attention_triton import plain_paged_attention_triton
 
-        return paged_attention_triton(
+        op = plain_paged_attention_triton if isinstance(window.format, PlainRow) else paged_attention_triton
+        return op(
             q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size
         )
     return paged_attention_ref(

@@ -97,12 +97,12 @@ def _widen(codes, scale, GPU: tl.constexpr):
 
 
 @triton.jit
-def _locate(
+def locate(
     piece, stores, tables, at, counts, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr,
     ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr, ROWS: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to the data and the scales of a piece's rows, and which of them there are."""
-    ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8
+    ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
     SCALES: tl.constexpr = 8
     fresh, window, entries = stores
     selected, grow, window_pages = tables
@@ -262,7 +262,7 @@ def _added(
 
 
 @triton.jit
-def _counts(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
     """Return a token's rows in the window, its entries, whether these are listed, the window's pieces and all pieces."""
     window_rows = tl.minimum(position + 1, WINDOW)
     window_pieces = (window_rows + ROWS - 1) // ROWS
@@ -290,7 +290,7 @@ def _attend_kernel(
     split = tl.program_id(1)
     position = tl.load(positions + token)
     sequence = tl.load(sequences + token).to(tl.int64)
-    counts = _counts(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
     window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
@@ -309,13 +309,13 @@ def _attend_kernel(
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    data, scales, live = _locate(
+    data, scales, live = locate(
         split, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, NOPE + 128, ROWS,
         TOP_K > 0,
     )  # fmt: skip
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
         raw = _fetch(data, scales, live, NOPE, FRESH_ROW)
-        data, scales, live = _locate(
+        data, scales, live = locate(
             piece + SPLITS, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
             NOPE + 128, ROWS, TOP_K > 0,
         )  # fmt: skip
@@ -351,7 +351,7 @@ def _merge_kernel(
     token = at // H
     stride = tl.num_programs(0).to(tl.int64)
     position = tl.load(positions + token)
-    _rows, _entries, _listed, _window, pieces = _counts(position, RATIO, TOP_K, WINDOW, ROWS, ENTRIES)
+    _rows, _entries, _listed, _window, pieces = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRIES)
     used = tl.minimum(pieces, SPLITS)
     every = tl.arange(0, PADDED)
     peak = tl.max(tl.load(stats + (every * stride + at) * 2, mask=every < used, other=float("-inf")))

@@ -15,12 +15,22 @@ from torch import Tensor
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
-from dsv4lite.kernels.rows_triton import bf16, hadamard_rows, inverse_rms, only_if, rotate, store_fp4_key, store_fp8_key, store_kv
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.rows_triton import (
+    hadamard_rows,
+    inverse_rms,
+    only_if,
+    rotate,
+    rotate_tail,
+    rounded,
+    store_fp4_key,
+    store_fp8_key,
+    store_kv,
+)
 
 STAGES = 12  # how many tokens of a long group are read ahead, and one
 CARRY_ROWS = 2  # of 64 channels, in one program that writes what is carried
-_KV, _FP4_KEY, _FP8_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KV, _FP4_KEY, _FP8_KEY, _PLAIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
@@ -160,15 +170,22 @@ def _store_entry(
     PLACES: tl.constexpr,
     LOG: tl.constexpr,
     KIND: tl.constexpr,
+    ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
     """Norm, rotate, transform, pack and store the entry that the token at ``position`` closes."""
     # rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
-    x = tl.where(mask, bf16(tl.math.div_rn(weighted, total), GPU), 0.0)
-    y = bf16(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), GPU)
-    pair = token.to(tl.int64) * 32 + tl.arange(0, 32)
-    last = tl.arange(0, ROWS)[:, None] == WIDTH // 64 - 1
-    y = rotate(y, tl.load(cos + pair)[None, :], tl.load(sin + pair)[None, :], last, ROWS, 64, GPU)
+    WIDE: tl.constexpr = memory.dtype.element_ty == tl.float32
+    x = tl.where(mask, rounded(tl.math.div_rn(weighted, total), WIDE, GPU), 0.0)
+    y = rounded(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), WIDE, GPU)
+    if KIND == _PLAIN:
+        turns = token.to(tl.int64) * (ROPE // 2)
+        y = tl.reshape(y, (1, ROWS * 64))
+        y = tl.reshape(rotate_tail(y, cos + turns, sin + turns, 1, WIDTH, ROWS * 64, ROPE, WIDE, GPU), (ROWS, 64))
+    else:
+        pair = token.to(tl.int64) * 32 + tl.arange(0, 32)
+        last = tl.arange(0, ROWS)[:, None] == WIDTH // 64 - 1
+        y = rotate(y, tl.load(cos + pair)[None, :], tl.load(sin + pair)[None, :], last, ROWS, 64, GPU)
     if LOG:
         y = hadamard_rows(tl.reshape(y, (1, WIDTH)), 1, LOG, GPU)
     # page_E * store.rows_per_page + index_E % store.rows_per_page
@@ -183,6 +200,8 @@ def _store_entry(
     elif KIND == _FP4_KEY:
         scales = home + PLACES * (WIDTH // 2) + place * (WIDTH // 32)
         store_fp4_key(tl.reshape(y, (WIDTH // 32, 32)), home + place * (WIDTH // 2), scales, WIDTH)
+    elif KIND == _PLAIN:
+        tl.store(home + place * WIDTH + at, y.to(memory.dtype.element_ty), mask=mask)
     else:
         store_fp8_key(tl.reshape(y, (1, WIDTH)), home + place * WIDTH, home + PLACES * WIDTH + place * 4, WIDTH)
 
@@ -212,6 +231,7 @@ def _single_kernel(
     PLACES: tl.constexpr,
     LOG: tl.constexpr,
     KIND: tl.constexpr,
+    ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
     """One program per sequence, whose number is that of its only token."""
@@ -241,7 +261,7 @@ def _single_kernel(
             row = grow + token.to(tl.int64) * pages
             _store_entry(
                 total, weighted, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH,
-                ROWS, PLACES, LOG, KIND, GPU,
+                ROWS, PLACES, LOG, KIND, ROPE, GPU,
             )  # fmt: skip
 
 
@@ -273,6 +293,7 @@ def _entry_kernel(
     PLACES: tl.constexpr,
     LOG: tl.constexpr,
     KIND: tl.constexpr,
+    ROPE: tl.constexpr,
     GPU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -296,7 +317,7 @@ def _entry_kernel(
             pages_of = grow + sequence * pages
             _store_entry(
                 t, w, norm_weight, memory, pages_of, cos, sin, token, last, page_stride, eps, at, mask, RATIO, WIDTH, ROWS, PLACES,
-                LOG, KIND, GPU,
+                LOG, KIND, ROPE, GPU,
             )  # fmt: skip
 
 
@@ -365,6 +386,8 @@ def _kind(fmt: RowFormat) -> int:
     if isinstance(fmt, Fp8Kv):
         assert fmt.rope == 64, fmt
         return 0
+    if isinstance(fmt, PlainRow):
+        return 3
     assert isinstance(fmt, Fp4Key | Fp8Key) and fmt.width & (fmt.width - 1) == 0, fmt
     return 1 if isinstance(fmt, Fp4Key) else 2
 
@@ -382,28 +405,34 @@ def compress_step_triton(
     eps: float,
     hadamard: bool,
 ) -> None:
-    """See ``compress.compress_step``; widths are multiples of 64, and 64 channels rotate."""
+    """See ``compress.compress_step``; widths of packed rows are multiples of 64, of which 64 channels rotate."""
     tokens, width, sets = projected.shape[0], norm_weight.shape[0], 2 if ratio == OVERLAP_RATIO else 1
-    assert width % 64 == 0 and width == store.format.width and (not hadamard or width & (width - 1) == 0), width
+    fmt, memory, rope = store.format, store.memory, 2 * cos_T.shape[1]
+    if isinstance(fmt, PlainRow):
+        memory = memory.view(fmt.dtype)
+        assert not hadamard and width % 2 == 0 and rope <= width, width
+    else:
+        assert width % 64 == 0 and rope == 64 and (not hadamard or width & (width - 1) == 0), width
     assert projected.dtype == torch.float32 and projected.stride(1) == 1 and projected.shape[1] >= 2 * sets * width
-    assert ape.shape == (ratio, sets * width) and ape.is_contiguous() and ratio & (ratio - 1) == 0
+    assert width == fmt.width and ape.shape == (ratio, sets * width) and ape.is_contiguous() and ratio & (ratio - 1) == 0
     assert carry.shape[2:] == (sets, 3, width) and carry.is_contiguous()
-    assert cos_T.shape == sin_T.shape == (tokens, 32) and cos_T.is_contiguous() and sin_T.is_contiguous()
+    assert cos_T.shape == sin_T.shape and len(cos_T) == tokens and cos_T.is_contiguous() and sin_T.is_contiguous()
     if tokens == 0:
         return
-    rows, stages = triton.next_power_of_2(width // 64), min(STAGES, ratio + 1)
+    rows, stages = triton.next_power_of_2(triton.cdiv(width, 64)), min(STAGES, ratio + 1)
     shape = {"A": sets, "RATIO": ratio, "WIDTH": width}
     entry = {
         "ROWS": rows,
         "PLACES": store.rows_per_page,
         "LOG": width.bit_length() - 1 if hadamard else 0,
-        "KIND": _kind(store.format),
+        "KIND": _kind(fmt),
+        "ROPE": rope,
         "GPU": projected.is_cuda,
         "num_warps": _warps(width),
     }
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.carry_S
-    strides = (projected.stride(0), store.memory.stride(0), grow.stride(0), eps)
-    places = (projected, ape, norm_weight, carry, store.memory, cos_T, sin_T, paging.positions_T)
+    strides = (projected.stride(0), memory.stride(0), grow.stride(0), eps)
+    places = (projected, ape, norm_weight, carry, memory, cos_T, sin_T, paging.positions_T)
     if paging.singles:
         _single_kernel[(tokens,)](*places, slots, copies, grow, carry.shape[1], *strides, **shape, **entry, enable_fp_fusion=False)
         return
@@ -436,7 +465,7 @@ def _warps(width: int) -> int:
 
 
 def variants() -> list[Variant]:
-    """Return the launches of csa and hca layers of the released models, and of FP8 keys."""
+    """Return the launches of csa and hca layers of the released models, of FP8 keys, and of plain rows."""
     floats = dict.fromkeys(("projected", "ape", "norm_weight", "carry"), "*fp32")
     where = dict.fromkeys(("positions", "sequences", "slots", "copies", "first", "grow"), "*i32")
     sizes = dict.fromkeys(("num_copies", "row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
@@ -446,13 +475,15 @@ def variants() -> list[Variant]:
     carry |= dict.fromkeys(("slots", "copies", "first", "rows", "lens", "drafts"), "*i32")
     carry |= {"num_copies": "i32", "row_stride": "i32"}
     found = []
-    for ratio, width, log, kind in ((4, 512, 0, 0), (4, 128, 7, 1), (4, 128, 7, 2), (128, 512, 0, 0), (4, 128, 0, 0)):
+    packed = ((4, 512, 0, 0), (4, 128, 7, 1), (4, 128, 7, 2), (128, 512, 0, 0), (4, 128, 0, 0))
+    for ratio, width, log, kind in (*packed, (4, 512, 0, 3)):
         shape = {"A": 2 if ratio == OVERLAP_RATIO else 1, "RATIO": ratio, "WIDTH": width}
-        entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "GPU": True}
-        warps = _warps(width)
-        found.append(Variant(kernel=_single_kernel, signature=single, constants=entry, num_warps=warps))
+        entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "ROPE": 64, "GPU": True}
+        here = signature | {"memory": "*fp32" if kind == 3 else "*u8", "tokens": "i32"}
+        alone, warps = {name: here[name] for name in single}, _warps(width)
+        found.append(Variant(kernel=_single_kernel, signature=alone, constants=entry, num_warps=warps))
         entry = {**entry, "STAGES": min(STAGES, ratio + 1)}
-        found.append(Variant(kernel=_entry_kernel, signature={**signature, "tokens": "i32"}, constants=entry, num_warps=warps))
+        found.append(Variant(kernel=_entry_kernel, signature=here, constants=entry, num_warps=warps))
         shape |= {"ROWS": CARRY_ROWS, "STAGES": min(STAGES, ratio + 1)}
         found.append(Variant(kernel=_carry_kernel, signature=carry, constants=shape, num_warps=1))
     return found

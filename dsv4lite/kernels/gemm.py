@@ -138,7 +138,7 @@ def float_linear_ref(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile:
     """See ``float_linear``: widen both unless they have the dtype of the result, multiply, round once."""
     wide = w_GNK.dtype if w_GNK.dtype in (dtype, torch.float32) else torch.float32
     products = [matmul_rows(x_MGK[:, g].to(wide), w_NK.to(wide), row_tile) for g, w_NK in enumerate(w_GNK)]
-    return torch.stack(products, 1).to(dtype)
+    return (products[0][:, None] if len(products) == 1 else torch.stack(products, 1)).to(dtype)
 
 
 def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:

@@ -86,8 +86,13 @@ def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
     return torch.tensor(done, dtype=torch.float32, device=mix_TNN.device).view_as(mix_TNN)
 
 
+def has_kernel(dtype: torch.dtype, streams: int) -> bool:
+    """Return whether there are kernels for so many streams of a dtype."""
+    return dtype == torch.bfloat16 and streams == KERNEL_STREAMS
+
+
 def _has_kernel(streams_TND: Tensor) -> bool:
-    return use_triton(streams_TND) and streams_TND.dtype == torch.bfloat16 and streams_TND.shape[1] == KERNEL_STREAMS
+    return use_triton(streams_TND) and has_kernel(streams_TND.dtype, streams_TND.shape[1])
 
 
 def hc_sums(streams_TND: Tensor, fn: Tensor, row_tile: int | None = None) -> Tensor:

@@ -68,6 +68,8 @@ def head_norms(
     """
     if use_triton(query_TK):
         from dsv4lite.kernels.heads_triton import head_norms_triton
+        from dsv4lite.kernels.plain_norms_triton import plain_head_norms_triton
 
-        return head_norms_triton(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
+        op = head_norms_triton if fp4 else plain_head_norms_triton
+        return op(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
     return head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4=fp4)

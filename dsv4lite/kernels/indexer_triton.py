@@ -4,6 +4,7 @@
     select      one token whose scores fit into one program's registers: bisection for the threshold, then one running sum
     segment     the same for more scores, cut into segments, in three passes: two histograms, one of each byte of the scores'
                 ordered bits; each program then knows the threshold and how many entries the segments before its own give
+    wide        the same for scores in float32, however many: one program a token, and a pass for each byte
 
 Tokens that see no more entries than are wanted are passed over.
 """
@@ -19,10 +20,10 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import Fp4Key, RowStore
+from dsv4lite.kernels.rows import Fp4Key, PlainRow, RowStore
 
 PAGE_TOKENS = 256
-KEYS = 128  # of a piece
+KEYS, WIDE_KEYS = 128, 64  # of a piece; of float32
 TOKENS = 32  # that share a piece
 PROGRAMS = 4096  # that scores are spread over at most
 SEGMENT = 4096  # scores of one program, where there are too many for one
@@ -99,20 +100,48 @@ def _keys(
 
 
 @triton.jit
-def _query(iq, weights, row, weight_stride, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GPU: tl.constexpr):
-    """Return a token's queries [HEADS, C] and the weights of its heads, float32."""
+def _plain_keys(
+    keys, pages, piece, count,
+    PAGE_ROWS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return a piece of plain keys [KEYS, PADDED] (float32 in the interpreter); zeros from entry ``count`` on."""
+    # Reference: PlainRow.unpack
+    entry = piece * KEYS + tl.arange(0, KEYS)
+    live = entry < count
+    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
+    row = keys + (page * PAGE_ROWS + entry % PAGE_ROWS) * CHANNELS
+    channel = tl.arange(0, PADDED)
+    k = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & (channel < CHANNELS)[None, :], other=0.0)
+    return k if GPU else k.to(tl.float32)
+
+
+@triton.jit
+def _query(
+    iq, weights, row, weight_stride, H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Return a token's queries [HEADS, PADDED] and the weights of its heads, float32."""
     head = tl.arange(0, HEADS)
-    q = tl.load(iq + (row * H + head[:, None]) * C + tl.arange(0, C)[None, :], mask=(head < H)[:, None], other=0.0)
+    channel = tl.arange(0, PADDED)
+    inside = (head < H)[:, None]
+    if CHANNELS < PADDED:
+        inside = inside & (channel < CHANNELS)[None, :]
+    q = tl.load(iq + (row * H + head[:, None]) * CHANNELS + channel[None, :], mask=inside, other=0.0)
     if not GPU:
         q = q.to(tl.float32)
     return q, tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _score(k, q, weight, GPU: tl.constexpr):
+def _score(k, q, weight, WIDE: tl.constexpr, GPU: tl.constexpr):
     # Reference: _weigh(dots, weights, dtype)
-    closed = tl.maximum(_round(tl.dot(k, tl.trans(q)), GPU), 0.0)
-    return _round(tl.sum(_round(closed * weight[None, :], GPU), 1), GPU)
+    dots = tl.dot(k, tl.trans(q), input_precision="tf32x3")
+    if WIDE:
+        score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
+    else:
+        closed = tl.maximum(_round(dots, GPU), 0.0)
+        score = _round(tl.sum(_round(closed * weight[None, :], GPU), 1), GPU)
+    return score
 
 
 @triton.jit(do_not_specialize=["grow_columns", "weight_stride", "begin", "count", "columns"])
@@ -134,6 +163,8 @@ def _scores_kernel(
     H: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PADDED: tl.constexpr,
     RATIO: tl.constexpr,
     TOP_K: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
@@ -143,7 +174,7 @@ def _scores_kernel(
     GPU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    C: tl.constexpr = GROUPS * 32
+    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
     e = tl.arange(0, KEYS)
     step = tl.num_programs(1)
     n = tl.program_id(0) * TOKENS
@@ -157,16 +188,20 @@ def _scores_kernel(
         most = (position + end - n) // RATIO
         pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
         for piece in range(tl.program_id(1), pieces, step):
-            k = _keys(keys, grow + sequence * grow_columns, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+            pages = grow + sequence * grow_columns
+            if GROUPS == 0:
+                k = _plain_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
+            else:
+                k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
             # The first that needs scores and sees an entry of the piece.
             needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                 row = token + tl.zeros((), tl.int64)
-                q, weight = _query(iq, weights, row, weight_stride, H, HEADS, C, GPU)
+                q, weight = _query(iq, weights, row, weight_stride, H, HEADS, CHANNELS, PADDED, GPU)
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
                 out = scores + row * columns + at
-                tl.store(out, _score(k, q, weight, GPU).to(tl.bfloat16), mask=at < visible)
+                tl.store(out, _score(k, q, weight, WIDE, GPU).to(scores.dtype.element_ty), mask=at < visible)
         n = end
 
 
@@ -211,9 +246,9 @@ def _select_kernel(
 
 
 @triton.jit
-def _reach(count, wanted):
-    """Return the highest of 256 bins that, with those above, holds ``wanted``, and how many those above hold."""
-    bins = tl.arange(0, 256)
+def _reach(count, wanted, BINS: tl.constexpr):
+    """Return the highest of some bins that, with those above, holds ``wanted``, and how many those above hold."""
+    bins = tl.arange(0, BINS)
     from_here = tl.sum(count) - tl.cumsum(count, 0) + count
     found = tl.max(tl.where(from_here >= wanted, bins, 0))
     return found, tl.sum(tl.where(bins > found, count, 0))
@@ -262,36 +297,88 @@ def _segment_kernel(
         _count(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
     else:
         total, before = _sums(highs + row * 256, used, segment, SEGMENTS)
-        high, above = _reach(total, TOP_K)
+        high, above = _reach(total, TOP_K, 256)
         if PASS == 1:
             _count(lows + (row + segment) * 256, tl.where(number >> 8 == high, number & 255, 256))
         else:
             bins = tl.arange(0, 256)
             more = tl.sum(tl.where(bins > high, before, 0))
             total, before = _sums(lows + row * 256, used, segment, SEGMENTS)
-            low, between = _reach(total, TOP_K - above)
+            low, between = _reach(total, TOP_K - above, 256)
             more += tl.sum(tl.where(bins > low, before, 0))
             equal = tl.sum(tl.where(bins == low, before, 0))
             _gather(selected + n * TOP_K, at, number, high * 256 + low, more, equal, TOP_K - above - between)
+
+
+@triton.jit
+def _ordered_wide(scores, at, visible):
+    """Return unsigned numbers in the order of float32 scores; 0, which no number has, for what is not visible."""
+    # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
+    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32, bitcast=True)
+    bits = tl.where(bits == 0x80000000, 0, bits)
+    return tl.where(at < visible, bits ^ tl.where(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000).to(tl.uint32), 0)
+
+
+@triton.jit(do_not_specialize=["begin", "columns"])
+def _select_wide_kernel(
+    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(positions + begin + n) + 1) // RATIO
+    if visible <= TOP_K:
+        return
+    scores += n * columns
+    bins = tl.arange(0, 512)
+    # The largest number that TOP_K scores reach, byte by byte.
+    threshold = tl.zeros((), tl.uint32)
+    wanted = TOP_K
+    for i in tl.static_range(4):
+        count = tl.zeros((512,), tl.int32)
+        for start in range(0, visible, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            number = _ordered_wide(scores, at, visible)
+            same = at < visible
+            if i > 0:
+                same = same & (number >> (32 - 8 * i) == threshold >> (32 - 8 * i))
+            count += tl.histogram(tl.where(same, (number >> (24 - 8 * i)) & 255, 256).to(tl.int32), 512)
+        found, above = _reach(tl.where(bins < 256, count, 0), wanted, 512)
+        threshold = threshold | (found.to(tl.uint32) << (24 - 8 * i))
+        wanted -= above
+    more = tl.zeros((), tl.int32)
+    equal = tl.zeros((), tl.int32)
+    for start in range(0, visible, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        number = _ordered_wide(scores, at, visible)
+        _gather(selected + n * TOP_K, at, number, threshold, more, equal, wanted)
+        more += tl.sum((number > threshold).to(tl.int32))
+        equal += tl.sum((number == threshold).to(tl.int32))
 
 
 def index_scores_paged_triton(
     iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, begin: int
 ) -> Tensor:
     """See ``indexer.index_scores_paged``."""
-    count, heads, channels = iq_NHC.shape
-    assert isinstance(keys.format, Fp4Key) and keys.format.width == channels and channels & (channels - 1) == 0, keys.format
+    (count, heads, channels), fmt = iq_NHC.shape, keys.format
     assert iq_NHC.is_contiguous() and weights_NH.shape == (count, heads) and weights_NH.stride(1) == 1
-    scores = torch.empty(count, entries_max, dtype=torch.bfloat16, device=iq_NHC.device)
+    scores = torch.empty(count, entries_max, dtype=iq_NHC.dtype, device=iq_NHC.device)
     if count == 0 or entries_max <= top_k:
         return scores
+    memory, groups = keys.memory, 0
+    if isinstance(fmt, PlainRow):
+        assert fmt.width == channels and fmt.dtype == iq_NHC.dtype == weights_NH.dtype, (fmt, iq_NHC.dtype)
+        memory = memory.view(fmt.dtype)
+    else:
+        assert isinstance(fmt, Fp4Key) and fmt.width == channels and channels & (channels - 1) == 0, fmt
+        groups = fmt.scale_bytes
+    wide = iq_NHC.dtype == torch.float32
+    piece, stages = (WIDE_KEYS, 1) if wide else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
     tiles = triton.cdiv(count, tokens)
-    pieces = min(triton.cdiv(entries_max, KEYS), max(1, PROGRAMS // tiles))
+    pieces = min(triton.cdiv(entries_max, piece), max(1, PROGRAMS // tiles))
     _scores_kernel[(tiles, pieces)](
         iq_NHC,
         weights_NH,
-        keys.memory,
+        memory,
         paging.positions_T,
         paging.sequence_T,
         paging.rows_S,
@@ -305,17 +392,19 @@ def index_scores_paged_triton(
         entries_max,
         H=heads,
         HEADS=max(16, triton.next_power_of_2(heads)),
-        GROUPS=keys.format.scale_bytes,
+        GROUPS=groups,
+        CHANNELS=channels,
+        PADDED=max(16, triton.next_power_of_2(channels)),
         RATIO=PAGE_TOKENS // keys.rows_per_page,
         TOP_K=top_k,
         PAGE_BYTES=keys.memory.shape[1],
         PAGE_ROWS=keys.rows_per_page,
-        KEYS=KEYS,
+        KEYS=piece,
         TOKENS=tokens,
         GPU=iq_NHC.is_cuda,
-        STAGES=_STAGES,
+        STAGES=stages,
         num_warps=4,
-        num_stages=_STAGES,
+        num_stages=stages,
         enable_fp_fusion=True,
     )
     return scores
@@ -326,6 +415,21 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     (count, columns), top_k = scores_NE.shape, out.shape[1]
     assert scores_NE.is_contiguous() and out.is_contiguous() and out.shape[0] == count and out.dtype == torch.int32
     if count == 0 or columns <= top_k:
+        return out
+    if scores_NE.dtype == torch.float32:
+        _select_wide_kernel[(count,)](
+            scores_NE,
+            paging.positions_T,
+            out,
+            begin,
+            columns,
+            TOP_K=top_k,
+            RATIO=ratio,
+            CHUNK=SEGMENT,
+            num_warps=8,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
         return out
     if columns <= MOST:
         block = _block_for(columns)
@@ -387,6 +491,8 @@ def variants() -> list[Variant]:
             "H": heads,
             "HEADS": heads,
             "GROUPS": 4,
+            "CHANNELS": 128,
+            "PADDED": 128,
             "RATIO": 4,
             "TOP_K": 512,
             "PAGE_BYTES": 64 * 68,
@@ -405,6 +511,12 @@ def variants() -> list[Variant]:
                 num_stages=_STAGES,
             )
         )
+    plain = {**constants, "GROUPS": 0, "H": 64, "HEADS": 64, "KEYS": WIDE_KEYS, "STAGES": 1}
+    wide = {**pointers, **sizes, **dict.fromkeys(("iq", "weights", "keys", "scores"), "*fp32")}
+    found.append(Variant(kernel=_scores_kernel, signature=wide, constants=plain, num_warps=4, num_stages=1))
+    signature = {"scores": "*fp32", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
+    constants = {"TOP_K": 512, "RATIO": 4, "CHUNK": SEGMENT}
+    found.append(Variant(kernel=_select_wide_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
     signature = {"scores": "*bf16", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
     for block in (1024, 2048, 4096, 8192):
         constants = {"TOP_K": 512, "RATIO": 4, "BLOCK": block}

@@ -83,6 +83,9 @@ def latent_norms(
     """
     if use_triton(latent_TK):
         from dsv4lite.kernels.latent_triton import latent_norms_triton
+        from dsv4lite.kernels.plain_norms_triton import plain_latent_norms_triton
 
+        if isinstance(window.format, PlainRow):
+            return plain_latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
         return latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
     return latent_norms_ref(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)

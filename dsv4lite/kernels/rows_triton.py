@@ -109,6 +109,23 @@ def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, GPU: tl
 
 
 @triton.jit
+def rotate_tail(
+    x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, WIDE: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    # rope, of rows [ROWS, PADDED] of which the last ROPE of WIDTH channels turn by the angles at ``cos`` and ``sin``
+    pair = tl.arange(0, PADDED // 2) - (WIDTH - ROPE) // 2
+    turned = (pair >= 0) & (pair < ROPE // 2)
+    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
+    a, b = tl.split(tl.reshape(x, (ROWS, PADDED // 2, 2)))
+    turned = turned[None, :]
+    first = tl.where(turned, rounded(a * c - b * s, WIDE, GPU), a)
+    second = tl.where(turned, rounded(a * s + b * c, WIDE, GPU), b)
+    return tl.reshape(tl.join(first, second), (ROWS, PADDED))
+
+
+@triton.jit
 def _butterflies(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
     pair = tl.reshape(x, (ROWS, WIDTH // (2 * HALF), 2, HALF))
     a, b = tl.split(tl.permute(pair, (0, 1, 3, 2)))

@@ -1,6 +1,7 @@
-"""The clamped activation between two FP8 products, quantized for the second.
+"""The clamped activation between two products: of plain numbers, or of FP8 and then quantized for the second.
 
-    u = fp8(bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)))      per 128 channels
+    u = silu(min(gate, limit)) * clamp(up, -limit, limit)      rounded to the activations' dtype
+    fp8(u)                                                     per 128 channels
 
 Source: DeepSeek-V4 specification 3.8 and 4.1.  Numerics: the activation in float32, one rounding to the activations' dtype, then
 the official quantizer. The kernel's exponential differs in its last place, which here and there moves a code by one.
@@ -15,6 +16,21 @@ from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import quantize_fp8
 
 GROUP = 128
+
+
+def swiglu_halves(h_TI: Tensor, limit: float) -> Tensor:
+    """Activate; return [T, I] in the dtype of ``h_TI`` [T, 2 I], contiguous: gate, then up."""
+    if use_triton(h_TI):
+        from dsv4lite.kernels.swiglu_triton import swiglu_halves_triton
+
+        return swiglu_halves_triton(h_TI, limit)
+    return swiglu_halves_ref(h_TI, limit)
+
+
+def swiglu_halves_ref(h_TI: Tensor, limit: float) -> Tensor:
+    """See ``swiglu_halves``."""
+    gate, up = h_TI.chunk(2, -1)
+    return swiglu(gate, up, limit).to(h_TI.dtype)
 
 
 def swiglu_quantize(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -36,5 +52,4 @@ def swiglu_quantize(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 def swiglu_quantize_ref(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """See ``swiglu_quantize``."""
-    gate, up = h_TI.chunk(2, -1)
-    return quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), GROUP)
+    return quantize_fp8(swiglu_halves_ref(h_TI, limit), GROUP)

@@ -1,4 +1,4 @@
-"""Kernel of ``swiglu.py``: one token x four groups of 128 channels for each program."""
+"""Kernels of ``swiglu.py``: one token x four groups of 128 channels for each program."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.rows_triton import rounded
 from dsv4lite.kernels.swiglu import GROUP
 
 _GROUPS = 4  # of one program
@@ -33,6 +34,31 @@ def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr,
     bits = fp8_scale_bits(y)
     tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr, GPU: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = h + token * 2 * width + column
+    # swiglu(gate, up, limit).to(h_TI.dtype)
+    gate = tl.minimum(tl.load(row, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
+    up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
+    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
+    y = rounded(gate / (1.0 + tl.exp(-gate)) * up, h.dtype.element_ty == tl.float32, GPU)
+    tl.store(u + token * width + column, y.to(u.dtype.element_ty), mask=inside)
+
+
+def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
+    """See ``swiglu.swiglu_halves``."""
+    tokens, width, block = h_TI.shape[0], h_TI.shape[1] // 2, _GROUPS * GROUP
+    assert h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, h_TI.shape
+    u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
+    if h_TI.numel():
+        grid = (tokens, triton.cdiv(width, block))
+        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=h_TI.is_cuda, num_warps=4, enable_fp_fusion=True)
+    return u
 
 
 def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -60,14 +86,18 @@ def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def variants() -> list[Variant]:
-    """Return both kinds of chips, aligned and not."""
+    """Return plain numbers; and both kinds of chips, aligned and not."""
+    plain = {"h": "*fp32", "u": "*fp32", "width": "i32", "limit": "fp32"}
     signature = {"h": "*bf16", "codes": "*u8", "scales": "*u8", "width": "i32", "groups": "i32", "limit": "fp32"}
     return [
-        Variant(
-            kernel=_swiglu_kernel,
-            signature=signature,
-            constants={"GROUPS": _GROUPS, "NATIVE": native, "ALIGNED": native},
-            capabilities=capabilities,
-        )
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+        Variant(kernel=_halves_kernel, signature=plain, constants={"BLOCK": _GROUPS * GROUP, "GPU": True}),
+        *(
+            Variant(
+                kernel=_swiglu_kernel,
+                signature=signature,
+                constants={"GROUPS": _GROUPS, "NATIVE": native, "ALIGNED": native},
+                capabilities=capabilities,
+            )
+            for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+        ),
     ]

@@ -217,6 +217,7 @@ def wide_experts_forward_triton(
         x_TD, w13, order, owner, blocks, weight_TK, u, pairs, limit, TOP_K=top_k, **sizes, **launch
     )
     _down_kernel[(count * triton.cdiv(hidden, OUTS),)](u, w2, order, owner, blocks, y, pairs, **sizes, **launch)
+    del u
     _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         y, chosen_TK, out if shared_TD is None else shared_TD, out,
         EXPERTS=experts, HIDDEN=hidden, TOP_K=top_k, SHARED=shared_TD is not None, BLOCK=_SUM_BLOCK, GPU=x_TD.is_cuda,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import can_tile, experts_forward
-from dsv4lite.kernels.moe import route, swiglu
+from dsv4lite.kernels.moe import route
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.swiglu import swiglu_quantize
+from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.share import Share
@@ -106,7 +106,7 @@ class SharedExpert(nn.Module):
         h_TI = linear(x_TD, self.w13, rounded=rounded)
         if self.w2.scale is not None:
             return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, dtype)
-        return linear(swiglu(h_TI[:, : self.width], h_TI[:, self.width :], self.limit).to(x_TD.dtype), self.w2, dtype)
+        return linear(swiglu_halves(h_TI, self.limit), self.w2, dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "w1.weight", self.w13.rows(0, self.width)
@@ -149,7 +149,7 @@ class MoE(nn.Module):
             token_ids_T: For the hash.
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
-            positions_T: Negative for padding, which gets no routed experts; only where experts lie in tiles.
+            positions_T: Negative for padding, which gets no routed experts.
         """
         c = self.config
         rows: Rows = (x_TD,)

@@ -76,7 +76,7 @@ class Numerics:
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
             resident_experts=expert_format if quantized and not on_cpu else "plain",
-            paged=not on_cpu and quantized and dense_fp8 and expert_format != "plain",
+            paged=not on_cpu and (not quantized or (dense_fp8 and expert_format != "plain")),
         )
 
     @property

@@ -10,6 +10,7 @@ from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.hc import (
     HcMix,
     HcWeights,
+    has_kernel,
     hc_collapse,
     hc_collapse_quantize,
     hc_expand,
@@ -171,3 +172,8 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, width: int) -
         for count in (1, 2, 5, 16, 23):
             for got, expected in zip(run(slice(a, a + count)), everything, strict=True):
                 assert torch.equal(got, expected[a : a + count])
+
+
+def test_kernels_are_for_four_streams_in_bfloat16() -> None:
+    assert has_kernel(torch.bfloat16, 4)
+    assert not has_kernel(torch.float32, 4) and not has_kernel(torch.bfloat16, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.indexer import index_scores_paged_ref, select_paged_ref
-from dsv4lite.kernels.rows import Fp4Key
+from dsv4lite.kernels.rows import Fp4Key, PlainRow
 from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
@@ -61,6 +61,24 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
             assert (a == b).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "width", "steps"), [(12, 16, [(100, 37), (600, 2)]), (4, 8, [(200, 1), (3, 1), (331, 1)])])
+def test_scores_of_plain_keys_equal_the_reference(heads: int, width: int, steps: Steps, dtype: torch.dtype) -> None:
+    paging, generator = make_paging(steps, DEVICE), torch.Generator().manual_seed(4)
+    visible = visible_of(paging.positions_T)
+    keys = fill_store(PlainRow(width, dtype), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
+    iq = torch.randn(len(visible), heads, width, generator=generator).to(dtype).to(DEVICE)
+    weights = torch.randn(len(visible), heads, generator=generator).to(dtype).to(DEVICE)
+    got = index_scores_paged_triton(iq, weights, keys, paging, 8, max(visible), 0)
+    wanted = index_scores_paged_ref(iq, weights, keys, paging, max(visible))
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype == dtype
+    for t, count in enumerate(visible):
+        if count > 8:
+            bound = 2**-18 if dtype == torch.float32 else 2**-6
+            a, b = got[t, :count].float(), wanted[t, :count].float()
+            assert ((a - b).abs() <= bound * (b.abs() + b.abs().max())).all()
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 5), (5, 39), (38, 42)])
 def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
     paging = make_paging([(100, 37), (600, 2), (0, 3)], DEVICE)
@@ -89,6 +107,7 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
     return scores.to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["distinct", "equal", "constant", "zeros", "infinite"])
 @pytest.mark.parametrize(
     ("columns", "top_k", "positions"),
@@ -101,10 +120,12 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
         *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if CUDA else []),
     ],
 )
-def test_selection_equals_the_reference(columns: int, top_k: int, positions: list[int], kind: str) -> None:
+def test_selection_equals_the_reference(columns: int, top_k: int, positions: list[int], kind: str, dtype: torch.dtype) -> None:
     paging = make_paging([(max(p, 0), 1) for p in positions], DEVICE)
     paging.positions_T.copy_(torch.tensor(positions))
-    scores = numbers(kind, len(positions), columns).to(DEVICE)
+    scores = numbers(kind, len(positions), columns).to(DEVICE).to(dtype)
+    if dtype == torch.float32 and kind == "distinct":
+        scores *= 1 + torch.rand(scores.shape, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
     for t, count in enumerate(visible_of(paging.positions_T)):
         scores[t, count:] = float("nan")
     got, wanted = (torch.full((len(positions), top_k + 1), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))

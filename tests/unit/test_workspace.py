@@ -138,12 +138,19 @@ def ledger() -> Iterator[Ledger]:
         yield ledger
 
 
-def paged_model(config: V4Config, *, deterministic: bool) -> tuple[DeepseekV4, StateCache]:
-    numerics = Numerics.choose(
-        dtype=torch.bfloat16, quantized=True, deterministic=deterministic, device=META, dense_fp8=True, expert_format="fp4"
+KINDS = {"quantized": (torch.bfloat16, True), "bfloat16": (torch.bfloat16, False), "float32": (torch.float32, False)}
+
+
+def numerics_of(kind: str, *, deterministic: bool) -> Numerics:
+    dtype, quantized = KINDS[kind]
+    return Numerics.choose(
+        dtype=dtype, quantized=quantized, deterministic=deterministic, device=META, dense_fp8=quantized, expert_format="fp4"
     )
-    config = replace(config, quantized=True)
-    layout = StateLayout.of(config, dtype=torch.bfloat16, quantized=True, with_mtp=False)
+
+
+def paged_model(config: V4Config, numerics: Numerics) -> tuple[DeepseekV4, StateCache]:
+    config = replace(config, quantized=numerics.quantized)
+    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False)
     sizes = StateSizes(grow_pages=4, window_pages=8, slots=2, snapshots=0)
     return DeepseekV4(config, numerics), StateCache.allocate(layout, sizes, META)
 
@@ -157,18 +164,46 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
 }
 
 
+def check_widest_point(ledger: Ledger, case: str, kind: str, *, deterministic: bool) -> None:
+    config, tokens, longest = CASES[case]
+    # Split attention is counted apart; only few tokens have it.
+    numerics = numerics_of(kind, deterministic=deterministic or tokens < 100)
+    model, cache = paged_model(config, numerics)
+    before = ledger.allocator.live
+    pass_of(model, cache, tokens, longest)
+    lived, counted = ledger.allocator.peak - before, _model_pass(config, numerics, tokens, longest)
+    assert 0.97 * lived <= counted <= 1.15 * lived + MIB, (lived, counted)
+    numerics = numerics_of(kind, deterministic=deterministic)
+    assert paged_workspace(config, numerics, tokens=tokens, sequences=64, longest=longest) >= _GAPS * lived
+
+
 @pytest.mark.usefixtures("nothing_is_launched")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_workspace_is_what_lives_at_the_widest_point(ledger: Ledger, case: str, deterministic: bool) -> None:
-    config, tokens, longest = CASES[case]
-    model, cache = paged_model(config, deterministic=True)  # without split attention, which is counted apart
-    before = ledger.allocator.live
-    pass_of(model, cache, tokens, longest)
-    lived, counted = ledger.allocator.peak - before, _model_pass(config, tokens, longest)
-    assert 0.97 * lived <= counted <= 1.15 * lived + MIB, (lived, counted)
-    whole = paged_workspace(config, tokens=tokens, sequences=64, longest=longest, deterministic=deterministic)
-    assert whole >= _GAPS * lived
+    check_widest_point(ledger, case, "quantized", deterministic=deterministic)
+
+
+@pytest.mark.usefixtures("nothing_is_launched")
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("case", "deterministic"),
+    [*((case, False) for case in CASES if case != "few tokens, long context"), ("experts' blocks that are mostly padding", True)],
+)
+def test_workspace_of_plain_models_is_what_lives_at_the_widest_point(
+    ledger: Ledger, case: str, kind: str, deterministic: bool
+) -> None:
+    check_widest_point(ledger, case, kind, deterministic=deterministic)
+
+
+def check_one_piece(ledger: Ledger, config: V4Config, numerics: Numerics, tokens: int, longest: int) -> None:
+    model, cache = paged_model(config, numerics)
+    whole = paged_workspace(config, numerics, tokens=tokens, sequences=8, longest=longest)
+    allocator = ledger.allocator = Allocator()
+    allocator.give_back(*allocator.take(whole - SMALL_BLOCKS))
+    for count in (2, 100, tokens, 1025, 513, 4, 7777, 1500, 12, 3000, tokens, 5000, 600, 32, tokens):
+        pass_of(model, cache, min(count, tokens), longest)
+    assert allocator.live == 0 and allocator.reserved <= whole + 2 * MIB
 
 
 @pytest.mark.usefixtures("nothing_is_launched")
@@ -178,10 +213,11 @@ def test_workspace_is_what_lives_at_the_widest_point(ledger: Ledger, case: str, 
 def test_workspace_in_one_piece_holds_steps_of_any_size(
     ledger: Ledger, config: V4Config, deterministic: bool, tokens: int, longest: int
 ) -> None:
-    model, cache = paged_model(config, deterministic=deterministic)
-    whole = paged_workspace(config, tokens=tokens, sequences=8, longest=longest, deterministic=deterministic)
-    allocator = ledger.allocator = Allocator()
-    allocator.give_back(*allocator.take(whole - SMALL_BLOCKS))
-    for count in (2, 100, tokens, 1025, 513, 4, 7777, 1500, 12, 3000, tokens, 5000, 600, 32, tokens):
-        pass_of(model, cache, min(count, tokens), longest)
-    assert allocator.live == 0 and allocator.reserved <= whole + 2 * MIB
+    check_one_piece(ledger, config, numerics_of("quantized", deterministic=deterministic), tokens, longest)
+
+
+@pytest.mark.usefixtures("nothing_is_launched")
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("config", "tokens"), [(FLASH, 8192), (SMALL, 2048)], ids=["flash", "small"])
+def test_workspace_in_one_piece_holds_steps_of_plain_models(ledger: Ledger, config: V4Config, tokens: int, kind: str) -> None:
+    check_one_piece(ledger, config, numerics_of(kind, deterministic=False), tokens, 1 << 17)
