@@ -32,6 +32,7 @@ from dsv4lite.kernels.rows import RowStore
 from dsv4lite.weights.quant import Numerics
 
 VERSION = 1
+REQUESTED = "it was asked for"  # a reason
 _HEADER = "dsv4lite.step"
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 

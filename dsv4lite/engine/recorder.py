@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.dump import Places, StepDump, carries, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.samples import Samples
 from dsv4lite.engine.step import NO_PAGE, StepPlan
@@ -112,7 +112,7 @@ class StepRecorder:
         ill = _not_finite(step, samples)
         with self._harmless():
             if self._wanted:
-                self._save_wanted(step, "it was asked for", ill)
+                self._save_wanted(step, REQUESTED, ill)
             if self._folder is not None and ill:
                 self._save_failure(step, f"streams or logits of sequences {sorted(ill)} are not finite", ill)
         self._step = None

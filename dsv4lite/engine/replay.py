@@ -17,7 +17,7 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import choose_device, own_stream
 from dsv4lite.engine.cache import GROW_PAGE, StateCache, StateSizes
-from dsv4lite.engine.dump import Places, StepDump, carries, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
 from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
 from dsv4lite.engine.plan import empty_last_token, pack
 from dsv4lite.engine.step import StepPlan
@@ -98,7 +98,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
             step.model.logits(step.model(step.batch, step.cache.layers))
-        return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch.bad_parameters), ops=tuple(watch.reports))
+        return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch), ops=tuple(watch.reports))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,16 +167,20 @@ def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:
     return cache
 
 
-def _notes(dump: StepDump, device: torch.device, bad_parameters: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(dump: StepDump, device: torch.device, watch: OpWatch) -> tuple[str, ...]:
     notes = []
-    if bad_parameters:
-        more = len(bad_parameters) - _MOST_NAMED
-        named = ", ".join(bad_parameters[:_MOST_NAMED])
+    if bad := watch.bad_parameters:
+        more = len(bad) - _MOST_NAMED
+        named = ", ".join(bad[:_MOST_NAMED])
         notes.append(f"parameters that are not finite: {named}" + (f" and {more} more" if more > 0 else ""))
     if not dump.rows:
         notes.append("the device was lost before its state could be saved: it is empty here")
     if dump.left_out:
         notes.append(f"{dump.left_out} other sequences of the step are left out: the file would have been too large")
+    if dump.reason != REQUESTED and all(op.problem is None for op in watch.reports):
+        notes.append("what the step was saved for did not happen again")
+    if not any(op.compared for op in watch.reports):
+        notes.append(f"there are no kernels on {device.type!r}: numbers that are not finite were looked for, and nothing else")
     here = versions(device)
     notes += [f"{name} was {was}, is {here.get(name, 'none')}" for name, was in dump.versions.items() if here.get(name) != was]
     return tuple(notes)

@@ -43,6 +43,9 @@ POISON = VOCAB - 1
 SHORT, LONG, OTHER = prompts_of((20, 300, 170), VOCAB - 1, seed=9)
 
 
+NO_KERNELS = "there are no kernels on 'cpu': numbers that are not finite were looked for, and nothing else"
+
+
 def some(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 4, "temperature": 0, "ignore_eos": True, **settings})
 
@@ -118,7 +121,7 @@ def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) 
     assert [len(s.token_ids) for s in dump.plan.sequences] == [1, 36] and dump.graph is None
     assert dump.reason == "it was asked for" and dump.versions["torch"] == version("torch")
     report = replay(paged["mixed"])
-    assert report.first is None and report.notes == () and {op.layer for op in report.ops} == {None, *range(6)}
+    assert report.first is None and report.notes == (NO_KERNELS,) and {op.layer for op in report.ops} == {None, *range(6)}
     assert not any(op.compared for op in report.ops), "there are no kernels on a CPU"
 
 
@@ -321,6 +324,7 @@ def test_a_step_that_fails_is_saved(model: Path, tmp_path: Path, monkeypatch: py
     (path,) = dumps(tmp_path)
     report = replay(path)
     assert report.reason == "Broken: the first error" and report.first is None
+    assert report.notes[-2:] == ("what the step was saved for did not happen again", NO_KERNELS)
     assert sum(len(s.token_ids) for s in StepDump.load(path).plan.sequences) == len(OTHER)
 
 
