@@ -49,14 +49,15 @@ class NGramIndex:
             k: Number of drafts.
         """
         self._index(tokens)
+        size = len(tokens)
         source = -1
-        for key, latest in self._keys(tokens, len(tokens)):
-            source = latest.get(key, source)  # longer n-grams come later, and whatever has a long one has its end
+        for _, key, latest in self._ngrams(tokens, size, size + 1):
+            source = latest.get(key, source)  # the shortest comes first, so that the longest decides
         if source < 0:
             return []
-        text, size = list(tokens[source : source + k]), len(tokens)
-        for place in range(source + len(text), source + k):
-            text.append(text[place - size])
+        text = list(tokens[source : source + k])
+        for place in range(len(text), k):
+            text.append(text[place - (size - source)])
         return text
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -66,24 +67,29 @@ class NGramIndex:
             for latest in self._latest:
                 latest.clear()
             self._first = self._last = size
-        for place in range(max(self._last, oldest), size):
-            for key, latest in self._keys(tokens, place):
-                latest[key] = place
-        for place in range(self._first, min(oldest, self._last)):
-            for key, latest in self._keys(tokens, place):
-                if latest.get(key) == place:
-                    del latest[key]
+        self._add(tokens, max(self._last, oldest), size)
+        for place, key, latest in self._ngrams(tokens, self._first, min(oldest, self._last)):
+            if latest.get(key) == place:
+                del latest[key]
         self._first, self._last = max(self._first, oldest), size
         begin = max(oldest, self._first - BACKLOG)
-        for place in range(self._first - 1, begin - 1, -1):
-            for key, latest in self._keys(tokens, place):
-                latest.setdefault(key, place)
+        self._add(tokens, begin, self._first)
         self._first = min(self._first, begin)
 
-    def _keys(self, tokens: Sequence[int], place: int) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield the n-grams that end before ``place``, the shortest first, each with the table of its length."""
-        key, shortest = 0, self._min_n
-        for n in range(1, min(self._max_n, place) + 1):
-            key = key << _TOKEN_BITS | tokens[place - n]
-            if n >= shortest:
-                yield key, self._latest[n - shortest]
+    def _add(self, tokens: Sequence[int], begin: int, end: int) -> None:
+        for place, key, latest in self._ngrams(tokens, begin, end):
+            if latest.get(key, -1) < place:
+                latest[key] = place
+
+    def _ngrams(self, tokens: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, dict[int, int]]]:
+        """Yield the n-grams that end before each of some places, the shortest first: place, key, and the table of its length."""
+        if begin >= end:
+            return
+        first, shortest, longest = max(0, begin - self._max_n), self._min_n, self._max_n
+        text, tables = tokens[first:end], self._latest
+        for place in range(begin, end):
+            key, at = 0, place - first
+            for n in range(1, min(longest, place) + 1):
+                key = key << _TOKEN_BITS | text[at - n]
+                if n >= shortest:
+                    yield place, key, tables[n - shortest]
