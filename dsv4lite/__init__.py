@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
     from dsv4lite.speculation import MTP as MTP
+    from dsv4lite.speculation import DSpark as DSpark
+    from dsv4lite.speculation import NGram as NGram
     from dsv4lite.speculation import Speculator as Speculator
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
@@ -60,7 +62,7 @@ _HOME = {
         "memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
         "engine.speculator": "SpeculationStats",
-        "speculation": "MTP Speculator",
+        "speculation": "MTP DSpark NGram Speculator",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "
         "EngineStateError WeightsNotLoadedError CheckpointError WeightUpdateError CapacityError RequestFailedError EngineDeadError",
     }.items()

@@ -83,7 +83,7 @@ class EngineConfig:
         max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.
         enable_prefix_caching: Share the state of equal prompt prefixes.
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
-        speculative: Who guesses tokens ahead: ``MTP(k)``, a ``Speculator``, or several, the first that has a guess being heard;
+        speculative: Who guesses tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
             ``"auto"`` is what the checkpoint carries. Guesses change speed, never what is generated.
         deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit.
         seed: Seed of requests that give none.

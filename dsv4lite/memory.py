@@ -12,10 +12,11 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import available_memory, choose_device
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
-from dsv4lite.errors import CapacityError, UnsupportedError
+from dsv4lite.engine.speculator import make_speculators
+from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
-from dsv4lite.speculation import MTP, Drafting, check_speculative
+from dsv4lite.speculation import MTP, Drafting, DSpark, check_speculative
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import graph_bytes, paged_workspace, reference_workspace
@@ -203,17 +204,30 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
 
     Raises:
         UnsupportedError: The checkpoint has not what is wanted.
+        ConfigError: More guesses are wanted than its drafter makes.
+        CheckpointError: Its config tells of another drafter than its tensors.
     """
     drafters = check_speculative(config.speculative)
-    mtp = next((drafter for drafter in drafters if isinstance(drafter, MTP)), None)
-    if config.speculative == "auto" and source.has_mtp:
-        mtp = MTP()
-    if mtp is not None and not source.has_mtp:
+    own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
+    if own is not None or config.speculative == "auto":
+        own = _own_drafter(own, source)
+    return Drafting(own=own, speculators=make_speculators(drafters))
+
+
+def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
+    """Return the model's own drafter as it is wanted, or by default as it comes, if it comes with one."""
+    kind, shape = source.drafter, source.model.dspark
+    if wanted is None:
+        return MTP() if kind == "mtp" else DSpark(k=shape.block) if kind == "dspark" and shape is not None else None
+    if kind != ("mtp" if isinstance(wanted, MTP) else "dspark"):
+        lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
+        instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
         raise UnsupportedError(
-            f"speculative={mtp!r}: {source.folder} has no MTP block; take 'auto', a Speculator of your own, or None"
+            f"speculative={wanted!r}: {source.folder} has no {lacks}; take {instead[kind]}, 'auto', a Speculator, or None"
         )
-    speculators = tuple(drafter for drafter in drafters if not isinstance(drafter, MTP))
-    return Drafting(mtp=0 if mtp is None else mtp.k, speculators=speculators)
+    if isinstance(wanted, DSpark) and shape is not None and wanted.k > shape.block:
+        raise ConfigError(f"speculative={wanted!r}: the drafter's block has {shape.block} rows; k is at most that")
+    return wanted
 
 
 def make_plan(
@@ -242,9 +256,9 @@ def make_plan(
         available, total = available_memory(numerics.device)
     drafting = drafting or Drafting()
     layout = StateLayout.of(
-        model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=drafting.mtp > 0, drafts=drafting.max_drafts
+        model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=drafting.own is not None, drafts=drafting.max_drafts
     )
-    weights = weight_bytes(model, numerics, with_mtp=drafting.mtp > 0)
+    weights = weight_bytes(model, numerics, with_mtp=drafting.own is not None)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     workspace, graphs = _working(config, model, numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs

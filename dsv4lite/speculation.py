@@ -27,6 +27,50 @@ class MTP:
         check_length("MTP", self.k, self.most)
 
 
+@dataclass(frozen=True, slots=True)
+class DSpark:
+    """Guess with the block drafter of refreshed releases, all guesses in one pass.
+
+    Attributes:
+        k: Guesses in a row, at most the rows of the drafter's block, which is 5 in the releases.
+        min_confidence: Guesses from the first one on whose chance to hold, as the drafter sees it, is lower are left out; 0 keeps
+            all.
+    """
+
+    k: int = 5
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_length("DSpark", self.k, MAX_DRAFTS)
+        if not isinstance(self.min_confidence, int | float) or not 0 <= self.min_confidence < 1:
+            raise ConfigError(f"DSpark: min_confidence={self.min_confidence!r} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class NGram:
+    """Guess, on the host, that text repeats itself: what followed the last tokens when they stood together before.
+
+    Attributes:
+        k: Guesses in a row.
+        min_n: Fewest tokens that must have stood together before.
+        max_n: Most tokens that are compared; the longest match decides, of equally long ones the latest.
+        lookback: How many of the latest tokens are searched. Host memory per sequence: about 250 bytes for each of them and each
+            length, at most; 6 MB by default.
+    """
+
+    k: int = 4
+    min_n: int = 2
+    max_n: int = 4
+    lookback: int = 8192
+
+    def __post_init__(self) -> None:
+        check_length("NGram", self.k, MAX_DRAFTS)
+        for name, least, most in (("min_n", 1, 16), ("max_n", self.min_n, 16), ("lookback", 1, 1 << 20)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"NGram: {name}={value!r} must be an integer from {least} to {most}")
+
+
 @runtime_checkable
 class Speculator(Protocol):
     """What guesses tokens on the host; users may supply their own.
@@ -56,7 +100,7 @@ class Speculator(Protocol):
         ...
 
 
-Drafter = MTP | Speculator
+Drafter = MTP | DSpark | NGram | Speculator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +108,17 @@ class Drafting:
     """Who guesses in an engine, once its checkpoint is known.
 
     Attributes:
-        mtp: Guesses in a row of the model's MTP block; 0 without.
+        own: The model's own drafter.
         speculators: Those on the host, the first one first.
     """
 
-    mtp: int = 0
+    own: MTP | DSpark | None = None
     speculators: tuple[Speculator, ...] = ()
 
     @property
     def max_drafts(self) -> int:
         """Most guesses of one run."""
-        return max([self.mtp, *(speculator.k for speculator in self.speculators)])
+        return max([0 if self.own is None else self.own.k, *(speculator.k for speculator in self.speculators)])
 
 
 def check_length(name: str, k: object, most: int) -> None:
@@ -93,11 +137,12 @@ def check_speculative(value: object) -> tuple[Drafter, ...]:
         return ()
     drafters = value if isinstance(value, tuple) else (value,)
     for drafter in drafters:
-        if isinstance(drafter, type) or not isinstance(drafter, MTP | Speculator):
+        if isinstance(drafter, type) or not isinstance(drafter, MTP | DSpark | NGram | Speculator):
             raise ConfigError(
-                f"speculative={value!r} must be MTP(k), an object with the methods of Speculator, a tuple of these, 'auto' or None"
+                f"speculative={value!r} must be MTP(k), DSpark(k), NGram(k), an object with the methods of Speculator, a tuple of "
+                "these, 'auto' or None"
             )
         check_length(type(drafter).__name__, drafter.k, MAX_DRAFTS)
-    if not drafters or sum(isinstance(drafter, MTP) for drafter in drafters) > 1:
-        raise ConfigError(f"speculative={value!r} must name at least one drafter, and each kind of the model's own once")
+    if not drafters or sum(isinstance(drafter, MTP | DSpark) for drafter in drafters) > 1:
+        raise ConfigError(f"speculative={value!r} must name at least one drafter, and at most one of the model's own")
     return drafters

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dsv4lite.speculation import NGram
+
 BACKLOG = 512
 """Places of the text before the first call that a call indexes."""
 
@@ -93,3 +95,24 @@ class NGramIndex:
                 key = key << _TOKEN_BITS | text[at - n]
                 if n >= shortest:
                     yield place, key, tables[n - shortest]
+
+
+class NGramSpeculator:
+    """Keeps an index for every sequence; a ``Speculator``."""
+
+    def __init__(self, settings: NGram) -> None:
+        self.k = settings.k
+        self._settings = settings
+        self._indices: dict[int, NGramIndex] = {}
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
+        """Guess what follows the tokens of a sequence."""
+        index = self._indices.get(sequence_id)
+        if index is None:
+            s = self._settings
+            index = self._indices[sequence_id] = NGramIndex(min_n=s.min_n, max_n=s.max_n, lookback=s.lookback)
+        return index.draft(token_ids, max_drafts)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence's index."""
+        self._indices.pop(sequence_id, None)

@@ -13,15 +13,16 @@ import torch
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir
 from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
 from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.speculation import MTP, Drafter, Drafting, check_speculative
+from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, check_speculative
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
@@ -42,7 +43,7 @@ class Survey:
         model: Sizes of the model.
         generation_config: Of the checkpoint.
         folder: Of the checkpoint.
-        mtp: Guesses in a row of the MTP block.
+        own: The model's own drafter.
         facts: What has to be the same on all ranks.
     """
 
@@ -50,7 +51,7 @@ class Survey:
     model: V4Config
     generation_config: Mapping[str, Any]
     folder: str
-    mtp: int
+    own: MTP | DSpark | None
     facts: Mapping[str, str]
 
 
@@ -79,14 +80,14 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
-        if drafting.mtp and config.layout.world > 1:
+        if drafting.own is not None and config.layout.world > 1:
             raise UnsupportedError(
-                f"speculative={config.speculative!r} with {config.layout}: the MTP block drafts on a single rank; "
-                "use one rank, a Speculator of your own, or None"
+                f"speculative={config.speculative!r} with {config.layout}: the model's own drafter works on a single rank; "
+                "use one rank, NGram(), a Speculator of your own, or None"
             )
         survey = Survey(
             plan=make_plan(config, source.model, numerics, drafting=drafting),
-            mtp=drafting.mtp,
+            own=drafting.own,
             model=source.model,
             generation_config=source.generation_config,
             folder=str(source.folder),
@@ -108,7 +109,8 @@ class Prospect:
         """
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
-            model = self.source.build(self.numerics, with_mtp=drafting.mtp > 0, seed=config.seed, progress=progress or False)
+            own = drafting.own
+            model = self.source.build(self.numerics, with_mtp=own is not None, seed=config.seed, progress=progress or False)
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             graphs = None
@@ -118,9 +120,9 @@ class Prospect:
             samples = mesh.rank == mesh.layout.reporter(mesh.place.dp)
             sampler = Sampler(self.source.model.vocab_size, device, config.seed, grammars) if samples else None
             drafter = None
-            if drafting.mtp:
-                assert sampler is not None, "the block drafts on a single rank only"
-                drafter = MtpDrafter(model, cache.layers[-1], sampler, drafting.mtp)
+            if own is not None:
+                assert sampler is not None, "a model's own drafter works on a single rank only"
+                drafter = make_drafter(own, model, cache, sampler)
             runner = Runner(model, cache, sampler, graphs, drafter, mesh)
             with torch.inference_mode():
                 runner.warm_up(config.max_num_batched_tokens, config.compile_cache_dir or default_cache_dir(), progress)
@@ -190,8 +192,7 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
 
 def drafting_of(config: EngineConfig, survey: Survey) -> Drafting:
     """Return who guesses in an engine, with the speculators of this process."""
-    drafters = check_speculative(config.speculative)
-    return Drafting(mtp=survey.mtp, speculators=tuple(drafter for drafter in drafters if not isinstance(drafter, MTP)))
+    return Drafting(own=survey.own, speculators=make_speculators(check_speculative(config.speculative)))
 
 
 @dataclass(slots=True)
@@ -211,7 +212,8 @@ class Elsewhere:
 def bare(config: EngineConfig) -> EngineConfig:
     """Return settings as other processes can have them: without the host's own objects."""
     drafters: tuple[Drafter, ...] = tuple(
-        drafter if isinstance(drafter, MTP) else Elsewhere(drafter.k) for drafter in check_speculative(config.speculative)
+        drafter if isinstance(drafter, MTP | DSpark | NGram) else Elsewhere(drafter.k)
+        for drafter in check_speculative(config.speculative)
     )
     speculative = drafters or config.speculative
     return replace(config, progress=False, device_mesh=None, process_group=None, executor="process", speculative=speculative)

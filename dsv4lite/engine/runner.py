@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.drafters import DeviceDrafter
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
@@ -80,7 +80,7 @@ class Runner:
         cache: StateCache,
         sampler: Sampler | None,
         graphs: DecodeGraphs | None = None,
-        drafter: MtpDrafter | None = None,
+        drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.model = model

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
-from dsv4lite.speculation import Speculator
+from dsv4lite.engine.ngram import NGramSpeculator
+from dsv4lite.speculation import MTP, Drafter, DSpark, NGram, Speculator
 
 if TYPE_CHECKING:
     from dsv4lite.engine.sequence import Sequence
@@ -58,6 +59,11 @@ class _ReadOnly(Tokens[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         return self._tokens[index]
+
+
+def make_speculators(drafters: Tokens[Drafter]) -> tuple[Speculator, ...]:
+    """Return the drafters that guess on the host, in their order."""
+    return tuple(NGramSpeculator(d) if isinstance(d, NGram) else d for d in drafters if not isinstance(d, MTP | DSpark))
 
 
 class Guesses:

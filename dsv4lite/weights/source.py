@@ -7,7 +7,7 @@ import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,8 @@ from dsv4lite.weights.quant import Numerics, Slot, TiledStack, TileSlot
 
 log = logging.getLogger("dsv4lite.weights")
 
+_DRAFTERS: Mapping[Literal["mtp", "dspark"], str] = {"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"}
+"""A tensor that only this kind of drafter has."""
 _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.bfloat16}
 
@@ -66,10 +68,23 @@ class ModelSource:
     checkpoint: Checkpoint | None
 
     @property
-    def has_mtp(self) -> bool:
-        """Whether it comes with a multi-token prediction block."""
-        stored = self.checkpoint is None or "mtp.0.e_proj.weight" in self.checkpoint.headers
-        return self.model.num_mtp_layers > 0 and stored
+    def drafter(self) -> Literal["mtp", "dspark"] | None:
+        """The kind of drafter that it comes with.
+
+        Raises:
+            CheckpointError: Config and tensors tell of different ones.
+        """
+        told: Literal["mtp", "dspark"] = "mtp" if self.model.dspark is None else "dspark"
+        if self.checkpoint is None:
+            return told if self.model.num_draft_layers else None
+        for kind, name in _DRAFTERS.items():
+            if name in self.checkpoint.headers and kind != told and self.model.num_draft_layers:
+                raise CheckpointError(
+                    f"{self.folder}: config.json describes a drafter of kind {told!r}, but the tensors are of kind {kind!r}; "
+                    "take the config.json that came with them",
+                    problems=[f"{name}: unexpected"],
+                )
+        return told if self.model.num_draft_layers and _DRAFTERS[told] in self.checkpoint.headers else None
 
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:

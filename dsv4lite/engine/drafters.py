@@ -1,0 +1,103 @@
+"""Drafts of the model's own drafter, made on the device right behind a step's samples: the MTP block (``mtp.py``), or DSpark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import LayerCache, StateCache
+from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.samples import Samples
+from dsv4lite.engine.step import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
+from dsv4lite.models.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.dspark import DraftBlock, Drafts
+from dsv4lite.speculation import MTP, DSpark
+
+
+class DeviceDrafter(Protocol):
+    """What guesses on the device."""
+
+    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+        """Guess what follows a step's samples.
+
+        Args:
+            plan: The step.
+            batch: Its tokens.
+            streams_TND: The main model's final streams.
+            samples: What was sampled, if anything was.
+
+        Returns:
+            Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` from where there are none.
+        """
+        ...
+
+
+def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache, sampler: Sampler) -> DeviceDrafter:
+    """Return the drafter that a setting names."""
+    if isinstance(own, MTP):
+        return MtpDrafter(model, cache.layers[-1], sampler, own.k)
+    return BlockDrafter(model=model, caches=cache.layers[model.config.num_hidden_layers :], sampler=sampler, settings=own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockDrafter:
+    """Drafts with DSpark. The rows that it looks at come from the main model's own pass.
+
+    Its window reaches one position farther back than the main model's, from the position after the step's last token that counts:
+    just as far as the pages go that the step was given.
+    """
+
+    model: DeepseekV4
+    caches: Sequence[LayerCache]
+    sampler: Sampler
+    settings: DSpark
+
+    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+        """See ``DeviceDrafter``."""
+        drafter = self.model.dspark
+        assert drafter is not None
+        if samples is None:
+            return None
+        plans = [s for s in plan.sequences if s.sample]
+        seq_ids, settings = [s.seq_id for s in plans], self.settings
+        last_S = samples.runs.last_rows(samples.token_ids)
+        next_S = last_S + self._int64([s.end - s.drafts - first for s, first in zip(plans, samples.runs.first_rows, strict=False)])
+
+        def pick(logits_SV: Tensor, place: int) -> Tensor:
+            return self.sampler.draft(logits_SV, seq_ids, (next_S + 1 + place).int())
+
+        out: Drafts = drafter(
+            samples.token_ids[last_S],
+            self._where(plans, next_S),
+            self.caches,
+            self.model.embed,
+            self.model.head,
+            pick,
+        )
+        drafts_SK = out.token_ids_SG[:, : settings.k]
+        if settings.min_confidence:
+            holds_SK = (out.confidence_SG[:, : settings.k] >= settings.min_confidence).long().cumprod(1).bool()
+            drafts_SK = torch.where(holds_SK, drafts_SK, UNKNOWN)
+        return drafts_SK
+
+    def _where(self, plans: Sequence[SequencePlan], next_S: Tensor) -> DraftBlock:
+        """Place blocks behind sequences, whose newest tokens stand at ``next_S``, int64."""
+        assert self.model.dspark is not None
+        width = max(len(s.window_pages) for s in plans)
+        pages = [[*s.window_pages, *[NO_PAGE] * (width - len(s.window_pages))] for s in plans]
+        return DraftBlock.of(
+            next_S,
+            self._int64(pages).int(),
+            self._int64([s.window_first for s in plans]).int(),
+            self.model.dspark.block,
+            self.model.rotary.main,
+        )
+
+    def _int64(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.model.numerics.device)
