@@ -22,7 +22,7 @@ BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
-    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms", "experts_forward"), 2**-4),
     "compress_step": 2**-3,
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
