@@ -36,7 +36,7 @@ class DeviceBudget:
         weights: Parameters and buffers, in their resident form.
         grow_pages, window_pages, slots, snapshots: Sequence state by store.
         workspace: Most that one step allocates besides (activations, logits); an estimate where references run.
-        graphs: What recorded decode steps keep.
+        graphs: What recorded decode steps and the sampling behind them keep.
     """
 
     device: str

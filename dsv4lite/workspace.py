@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4lite.engine.plan import graph_sizes
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
 from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
+from dsv4lite.kernels.sampling_rows import row_bytes
 from dsv4lite.models.batch import SPLITS
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Numerics
@@ -61,12 +61,17 @@ def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequenc
 
 
 def graph_bytes(model: V4Config, numerics: Numerics, *, sequences: int, longest: int) -> int:
-    """Return what the graphs of decode steps keep: their logits, one block each, and beside the largest one's what it works with.
+    """Return what the graphs of decode steps keep: what the largest works with, and of every sequence what it samples from.
 
-    The smaller graphs, recorded later, find room in what the largest has left.
+    The smaller graphs, recorded later, find room in what the largest has left. All of them put their logits in one place.
     """
-    logits = [_FLOAT * model.vocab_size * size for size in graph_sizes(sequences)]
-    return max(sum(logits), logits[-1] + _model_pass(model, numerics, sequences, longest)) + _GRAPH_SEGMENTS
+    return sequences * sampling_bytes(model) + _model_pass(model, numerics, sequences, longest) + _GRAPH_SEGMENTS
+
+
+def sampling_bytes(model: V4Config) -> int:
+    """Return what sampling keeps of a sequence: its logits and what its settings make of them, and at most its counts and edits."""
+    kept = (_FLOAT + _INT) * model.vocab_size  # made when a sequence that needs them takes its slot
+    return _FLOAT * model.vocab_size + row_bytes(model.vocab_size) + kept
 
 
 def _held(model: V4Config, numerics: Numerics) -> int:

@@ -1,7 +1,9 @@
 """Decode steps as CUDA graphs: one per number of sequences, replayed with nothing but a small copy to the device in front.
 
 A graph covers a whole step of single tokens: which token each sequence has (the one sampled last, if the host does not know it
-yet), where its rows lie, the model, and the best token of each row. Places beyond the step's sequences are padding.
+yet), where its rows lie, the model, and the best token of each row. Where more is asked for than best tokens, a graph of its own
+samples behind it: one for each size and each set of settings that need kernels of their own, recorded when it is first needed.
+Places beyond the step's sequences are padding.
 
 What changes between steps lies in tensors that stay where they are: one block of integers per graph, and the tables of grow pages
 by slot, whose rows are sent only when a sequence has taken a page.
@@ -9,19 +11,25 @@ by slot, whose rows are sent only when a sequence has taken a page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
+from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.step import SequencePlan, StepPlan
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
+from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
 from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+
+T = TypeVar("T")
 
 _COLUMNS = 4  # token, position, slot, first window page
 
@@ -45,11 +53,13 @@ class DecodeOutput:
 
     Attributes:
         logits: float32 [B, V].
-        top: int64 [2, B], the best token of each row and whether the row can be sampled from.
+        best: Of these: the largest, its token, and whether a row can be sampled from.
+        out: int32 [3, B], the best token of each row, and twice whether the row can be sampled from: as ``sample_rows`` says it.
     """
 
     logits: Tensor
-    top: Tensor
+    best: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +67,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     output: DecodeOutput
+    samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
 class DecodeGraphs:
@@ -67,9 +78,19 @@ class DecodeGraphs:
         cache: The state.
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
+        sampling: Samples behind the steps, if somebody does on the device.
     """
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4,
+        cache: StateCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        sampling: DeviceSampler | None = None,
+    ) -> None:
+        self.sampling = sampling
         self._model = model
         self._cache = cache
         self.last_token = empty_last_token(cache)
@@ -81,6 +102,8 @@ class DecodeGraphs:
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.sizes = graph_sizes(max_num_seqs)
+        # Of the step that ran last, whichever graph it was.
+        self._logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=cache.device)
 
     def covers(self, plan: StepPlan) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
@@ -92,20 +115,26 @@ class DecodeGraphs:
         """Run a step of ``size`` sequences that are all padding; return its inputs."""
         inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)
         inputs[0] = 0
-        self._forward(inputs)
+        output = self._forward(inputs)
+        if self.sampling is not None:
+            self._sample(self.sampling, inputs, output, EVERYTHING)
         return inputs
 
     def capture(self, size: int) -> None:
         """Record the graph of ``size`` sequences; runs it once before, so that everything it needs is compiled and loaded."""
         inputs = self.rehearse(size)
         torch.cuda.current_stream().synchronize()
+        graph, output = self._record(partial(self._forward, inputs))
+        self._captured[size] = _Captured(graph=graph, inputs=inputs, output=output)
+
+    def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            output = self._forward(inputs)
+            result = work()
         finally:
             graph.capture_end()
-        self._captured[size] = _Captured(graph=graph, inputs=inputs, output=output)
+        return graph, result
 
     def shape_for(self, count: int) -> GraphShape:
         """Return which graph runs a step of ``count`` sequences."""
@@ -122,6 +151,16 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.output
 
+    def sample(self, sampling: DeviceSampler, count: int, needs: Needs) -> Tensor:
+        """Sample from what ``replay`` has just left for ``count`` sequences; return what ``sample_rows`` returns."""
+        captured = self._captured[self.shape_for(count).size]
+        if needs not in captured.samplings:
+            work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
+            captured.samplings[needs] = self._record(work)
+        graph, out = captured.samplings[needs]
+        graph.replay()
+        return out
+
     def _update_tables(self, sequences: Sequence[SequencePlan]) -> None:
         changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
         if not changed:
@@ -135,10 +174,17 @@ class DecodeGraphs:
     def _forward(self, inputs: Tensor) -> DecodeOutput:
         """One step on ``inputs`` of ``decode_inputs``."""
         batch, places = decode_batch(inputs, self._tables, self.last_token, self._model, self._max_model_len)
-        logits = self._model.logits(self._model(batch, self._cache.layers))
-        _, best, finite = argmax_finite(logits)
-        self.last_token.index_copy_(0, places.long(), best)
-        return DecodeOutput(logits=logits, top=torch.stack([best, finite.long()]))
+        logits = self._model.logits(self._model(batch, self._cache.layers), out=self._logits[: inputs.shape[1]])
+        best = argmax_finite(logits)
+        _, token_ids, finite = best
+        self.last_token.index_copy_(0, places.long(), token_ids)
+        usable = finite.int()
+        out = torch.stack([token_ids.int(), usable, usable])
+        return DecodeOutput(logits=logits, best=best, out=out)
+
+    def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: DecodeOutput, needs: Needs) -> Tensor:
+        _, positions, slots, _ = inputs[:_COLUMNS]
+        return sampling.run(output.logits, output.best, slots, positions, self.last_token, needs)
 
 
 def most_window_pages(model: DeepseekV4) -> int:

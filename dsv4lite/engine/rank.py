@@ -17,6 +17,7 @@ from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan
@@ -113,12 +114,14 @@ class Prospect:
             model = self.source.build(self.numerics, with_mtp=own is not None, seed=config.seed, progress=progress or False)
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
-            graphs = None
+            samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
+            sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
+            graphs, sampling, rows = None, None, config.max_num_seqs
             if model.paged and device.type == "cuda":
-                graphs = DecodeGraphs(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=plan.max_model_len)
+                if sampler is not None and not drafting.max_drafts and config.layout.world == 1:  # a row for each sequence
+                    sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
+                graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=plan.max_model_len, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
-            samples = mesh.rank == mesh.layout.reporter(mesh.place.dp)
-            sampler = Sampler(self.source.model.vocab_size, device, config.seed, grammars) if samples else None
             drafter = None
             if own is not None:
                 assert sampler is not None, "a model's own drafter works on a single rank only"

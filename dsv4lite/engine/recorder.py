@@ -23,7 +23,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
 from dsv4lite.engine.graphs import GraphShape
-from dsv4lite.engine.samples import Samples
+from dsv4lite.engine.samples import RowSamples, Samples
 from dsv4lite.engine.step import NO_PAGE, StepPlan
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -100,7 +100,7 @@ class StepRecorder:
                 finite_T = streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
                 self._step = replace(self._step, finite_T=finite_T)
 
-    def end(self, samples: Samples | None) -> None:
+    def end(self, samples: Samples | RowSamples | None) -> None:
         """Save the step if it was asked for, or if a number is not finite.
 
         Raises:
@@ -209,7 +209,7 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"dump_dir={str(folder)!r} cannot be written to: {error}; choose another folder, or None") from error
 
 
-def _not_finite(step: _Step, samples: Samples | None) -> set[int]:
+def _not_finite(step: _Step, samples: Samples | RowSamples | None) -> set[int]:
     """Return the sequences of a step that have a number which is not finite. Waits for the device."""
     ill: set[int] = set()
     if step.finite_T is not None:

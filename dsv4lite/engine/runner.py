@@ -18,7 +18,7 @@ from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.samples import Samples
+from dsv4lite.engine.samples import RowSamples, Samples
 from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
@@ -44,7 +44,7 @@ class Flight:
     """
 
     plan: StepPlan
-    samples: Samples | None
+    samples: Samples | RowSamples | None
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: Tensor | None = None
@@ -91,6 +91,7 @@ class Runner:
         self._replica = mesh.replica
         self._sampling_rank = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
         self._graphs = graphs
+        self._sampling = None if graphs is None else graphs.sampling
         self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._requests: dict[int, Request] = {}
@@ -100,11 +101,15 @@ class Runner:
         self._requests[seq_id] = request
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
+        if self._sampling is not None:
+            self._sampling.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
+            if self._sampling is not None:
+                self._sampling.remove(seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it; it may be forgotten by now."""
@@ -182,23 +187,30 @@ class Runner:
         for sequence in plan.sequences:
             first_row[sequence.seq_id] = row
             row += len(sequence.token_ids)
-        samples = self._sample(plan, streams_TND, first_row)
+        samples, drafts = self._sample(plan, streams_TND, first_row), None
+        if self._drafter is not None:
+            assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
+            drafts = self._drafter.draft(plan, batch, streams_TND, samples)
         return Flight(
             plan=plan,
             samples=samples,
-            drafts=None if self._drafter is None else self._drafter.draft(plan, batch, streams_TND, samples),
+            drafts=drafts,
             scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Flight:
-        """Start a step of single tokens from its graph, which also takes the best tokens, if that is all that is wanted."""
+        """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
         output = graphs.replay(plan.sequences)
         apply_saves(plan, self.cache)
+        if self._sampling is not None:
+            rows = self._sampling.prepare(plan.sequences)
+            out = graphs.sample(self._sampling, len(plan.sequences), rows.needs) if rows.needs else output.out
+            return Flight(plan=plan, samples=self._sampling.finish(out, output.logits, rows, plan.sequences, self._last_token))
         seq_ids, positions = [s.seq_id for s in plan.sequences], [s.end for s in plan.sequences]
         slots, samples = [s.slot for s in plan.sequences], None
         if self.sampler is not None and self.sampler.takes_best(seq_ids):
-            samples = Samples.best(seq_ids, positions, output.top)
+            samples = Samples.best(seq_ids, positions, output.out)
             if self._replica.size == 1:
                 return Flight(plan=plan, samples=samples)
         elif self.sampler is not None:
@@ -213,7 +225,7 @@ class Runner:
         token_ids = self._replica.broadcast(token_ids, self._sampling_rank)
         self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(device, non_blocking=True)] = token_ids
 
-    def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | None:
+    def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | RowSamples | None:
         sampling = [s for s in plan.sequences if s.sample]
         if not sampling:
             return None
@@ -227,6 +239,8 @@ class Runner:
         if len(rows) > len(sampling):
             drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
             return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
+        if self._sampling is not None:
+            return self._sampling.sample(logits, sampling, self._last_token)
         if self.sampler is not None:
             samples = self.sampler.sample(logits, seq_ids, positions)
         self._remember([s.slot for s in sampling], samples)

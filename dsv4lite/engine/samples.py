@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import RequestFailedError
+from dsv4lite.kernels.sampling_rows import HEADER
 from dsv4lite.request import TokenLogprob
 
 
@@ -52,10 +53,10 @@ class Samples:
         Args:
             seq_ids: Of the R rows.
             positions: Of the sampled tokens.
-            top: int64 [2, B >= R], tokens and whether the row can be sampled from.
+            top: int32 [3, B >= R], tokens and twice whether the row can be sampled from.
         """
-        rows = top[:, : len(seq_ids)]
-        token_ids, finite = rows
+        rows = top[:, : len(seq_ids)].long()
+        token_ids, finite, _ = rows
         nothing = token_ids[:0].int()
         return cls(
             runs=Runs.of(seq_ids),
@@ -69,7 +70,7 @@ class Samples:
             ranks=nothing,
             top_ids=nothing.view(0, 0),
             top_values=nothing.float().view(0, 0),
-            download=Download((rows.flatten(), finite), ()),
+            download=Download((rows.flatten(),), ()),
         )
 
     def to_host(self) -> dict[int, Sampled]:
@@ -89,7 +90,9 @@ class Samples:
         for seq_id, (begin, end) in zip(self.runs.seq_ids, self.runs.spans(), strict=True):
             found = []
             for row in range(begin, end):
-                error = self._failure(row, finite=bool(finite[row]), feasible=bool(feasible[row]))
+                error = failure(self.positions[row], finite=bool(finite[row]), feasible=bool(feasible[row])) or self.failures.get(
+                    row
+                )
                 logprob = scored.get(row) if error is None else None
                 found.append(Sampled(token_id=token_ids[row], logprob=logprob, error=error))
                 if error is not None or token_ids[row] != self.runs.drafts[row]:
@@ -97,19 +100,105 @@ class Samples:
             results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
         return results
 
-    def _failure(self, row: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:
-        place = f"at position {self.positions[row]}"
-        if not finite:
-            return RequestFailedError(
-                f"the model's logits {place} are NaN, infinite or all -inf, so no token can be sampled; other requests are"
-                " unaffected. If it repeats, check the weights"
-            )
-        if not feasible:
-            return RequestFailedError(
-                f"no token may follow {place}: allowed_token_ids, bad_words_ids, min_tokens, logit_bias and structured_outputs"
-                " together leave none; relax one of them"
-            )
-        return self.failures.get(row)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSamples:
+    """One step's tokens as ``sample_rows`` leaves them, on their way to the host.
+
+    Attributes:
+        seq_ids: Of the R rows.
+        positions: Of the sampled tokens.
+        out: int32 [lines, B >= R].
+        wanted: Row and number of best tokens of each row that has log-probabilities.
+        hosted: Samples of those rows that the host has sampled.
+    """
+
+    seq_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    out: Tensor
+    wanted: tuple[tuple[int, int], ...]
+    hosted: Samples | None
+    download: Arrival
+
+    @property
+    def runs(self) -> Runs:
+        """Whose the rows are: one of each sequence."""
+        return Runs.of(self.seq_ids)
+
+    @classmethod
+    def of(
+        cls,
+        out: Tensor,
+        seq_ids: tuple[int, ...],
+        positions: Sequence[int],
+        *,
+        wanted: tuple[tuple[int, int], ...] = (),
+        hosted: Samples | None = None,
+    ) -> RowSamples:
+        """Send for as many lines of ``out`` as are wanted."""
+        lines = HEADER + 2 * max(k for _, k in wanted) if wanted else 3
+        return cls(
+            seq_ids=seq_ids, positions=tuple(positions), out=out, wanted=wanted, hosted=hosted, download=Arrival(out[:lines])
+        )
+
+    @property
+    def finite(self) -> Tensor:
+        """Bool [R], false where the model's logits are unusable; on the device."""
+        return self.out[1, : len(self.seq_ids)] != 0
+
+    def to_host(self) -> dict[int, Sampled]:
+        """Wait for the tokens; a row that failed has an ``error`` in its place."""
+        lines = self.download.wait()
+        token_ids, finite, feasible = lines[:3, : len(self.seq_ids)].tolist()
+        results = dict(zip(self.seq_ids, map(Sampled, token_ids), strict=True))
+        if self.wanted:
+            ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
+            ids, values = lines[HEADER::2].t().contiguous(), lines[HEADER + 1 :: 2].t().contiguous().view(torch.float32)
+            for row, k in self.wanted:
+                scored = TokenLogprob(logprob=logprobs[row], rank=ranks[row], token_ids=ids[row, :k], values=values[row, :k])
+                results[self.seq_ids[row]] = Sampled(token_ids[row], scored)
+        if 0 in finite or 0 in feasible:
+            for row, seq_id in enumerate(self.seq_ids):
+                error = failure(self.positions[row], finite=bool(finite[row]), feasible=bool(feasible[row]))
+                if error is not None:
+                    results[seq_id] = Sampled(token_ids[row], None, error)
+        if self.hosted is not None:
+            results.update(self.hosted.to_host())
+        return results
+
+
+def failure(position: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:
+    """Return why no token could be sampled, if so."""
+    place = f"at position {position}"
+    if not finite:
+        return RequestFailedError(
+            f"the model's logits {place} are NaN, infinite or all -inf, so no token can be sampled; other requests are"
+            " unaffected. If it repeats, check the weights"
+        )
+    if not feasible:
+        return RequestFailedError(
+            f"no token may follow {place}: allowed_token_ids, bad_words_ids, min_tokens, logit_bias and structured_outputs"
+            " together leave none; relax one of them"
+        )
+    return None
+
+
+class Arrival:
+    """A device tensor of int32 on its way to the host, which goes on meanwhile."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._x = x
+        if x.device.type == "cuda":
+            self._x = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            self._x.copy_(x, non_blocking=True)
+            self._event = torch.cuda.current_stream(x.device).record_event()
+
+    def wait(self) -> Tensor:
+        """Return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._x
 
 
 class Download:

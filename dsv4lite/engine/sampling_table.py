@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4lite.engine.sampling_stack import clamp_bias, clamp_repetition, clamp_temperature
 from dsv4lite.engine.sampling_state import SequenceState
+from dsv4lite.engine.step import SequencePlan
 from dsv4lite.kernels.sampling_rows import BEST, NOTHING, NUM_COLUMNS, Column, Needs
 
 _IN_PROMPT = -(1 << 31)
@@ -46,7 +47,6 @@ class SlotTable:
         self._device = device
         self._sequences: dict[int, _Settings] = {}
         self._seated: dict[int, int] = {}
-        self._batch: tuple[tuple[int, ...], Needs] = ((), NOTHING)
         neutral = torch.tensor(self._neutral(), dtype=torch.float64, device=device)
         self.settings = neutral.repeat(slots + 1, 1)  # the last line is that of padding
 
@@ -84,33 +84,26 @@ class SlotTable:
         settings = self._sequences.get(seq_id)
         return -1 if settings is None else settings.num_logprobs
 
-    def holds_sequence(self, seq_id: int) -> bool:
+    def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence is sampled from this table."""
         return seq_id in self._sequences
 
-    def needs(self, seq_ids: tuple[int, ...]) -> Needs:
+    def needs(self, seq_ids: Sequence[int]) -> Needs:
         """Return what a batch of sequences needs; those that are sampled elsewhere need nothing."""
-        if self._batch[0] != seq_ids:
-            needs = NOTHING
-            for seq_id in seq_ids:
-                settings = self._sequences.get(seq_id)
-                needs = needs if settings is None else needs | settings.needs
-            self._batch = (seq_ids, needs)
-        return self._batch[1]
+        needs = NOTHING
+        for seq_id in seq_ids:
+            settings = self._sequences.get(seq_id)
+            needs = needs if settings is None else needs | settings.needs
+        return needs
 
-    def seat(self, places: Sequence[tuple[int, int]]) -> None:
-        """Write the lines of those sequences that were not where they are now.
-
-        Args:
-            places: Slot and sequence of everyone in the next step.
-        """
-        new = [(slot, seq_id) for slot, seq_id in places if self._seated.get(slot) != seq_id]
+    def seat(self, sequences: Sequence[SequencePlan]) -> None:
+        """Write the lines of those sequences of the next step that were not where they are now."""
+        new = [(s.slot, s.seq_id) for s in sequences if self._seated.get(s.slot) != s.seq_id]
         if not new:
             return
         self._seated.update(new)
         lines = torch.tensor([[slot, *self._line(seq_id)] for slot, seq_id in new], dtype=torch.float64, device="cpu")
-        if self._device.type == "cuda":
-            lines = lines.pin_memory().to(self._device, non_blocking=True)
+        lines = send(lines, self._device)
         self.settings[lines[:, 0].long()] = lines[:, 1:]
 
     @staticmethod
@@ -168,6 +161,11 @@ class SlotTable:
             values = torch.tensor([clamp_bias(value) for value in bias.values()], dtype=torch.float32, device=self._device)
             edits[torch.tensor(list(bias), dtype=torch.int64, device=self._device)] = values
         return edits if state.forbidden is None else edits.masked_fill_(state.forbidden, -math.inf)
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to a device, for which nobody waits."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _holds_back(state: SequenceState) -> bool:

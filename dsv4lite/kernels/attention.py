@@ -108,9 +108,7 @@ def paged_attention(
         from dsv4lite.kernels.plain_attention_triton import plain_paged_attention_triton
 
         op = plain_paged_attention_triton if isinstance(window.format, PlainRow) else paged_attention_triton
-        return op(
-            q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size
-        )
+        return op(q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
     return paged_attention_ref(
         q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, window_size=window_size
     )

@@ -141,7 +141,9 @@ def float_linear_ref(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile:
     return (products[0][:, None] if len(products) == 1 else torch.stack(products, 1)).to(dtype)
 
 
-def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+def float_linear(
+    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """Multiply each group's inputs by its weights, accumulated in float32 whatever the operands and the result.
 
     Args:
@@ -149,6 +151,7 @@ def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int
         w_GNK: Float [G, N, K].
         dtype: Of the result.
         row_tile: As for ``matmul_rows``; to the kernel, which takes bfloat16 operands, any number means the same.
+        out: Where the result is wanted, contiguous.
 
     Returns:
         [M, G, N].
@@ -156,5 +159,6 @@ def float_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int
     if use_triton(x_MGK) and x_MGK.dtype == w_GNK.dtype == torch.bfloat16:
         from dsv4lite.kernels.gemm_triton import float_linear_triton
 
-        return float_linear_triton(x_MGK, w_GNK, dtype, any_order=row_tile is None)
-    return float_linear_ref(x_MGK, w_GNK, dtype, row_tile)
+        return float_linear_triton(x_MGK, w_GNK, dtype, any_order=row_tile is None, out=out)
+    result = float_linear_ref(x_MGK, w_GNK, dtype, row_tile)
+    return result if out is None else out.copy_(result)

@@ -473,11 +473,14 @@ def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, *
     return _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), x_MGK.dtype)
 
 
-def float_linear_triton(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, *, any_order: bool = False) -> Tensor:
+def float_linear_triton(
+    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, *, any_order: bool = False, out: Tensor | None = None
+) -> Tensor:
     """See ``gemm.float_linear``; ``any_order`` leaves many rows to the library."""
     if any_order and len(x_MGK) > LIBRARY_ROWS:
-        return _library_linear(x_MGK, w_GNK, dtype)
-    return _float_linear(x_MGK, w_GNK, w_GNK, 0, dtype)
+        result = _library_linear(x_MGK, w_GNK, dtype)
+        return result if out is None else out.copy_(result)
+    return _float_linear(x_MGK, w_GNK, w_GNK, 0, dtype, out)
 
 
 def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -515,7 +518,9 @@ def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: int, dtype: torch.dtype) -> Tensor:
+def _float_linear(
+    x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: int, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     rows, (groups, outs, inputs) = x_MGK.shape[0], w_GNK.shape
     assert x_MGK.shape[1:] == (groups, inputs), (x_MGK.shape, w_GNK.shape)
     assert w_GNK.is_contiguous() and w_scales.is_contiguous()
@@ -529,7 +534,9 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: in
     splits = splits_of(groups * outs, blocks)
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits
-    out = torch.empty(rows, groups, outs, dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, groups, outs, dtype=dtype, device=x.device)
+    assert out.shape == (rows, groups, outs) and out.dtype == dtype and out.is_contiguous()
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)
     _float_kernel[grid](
         x,

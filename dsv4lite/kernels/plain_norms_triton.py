@@ -1,7 +1,7 @@
 """Kernels of ``latent.py`` and ``heads.py`` for plain models: rows of float32 or bfloat16, of any even width.
 
-    latents    two programs a token, one for each latent; the kv row goes to the step's rows and to the window
-    heads      programs take a few heads of one token; whether query or index heads follows from where they stand
+latents    two programs a token, one for each latent; the kv row goes to the step's rows and to the window
+heads      programs take a few heads of one token; whether query or index heads follows from where they stand
 """
 
 from __future__ import annotations

@@ -539,9 +539,9 @@ class DeepseekV4(nn.Module):
         rounded = self.numerics.quantized and isinstance(batch, PagedBatch)
         return Streams(value_TND, self.config, self.numerics.row_tile, rounded=rounded)
 
-    def logits(self, streams_TND: Tensor) -> Tensor:
-        """Return float32 logits [T, V] of the next token."""
-        return self._head(streams_TND, self.hc_head, self.norm)
+    def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
+        return self._head(streams_TND, self.hc_head, self.norm, out)
 
     def mtp_forward(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
@@ -564,10 +564,14 @@ class DeepseekV4(nn.Module):
         assert isinstance(mtp, Mtp)
         return self._head(streams_TND, mtp.hc_head, mtp.norm)
 
-    def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor) -> Tensor:
+    def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config
         y_TD = hc_head(streams_TND, hc.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
-        return self.share.mesh.tp.all_gather(linear(rms_norm(y_TD, norm, c.norm_eps), self.head, torch.float32), dim=1)
+        mine, tp = rms_norm(y_TD, norm, c.norm_eps), self.share.mesh.tp
+        if tp.size == 1:
+            return linear(mine, self.head, torch.float32, out=out)
+        logits = tp.all_gather(linear(mine, self.head, torch.float32), dim=1)
+        return logits if out is None else out.copy_(logits)
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""

@@ -263,7 +263,9 @@ def _round_input(x: Tensor, matrix: Matrix) -> Tensor:
     return round_fp8(x, ACTIVATION_GROUP) if matrix.rounds_input else x
 
 
-def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, *, rounded: Rounded | None = None) -> Tensor:
+def linear(
+    x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, *, rounded: Rounded | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once.
 
     Args:
@@ -271,11 +273,14 @@ def linear(x_TK: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, *, ro
         matrix: Rounds them as it wants.
         dtype: Of the result.
         rounded: ``x`` in FP8, where somebody has it already.
+        out: Where the result is wanted, contiguous.
     """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
     if matrix.scale is None:
-        return float_linear(_round_input(x_TK, matrix)[:, None], weight[None], dtype, tile)[:, 0]
-    return rounded_linear(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP), matrix, dtype)
+        place = None if out is None else out[:, None]
+        return float_linear(_round_input(x_TK, matrix)[:, None], weight[None], dtype, tile, out=place)[:, 0]
+    result = rounded_linear(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP), matrix, dtype)
+    return result if out is None else out.copy_(result)
 
 
 def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype) -> Tensor:

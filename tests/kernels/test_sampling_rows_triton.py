@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_table import SlotTable
-from dsv4lite.engine.step import Sampled
+from dsv4lite.engine.step import Sampled, SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import BEST, EVERYTHING, HEADER, PIECE, Needs, RowSpace, row_bytes, sample_rows
 from dsv4lite.request import Request, SamplingParams
@@ -62,7 +62,10 @@ class Batch:
             self.sampler.add(i, Request(request_id=f"r{i}", prompt_token_ids=prompt, params=params, eos_token_id=EOS), 0)
             assert self.table.holds(self.sampler.state_of(i))
             self.table.add(i, self.sampler.state_of(i))
-        self.table.seat(list(zip(self.slots, range(len(settings)), strict=True)))
+        self.seat()
+
+    def seat(self) -> None:
+        self.table.seat([SequencePlan(i, slot, 0, (0,), (), 0, (), True) for i, slot in enumerate(self.slots)])
 
     def expected(self, logits: Tensor) -> list[Sampled]:
         results = self.sampler.sample(logits, range(len(self.slots)), self.lengths).to_host()
@@ -225,10 +228,10 @@ def test_sequences_take_their_settings_to_another_slot() -> None:
     logits[:, 30], logits[:, 40] = 1.0, 0.5
     assert [row.token_id for row in batch.sample(logits)] == [30, 30]
     batch.slots.reverse()
-    batch.table.seat([(batch.slots[0], 0), (batch.slots[1], 1)])
+    batch.seat()
     assert [row.token_id for row in batch.sample(logits)] == [40, 30]
     batch.table.remove(0)
-    assert not batch.table.holds_sequence(0) and batch.table.num_logprobs(0) == -1
+    assert 0 not in batch.table and batch.table.num_logprobs(0) == -1
 
 
 def test_space_is_as_large_as_it_says() -> None:

@@ -1,0 +1,116 @@
+"""Times sampling by rows: ``python tests/kernels/bench_sampling.py`` on a CUDA device.
+
+Checks tokens against the engine's sampler first, then replays a graph that walks through copies of the logits larger than the L2
+cache. ``flat`` logits spread by 1, as those of random weights do; ``steep`` ones by 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.sampling_table import SlotTable
+from dsv4lite.engine.step import SequencePlan
+from dsv4lite.kernels.sampling import argmax_finite
+from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows
+from dsv4lite.request import Request, SamplingParams
+from tests.kernels.bench_hc import BANDWIDTH, ROTATED, microseconds
+
+VOCABULARY = 129_280
+ROWS = (1, 8, 64, 256)
+CASES: Mapping[str, Mapping[str, object]] = {
+    "best token": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
+    "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "top_p 0.5": {"temperature": 0.8, "top_p": 0.5},
+    "top_k 50": {"temperature": 0.8, "top_k": 50},
+    "top_k 20, top_p 0.9": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "top_k 1000": {"temperature": 0.8, "top_k": 1000},
+    "penalties": {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "logprob": {"temperature": 0.8, "logprobs": 0},
+    "logprobs of 20": {"temperature": 0.8, "logprobs": 20},
+    "processed, top_p": {"temperature": 0.8, "top_p": 0.95, "logprobs": 0, "logprobs_mode": "processed"},
+}
+
+
+class Case:
+    """Rows that all ask for the same."""
+
+    def __init__(self, rows: int, settings: Mapping[str, object]) -> None:
+        device = torch.device("cuda")
+        self.sampler = Sampler(VOCABULARY, device, 0)
+        self.table = SlotTable(rows, VOCABULARY, device)
+        params = SamplingParams(**settings)  # type: ignore[arg-type]
+        for i in range(rows):
+            self.sampler.add(i, Request(request_id=f"{i}", prompt_token_ids=(5, 6, 7), params=params, eos_token_id=1), 0)
+            self.table.add(i, self.sampler.state_of(i))
+        self.table.seat([SequencePlan(i, i, 2, (0,), (), 0, (), True) for i in range(rows)])
+        self.needs = self.table.needs(range(rows))
+        self.slots = torch.arange(rows, dtype=torch.int32, device=device)
+        self.positions = torch.full((rows,), 2, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.space = RowSpace.allocate(rows, VOCABULARY, device)
+
+    def sample(self, logits: Tensor, best: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        tensors = (self.slots, self.positions, self.table.settings, self.last_token, self.space)
+        return sample_rows(logits, best, *tensors, self.needs)
+
+
+def eager(case: Case, logits: Tensor) -> float:
+    """Return microseconds of the sampler on the same rows."""
+    rows = len(logits)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    case.sampler.sample(logits, range(rows), [3] * rows)
+    begin.record()
+    for _ in range(3):
+        case.sampler.sample(logits, range(rows), [3] * rows)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 3 * 1e3
+
+
+def line(settings: Mapping[str, object], logits: list[Tensor], best: list[tuple[Tensor, Tensor, Tensor]]) -> str:
+    """Check rows that all ask for the same, and time them."""
+    rows = len(logits[0])
+    case, floor = Case(rows, settings), 4 * rows * VOCABULARY / BANDWIDTH * 1e6
+    if not case.needs:
+        us = microseconds(lambda i: argmax_finite(logits[i]), len(logits))
+        return f"{rows:>5}{us:>9.1f}{floor:>8.1f}"
+    tokens = case.sample(logits[0], best[0])[0]
+    wanted = case.sampler.sample(logits[0], range(rows), [3] * rows).token_ids
+    same = f"{int((tokens == wanted).sum())}/{rows}"
+    us = microseconds(lambda i: case.sample(logits[i], best[i]), len(logits))
+    return f"{rows:>5}{us:>9.1f}{floor:>8.1f}{same:>9}{eager(case, logits[0]):>10.0f}"
+
+
+def main() -> None:
+    """Print a table; the last column is the sampler's own time, eager, with its copy to the host on its way."""
+    print(f"{'logits':<7}{'case':<22}{'rows':>5}{'us':>9}{'floor':>8}{'same':>9}{'eager us':>10}")
+    for spread, rows in itertools.product((1.0, 5.0), ROWS):
+        copies = min(32, max(2, ROTATED // (4 * rows * VOCABULARY)))
+        logits = [spread * torch.randn(rows, VOCABULARY, device="cuda") for _ in range(copies)]
+        best = [argmax_finite(x) for x in logits]
+        for name, settings in CASES.items():
+            kind = "flat" if spread == 1 else "steep"
+            print(f"{kind:<7}{name:<22}{line(settings, logits, best)}", flush=True)
+    needs_of_everybody(64)
+
+
+def needs_of_everybody(rows: int) -> None:
+    """Time rows that each ask for something else, and rows that ask for nothing while all kernels are launched."""
+    logits = [3 * torch.randn(rows, VOCABULARY, device="cuda") for _ in range(9)]
+    best = [argmax_finite(x) for x in logits]
+    idle = Case(rows, {"temperature": 0.0})
+    for needs in (Needs.DRAWS, Needs.DRAWS | Needs.NUCLEI, Needs.SCORES, ~Needs(0)):
+        idle.needs = needs
+        us = microseconds(lambda i: idle.sample(logits[i], best[i]), len(logits))
+        print(f"nobody wants {needs}: {us:.1f} us for {rows} rows", flush=True)
+
+
+if __name__ == "__main__":
+    main()
