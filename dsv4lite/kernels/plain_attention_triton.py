@@ -4,7 +4,7 @@
     merge     one token and head: adds the shares, in order; not launched for a single share
 
 Rows are found and counted as packed ones are (``attention_triton.py``); share s takes pieces s, s + splits, … Products of float32
-are three products of TF32, as good as float32's own.
+are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     combine   sum over k, and the shared expert
 
 Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens, and blocks of every size run the
-same additions in the same order. Products of float32 are three products of TF32, as good as float32's own.
+same additions in the same order. Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few
+of float32's last bits.
 """
 
 from __future__ import annotations

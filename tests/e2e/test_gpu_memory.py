@@ -15,6 +15,7 @@ from dsv4lite.request import SamplingParams
 from examples.benchmark import flash
 
 pytestmark = pytest.mark.gpu
+PLAIN = {**flash(4), "n_routed_experts": 16, "quantization_config": None, "torch_dtype": "bfloat16"}
 PIECES = 64 << 20  # a few of the allocator's least pieces, 20 MiB each: what small models are rounded up by
 
 
@@ -26,8 +27,10 @@ PIECES = 64 << 20  # a few of the allocator's least pieces, 20 MiB each: what sm
         ({}, {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 4096}),
         (flash(4), {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 16384}),
         (flash(4), {"max_num_batched_tokens": 2048, "max_num_seqs": 4, "max_model_len": 1 << 17}),
+        (PLAIN, {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 16384}),
+        ({**PLAIN, "torch_dtype": "float32"}, {"max_num_batched_tokens": 4096, "max_num_seqs": 16, "max_model_len": 16384}),
     ],
-    ids=["tiny", "tiny-few", "flash-4", "flash-4-long"],
+    ids=["tiny", "tiny-few", "flash-4", "flash-4-long", "plain-bfloat16", "plain-float32"],
 )
 def test_plan_is_what_traffic_takes(overrides: dict[str, Any], settings: dict[str, Any], deterministic: bool) -> None:
     rng = random.Random(0)
