@@ -16,7 +16,7 @@ from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
-from dsv4lite.speculation import MTP, Drafting, DSpark, check_speculative
+from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculative
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import graph_bytes, paged_workspace, reference_workspace
@@ -211,7 +211,7 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
     own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
     if own is not None or config.speculative == "auto":
         own = _own_drafter(own, source)
-    return Drafting(own=own, speculators=make_speculators(drafters))
+    return Drafting(own=own, speculators=make_speculators(drafters), adaptive=adapts(drafters, own))
 
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:

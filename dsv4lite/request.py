@@ -309,11 +309,19 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request.
+
+    Attributes:
+        cached_tokens: Prompt tokens that came from the prefix cache.
+        drafted_tokens: Guesses of coming tokens that were checked.
+        accepted_tokens: How many of them were right.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

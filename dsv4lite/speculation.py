@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 from dsv4lite.errors import ConfigError
@@ -17,10 +17,12 @@ class MTP:
     """Guess with the model's own multi-token prediction block.
 
     Attributes:
-        k: Guesses in a row, 1 to 4; all but the first are chained, each on the one before.
+        k: Most guesses in a row, 1 to 4; all but the first are chained, each on the one before.
+        adaptive: Guess less, or not at all, where it does not pay: by what guesses and steps were measured to bring and to cost.
     """
 
     k: int = 1
+    adaptive: bool = field(default=True, repr=False, kw_only=True)
     most: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -35,10 +37,12 @@ class DSpark:
         k: Guesses in a row, at most the rows of the drafter's block, which is 5 in the releases.
         min_confidence: Guesses from the first one on whose chance to hold, as the drafter sees it, is lower are left out; 0 keeps
             all.
+        adaptive: As in ``MTP``.
     """
 
     k: int = 5
     min_confidence: float = 0.0
+    adaptive: bool = field(default=True, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_length("DSpark", self.k, MAX_DRAFTS)
@@ -56,12 +60,14 @@ class NGram:
         max_n: Most tokens that are compared; the longest match decides, of equally long ones the latest.
         lookback: How many of the latest tokens are searched. Host memory per sequence: about 250 bytes for each of them and each
             length, at most; 6 MB by default.
+        adaptive: As in ``MTP``.
     """
 
     k: int = 4
     min_n: int = 2
     max_n: int = 4
     lookback: int = 8192
+    adaptive: bool = field(default=True, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_length("NGram", self.k, MAX_DRAFTS)
@@ -110,15 +116,22 @@ class Drafting:
     Attributes:
         own: The model's own drafter.
         speculators: Those on the host, the first one first.
+        adaptive: Whether to guess less where it does not pay.
     """
 
     own: MTP | DSpark | None = None
     speculators: tuple[Speculator, ...] = ()
+    adaptive: bool = False
 
     @property
     def max_drafts(self) -> int:
         """Most guesses of one run."""
         return max([0 if self.own is None else self.own.k, *(speculator.k for speculator in self.speculators)])
+
+
+def adapts(drafters: Sequence[Drafter], own: MTP | DSpark | None) -> bool:
+    """Return whether any of the drafters leaves it to the engine how far to guess."""
+    return any(drafter.adaptive for drafter in (own, *drafters) if isinstance(drafter, MTP | DSpark | NGram))
 
 
 def check_length(name: str, k: object, most: int) -> None:

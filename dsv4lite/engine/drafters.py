@@ -62,7 +62,8 @@ class BlockDrafter:
         """See ``DeviceDrafter``."""
         drafter = self.model.dspark
         assert drafter is not None
-        if samples is None:
+        count = min(self.settings.k, plan.max_drafts)
+        if samples is None or not count:
             return None
         plans = [s for s in plan.sequences if s.sample]
         seq_ids, settings = [s.seq_id for s in plans], self.settings
@@ -80,9 +81,9 @@ class BlockDrafter:
             self.model.head,
             pick,
         )
-        drafts_SK = out.token_ids_SG[:, : settings.k]
+        drafts_SK = out.token_ids_SG[:, :count]
         if settings.min_confidence:
-            holds_SK = (out.confidence_SG[:, : settings.k] >= settings.min_confidence).long().cumprod(1).bool()
+            holds_SK = (out.confidence_SG[:, :count] >= settings.min_confidence).long().cumprod(1).bool()
             drafts_SK = torch.where(holds_SK, drafts_SK, UNKNOWN)
         return drafts_SK
 

@@ -258,7 +258,7 @@ class Engine:
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
         drafting = drafting_of(config, survey)
         if drafting.max_drafts:
-            self._guesses = Guesses(drafting.speculators, vocab_size=vocab_size, max_drafts=drafting.max_drafts)
+            self._guesses = Guesses(drafting, vocab_size=vocab_size)
         sizes = plan.sizes
         self._scheduler = Scheduler(
             SchedulerLimits(
@@ -311,7 +311,9 @@ class Engine:
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
-        plan = self._scheduler.schedule(time.monotonic())
+        guesses = self._guesses
+        length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
+        plan = self._scheduler.schedule(time.monotonic(), length)
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
         overlap = self._overlap and recorder is None
@@ -324,6 +326,8 @@ class Engine:
                 recorder.end(previous.samples)
             self._land(previous, results)
             ended = time.perf_counter()
+            if guesses is not None:
+                guesses.count(previous.plan, results, ended - started)
             sampled = sum(1 + len(one.after) for one in results.values())
             self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
         elif flight is None and self._scheduler.has_work():
@@ -338,10 +342,6 @@ class Engine:
             for one in (sampled, *sampled.after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        if self._guesses is not None:
-            for run in flight.plan.sequences:
-                if run.drafts:
-                    self._guesses.count(run.drafts, len(results[run.seq_id].after))
         self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:

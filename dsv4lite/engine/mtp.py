@@ -44,7 +44,7 @@ class MtpDrafter:
         model: With its MTP block.
         cache: The block's window.
         sampler: Knows how each sequence draws.
-        num_drafts: Drafts per step.
+        num_drafts: Most drafts in a row.
     """
 
     def __init__(self, model: DeepseekV4, cache: LayerCache, sampler: Sampler, num_drafts: int) -> None:
@@ -64,7 +64,8 @@ class MtpDrafter:
             samples: What was sampled, if anything was.
 
         Returns:
-            Drafts int64 [S, num_drafts] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there is none.
+            Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there is none; ``None``
+            if none are wanted.
         """
         device = streams_TND.device
         next_T = batch.token_ids_T.roll(-1)
@@ -77,6 +78,7 @@ class MtpDrafter:
         if known:
             rows, token_ids = torch.tensor(known, dtype=torch.int64, device=device).unbind(dim=1)
             next_T[rows] = token_ids
+        count = min(plan.max_drafts, self._num_drafts)
         if samples is None:
             self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
             return None
@@ -89,15 +91,17 @@ class MtpDrafter:
         next_T[rows_S] = samples.token_ids[last_S]
         streams_TND = self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
         starts = torch.tensor([s.end - 1 - s.drafts for _, s in every], dtype=torch.int64, device=device)
+        if not count:
+            return None
         ends = _Ends(plans=tuple(s for _, s in every), sequences=tuple(i for i, _ in every), positions_S=starts + behind_S)
-        return self._chain(streams_TND[rows_S], batch, ends)
+        return self._chain(streams_TND[rows_S], batch, ends, count)
 
-    def _chain(self, streams_SND: Tensor, batch: Batch | PagedBatch, ends: _Ends) -> Tensor:
+    def _chain(self, streams_SND: Tensor, batch: Batch | PagedBatch, ends: _Ends, count: int) -> Tensor:
         """Draft from the block's streams at the last positions that count."""
         seq_ids, run = [s.seq_id for s in ends.plans], self._run_paged if isinstance(batch, PagedBatch) else self._run
         drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (ends.positions_S + 2).int())
         found = [drafts_S]
-        for ahead in range(1, self._num_drafts):
+        for ahead in range(1, count):
             positions_S = ends.positions_S + ahead
             streams_SND, room_S = run(streams_SND, drafts_S, positions_S, batch, ends)
             drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (positions_S + 2).int())

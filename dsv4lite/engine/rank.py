@@ -23,7 +23,7 @@ from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, check_speculative
+from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, adapts, check_speculative
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
@@ -195,7 +195,8 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
 
 def drafting_of(config: EngineConfig, survey: Survey) -> Drafting:
     """Return who guesses in an engine, with the speculators of this process."""
-    return Drafting(own=survey.own, speculators=make_speculators(check_speculative(config.speculative)))
+    drafters = check_speculative(config.speculative)
+    return Drafting(own=survey.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, survey.own))
 
 
 @dataclass(slots=True)

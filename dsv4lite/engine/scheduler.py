@@ -103,12 +103,14 @@ class _Draft:
 
     Attributes:
         room: Tokens that it can still take.
+        max_drafts: Most guesses in a run.
         borders: Sequences that end on a border, which border, and whether its checkpoint is a lasting one.
         crowded: Somebody had to give way, so that nobody new may come in.
     """
 
     now: float
     room: int
+    max_drafts: int
     singles: list[SequencePlan] = field(default_factory=list)
     chunks: list[SequencePlan] = field(default_factory=list)
     moves: Moves = field(default_factory=Moves)
@@ -279,11 +281,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------- making a plan
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, max_drafts: int | None = None) -> StepPlan | None:
         """Plan the next step.
 
         Args:
             now: ``time.monotonic()``; requests whose deadline is not later end here, see ``pop_expired``.
+            max_drafts: Most guesses in a run; at most, and by default, what the limits say.
 
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
@@ -291,7 +294,7 @@ class Scheduler:
         assert len(self._outstanding) < (2 if self._propose is None else 1), "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
-        draft = _Draft(now, self._limits.max_num_batched_tokens)
+        draft = _Draft(now, self._limits.max_num_batched_tokens, self._limits.max_drafts if max_drafts is None else max_drafts)
         self._plan_running(draft)
         # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
         for leader in draft.leaders:
@@ -311,6 +314,7 @@ class Scheduler:
             window_copies=tuple(moves.window_copies),
             slot_copies=tuple(moves.slot_copies),
             saves=tuple(moves.saves),
+            max_drafts=draft.max_drafts,
         )
         self._next_step += 1
         self._outstanding.append(plan)
@@ -334,7 +338,7 @@ class Scheduler:
         running = self._running.items
         singles = sum(len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running)
         spare = max(0, draft.room - singles)
-        guesses = min(spare // 2, singles * self._limits.max_drafts)
+        guesses = min(spare // 2, singles * draft.max_drafts)
         prefill_room = spare - guesses
         i = 0
         while i < len(running) and draft.room:  # those behind i may be preempted on the way
@@ -346,7 +350,7 @@ class Scheduler:
             end = start + 1
             drafts: tuple[int, ...] = ()
             if guesses and end == len(seq.tokens):
-                drafts = self._drafts(seq, guesses)
+                drafts = self._drafts(seq, min(guesses, draft.max_drafts))
                 guesses -= len(drafts)
                 end += len(drafts)
             elif end != len(seq.tokens) + seq.in_flight:
@@ -372,7 +376,7 @@ class Scheduler:
         """
         assert self._propose is not None
         start = seq.num_computed
-        most = min(room, self._limits.max_drafts, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
+        most = min(room, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
         if most < 1 or seq.unforked:
             return ()
         drafts = self._propose(seq, most)

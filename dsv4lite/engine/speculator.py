@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
+from dsv4lite.engine.draft_policy import DraftPolicy, DraftState
 from dsv4lite.engine.ngram import NGramSpeculator
-from dsv4lite.speculation import MTP, Drafter, DSpark, NGram, Speculator
+from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, Speculator
 
 if TYPE_CHECKING:
     from dsv4lite.engine.sequence import Sequence
+    from dsv4lite.engine.step import Sampled, StepPlan
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -26,7 +29,8 @@ class SpeculationStats:
         runs: How often a sequence ran with guesses.
         drafted_by_position: Of the first guess of a run, the second, and so on.
         accepted_by_position: How many of these were right.
-        length: Guesses in a row that are asked for now.
+        length: Guesses in a row that were asked for in the last step.
+        policy: What the choice of that length knows and did; ``None`` if the length is fixed.
     """
 
     drafted: int = 0
@@ -35,6 +39,7 @@ class SpeculationStats:
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
     length: int = 0
+    policy: DraftState | None = None
 
     @property
     def mean_accepted_length(self) -> float:
@@ -67,27 +72,32 @@ def make_speculators(drafters: Tokens[Drafter]) -> tuple[Speculator, ...]:
 
 
 class Guesses:
-    """Collects guesses for the scheduler; mutable, owned by the engine's thread.
+    """Collects guesses for the scheduler, and decides how many; mutable, owned by the engine's thread.
 
     Args:
-        speculators: Asked in this order; the first that has something to say is heard. What was drafted on the device comes last.
+        drafting: Who guesses. The first on the host that has something to say is heard; what was drafted on the device comes last.
         vocab_size: Tokens that there are.
-        max_drafts: Most guesses of a run.
     """
 
-    def __init__(self, speculators: Tokens[Speculator], *, vocab_size: int, max_drafts: int) -> None:
-        self._speculators = tuple(speculators)
+    def __init__(self, drafting: Drafting, *, vocab_size: int) -> None:
+        self._speculators = drafting.speculators
         self._vocab_size = vocab_size
-        self._length = max_drafts
-        self._drafted = [0] * max_drafts
-        self._accepted = [0] * max_drafts
+        self._length = drafting.max_drafts
+        self._policy = DraftPolicy(drafting.max_drafts) if drafting.adaptive else None
+        self._drafted = [0] * drafting.max_drafts
+        self._accepted = [0] * drafting.max_drafts
         self._runs = 0
         self._silenced: set[int] = set()
 
+    def choose_length(self, num_sequences: int) -> int:
+        """Return how many guesses in a row the next step, of about so many sequences, should run."""
+        if self._policy is not None:
+            self._length = self._policy.choose(max(1, num_sequences))
+        return self._length
+
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most ``most`` guesses of what follows a sequence's tokens."""
-        most = min(most, self._length)
-        if most == 0 or seq.seq_id in self._silenced:
+        if seq.seq_id in self._silenced:
             return ()
         for speculator in self._speculators:
             wanted = min(most, speculator.k)
@@ -110,12 +120,21 @@ class Guesses:
         self._silenced.add(seq.seq_id)
         log.warning("request %s goes on without guesses: %s %s", seq.request.request_id, type(speculator).__name__, what)
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Take note of a run with ``drafted`` guesses, the first ``accepted`` of which were right."""
-        self._runs += 1
-        for position in range(drafted):
-            self._drafted[position] += 1
-            self._accepted[position] += position < accepted
+    def count(self, plan: StepPlan, results: Mapping[int, Sampled], seconds: float) -> None:
+        """Take note of a step: what was guessed, what was right, and how long it took."""
+        right = [0] * plan.max_drafts
+        for run in plan.sequences:
+            if not run.drafts:
+                continue
+            self._runs += 1
+            accepted = len(results[run.seq_id].after)
+            for position in range(run.drafts):
+                self._drafted[position] += 1
+            for position in range(accepted):
+                self._accepted[position] += 1
+                right[position] += 1
+        if self._policy is not None and all(run.sample and run.decodes for run in plan.sequences):
+            self._policy.observe(len(plan.sequences), plan.max_drafts, seconds, right)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept of a sequence that ended."""
@@ -135,4 +154,5 @@ class Guesses:
             drafted_by_position=tuple(self._drafted),
             accepted_by_position=tuple(self._accepted),
             length=self._length,
+            policy=None if self._policy is None else self._policy.snapshot(),
         )

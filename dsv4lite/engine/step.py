@@ -62,6 +62,11 @@ class SequencePlan(NamedTuple):
         """Position after the last token."""
         return self.start + len(self.token_ids)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the run is one known token, and guesses."""
+        return len(self.token_ids) == 1 + self.drafts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -79,6 +84,7 @@ class StepPlan:
         window_copies: ``(from, to)`` window pages.
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
+        max_drafts: Guesses that each run could have, and that are wanted of what follows it.
     """
 
     step: int
@@ -89,6 +95,7 @@ class StepPlan:
     window_copies: Copies = ()
     slot_copies: Copies = ()
     saves: Copies = ()
+    max_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ class PlanWriter:
                 self._held[s.slot] = s.pages
             sequences.append((*s[:4], None if known else s.pages, *s[5:]))
         moves = (plan.resets, plan.restores, plan.grow_copies, plan.window_copies, plan.slot_copies, plan.saves)
-        return plan.step, sequences, moves if any(moves) else None
+        return plan.step, plan.max_drafts, sequences, moves if any(moves) else None
 
 
 class PlanReader:
@@ -39,7 +39,7 @@ class PlanReader:
 
     def read(self, wire: Wire) -> StepPlan:
         """Return the plan."""
-        step, parts, moves = wire
+        step, max_drafts, parts, moves = wire
         sequences = []
         for seq_id, slot, start, token_ids, pages, *rest in parts:
             if pages is None:
@@ -48,7 +48,7 @@ class PlanReader:
                 self._held[slot] = pages
             sequences.append(SequencePlan(seq_id, slot, start, token_ids, pages, *rest))
         if moves is None:
-            return StepPlan(step=step, sequences=tuple(sequences))
+            return StepPlan(step=step, sequences=tuple(sequences), max_drafts=max_drafts)
         resets, restores, grow_copies, window_copies, slot_copies, saves = moves
         return StepPlan(
             step=step,
@@ -59,4 +59,5 @@ class PlanReader:
             window_copies=window_copies,
             slot_copies=slot_copies,
             saves=saves,
+            max_drafts=max_drafts,
         )

@@ -67,7 +67,7 @@ class Collector:
             for i, name in enumerate(names)
         ]
         self._prompt_logprobs: list[Logprobs] = []
-        self._cached_tokens = 0
+        self._cached_tokens = self._drafted = self._accepted = 0
         self._started: float | None = None
         self._first_token: float | None = None
         self._error: DSV4LiteError | None = None
@@ -90,6 +90,8 @@ class Collector:
         if update.prompt_logprobs is not None:
             self._prompt_logprobs.append(update.prompt_logprobs)
         self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
+        self._drafted += update.drafted
+        self._accepted += update.accepted
         completion = self._completions[update.index]
         if completion.finish_reason is not None:
             completion.settle(update)
@@ -124,6 +126,8 @@ class Collector:
                 prompt_tokens=len(request.prompt_token_ids),
                 completion_tokens=sum(len(c.token_ids) for c in self._completions),
                 cached_tokens=self._cached_tokens,
+                drafted_tokens=self._drafted,
+                accepted_tokens=self._accepted,
             ),
             timing=Timing(queued=max(0.0, (started or now) - arrival), first_token=first_token, total=now - arrival),
         )

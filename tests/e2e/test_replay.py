@@ -485,9 +485,7 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     yield edit(good, folder / "dtype", numerics={**header["numerics"], "dtype": "torch.int3"}), "damaged"
 
 
-def test_damaged_and_foreign_files_are_refused(
-    paged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_and_foreign_files_are_refused(paged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, message in damaged_files(paged["decode"], tmp_path):
         with pytest.raises(ConfigError, match=message):
             StepDump.load(path)

@@ -14,7 +14,7 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP, Speculator
+from dsv4lite.speculation import MTP, NGram, Speculator
 from tests.e2e.engines import SMALL, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
 
@@ -69,7 +69,7 @@ def expected(model: Path) -> Mapping[str, RequestOutput]:
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_mtp_changes_no_bit_in_deterministic_mode(model: Path, expected: Mapping[str, RequestOutput], k: int) -> None:
-    with opened(model, deterministic=True, speculative=MTP(k)) as llm:
+    with opened(model, deterministic=True, speculative=MTP(k, adaptive=False)) as llm:
         same_outputs(ask_all(llm, asks()), expected)
         stats = llm.stats().speculation
         assert stats.length == k and stats.drafted > 0 and stats.runs == stats.drafted_by_position[0] > 0
@@ -86,6 +86,33 @@ def test_right_and_wrong_guesses_change_no_bit(model: Path, expected: Mapping[st
     assert share > 0 or stats.accepted == 0
     assert stats.mean_accepted_length == 1 + stats.accepted / stats.runs
     assert len(oracle.forgotten) == len(set(oracle.forgotten)) == sum(len(o.outputs) for o in expected.values())
+
+
+@pytest.mark.parametrize("speculative", [NGram(3), (NGram(2, min_n=1, adaptive=False), MTP(2)), "auto"])
+def test_other_drafters_and_lengths_that_adapt_change_no_bit(
+    model: Path, expected: Mapping[str, RequestOutput], speculative: Any
+) -> None:
+    with opened(model, deterministic=True, speculative=speculative) as llm:
+        outputs = ask_all(llm, asks())
+        same_outputs(outputs, expected)
+        stats = llm.stats().speculation
+        assert stats.policy is not None and stats.drafted > 0
+    usages = [output.usage for output in outputs.values()]
+    assert sum(usage.drafted_tokens for usage in usages) == stats.drafted
+    assert sum(usage.accepted_tokens for usage in usages) == stats.accepted
+
+
+def test_prompt_lookup_goes_before_the_block(model: Path) -> None:
+    """What repeats is found in the text; where nothing does, the block guesses."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, allowed_token_ids=(9, 10))
+    (prompt,) = prompts_of((30,), VOCAB)
+    both = (NGram(4, adaptive=False), MTP(1, adaptive=False))
+    with opened(model) as llm:
+        expected = llm.generate(prompt, params).token_ids
+    with opened(model, speculative=both) as llm:
+        assert llm.generate(prompt, params).token_ids == expected
+        stats = llm.stats().speculation
+    assert stats.drafted_by_position[0] > stats.drafted_by_position[1] > 0 and stats.accepted > 10
 
 
 def test_steps_are_saved_by_right_guesses(model: Path) -> None:
@@ -152,6 +179,12 @@ def test_mtp_out_of_range_is_refused(k: Any) -> None:
         MTP(k)
 
 
+@pytest.mark.parametrize("settings", [{"k": 0}, {"k": 17}, {"min_n": 0}, {"min_n": 5}, {"max_n": 4.0}, {"lookback": 3}])
+def test_prompt_lookup_out_of_range_is_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="NGram"):
+        NGram(**settings)
+
+
 @pytest.mark.parametrize("value", [3, "mtp", MTP, object(), (), (MTP(1), MTP(2)), (MTP(1), None), Broken])
 def test_what_is_no_drafter_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="speculative"):
@@ -160,7 +193,7 @@ def test_what_is_no_drafter_is_refused(value: Any) -> None:
 
 def test_checkpoint_without_mtp_is_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path, {**SMALL, "num_nextn_predict_layers": 0, "compress_ratios": [4, 8, 0]})
-    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\).*no MTP block"), opened(folder, speculative=MTP()):
+    with pytest.raises(UnsupportedError, match=r"MTP\(k=1.*no MTP block"), opened(folder, speculative=MTP()):
         pass
     with opened(folder, speculative="auto") as llm:
         assert llm.stats().speculation.length == 0

@@ -239,7 +239,8 @@ class Neighbours:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafted_tokens_have_the_processed_distribution(name: str) -> None:
-    """100,000 pairs of tokens (25,000 where the host masks), the first guessed by a drafter that is off, with the very noise that judges the guess."""
+    """100,000 pairs of tokens (a quarter where the host masks); the first is guessed by a drafter that is off, with the very noise
+    that judges the guess."""
     made = request((5, 6, 2), **CASES[name])
     table = torch.randn(SMALL, SMALL, generator=torch.Generator().manual_seed(3)) * 1.2
     reference = Reference(made)
