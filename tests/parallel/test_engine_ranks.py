@@ -193,7 +193,7 @@ def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_pa
 
 
 def test_drafts_of_the_model_are_refused_for_several_ranks(model: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\),\) with tp=1 ep=2"):
+    with pytest.raises(UnsupportedError, match=r"MTP\(k=1.*\) with tp=1 ep=2"):
         with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", speculative=MTP()) as llm:
             raise AssertionError(llm)
 
