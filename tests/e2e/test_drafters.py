@@ -86,7 +86,7 @@ def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, m
     monkeypatch.setattr(BlockDrafter, "draft", spy)
     (prompt,) = prompts_of((50,), VOCAB, seed=3)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with opened(model, speculative="auto", max_num_batched_tokens=20) as llm:
+    with opened(model, speculative=DSpark(4, adaptive=False), max_num_batched_tokens=20) as llm:
         tokens = [*prompt, *llm.generate(prompt, params).token_ids]
         whole = engine_of(llm)._runner.model
         stats = llm.stats().speculation
@@ -112,7 +112,7 @@ def test_least_confidence_leaves_drafts_out(model: Path) -> None:
 
 def test_text_that_repeats_itself_takes_fewer_steps(model: Path) -> None:
     params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=True, allowed_token_ids=[20])
-    with opened(model, speculative=NGram(4)) as llm:
+    with opened(model, speculative=NGram(4, adaptive=False)) as llm:
         assert llm.generate([8, 9], params).token_ids == (20,) * 41
         stats = llm.stats()
     # Three tokens until two of them have stood together before; then five a step.

@@ -179,7 +179,7 @@ def test_mtp_out_of_range_is_refused(k: Any) -> None:
         MTP(k)
 
 
-@pytest.mark.parametrize("settings", [{"k": 0}, {"k": 17}, {"min_n": 0}, {"min_n": 5}, {"max_n": 4.0}, {"lookback": 3}])
+@pytest.mark.parametrize("settings", [{"k": 0}, {"k": 17}, {"min_n": 0}, {"min_n": 5}, {"max_n": 4.0}, {"lookback": 0}])
 def test_prompt_lookup_out_of_range_is_refused(settings: Any) -> None:
     with pytest.raises(ConfigError, match="NGram"):
         NGram(**settings)
