@@ -200,3 +200,22 @@ def test_plan_counts_the_drafter(model: Path) -> None:
     with opened(model, speculative=DSpark(4)) as llm:
         cache = engine_of(llm)._runner.cache
         assert len(cache.layers) == config.num_hidden_layers + 2 and cache.nbytes == llm.memory().per_device[0].state
+
+
+@pytest.mark.gpu
+def test_block_drafter_on_a_gpu_changes_no_bit() -> None:
+    """The shipped model's sizes in the release's formats, with random weights and the drafter of refreshed releases."""
+    refreshed = {
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0, 0],
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 4000,
+        "dspark_target_layer_ids": [3, 4, 5],
+        "dspark_markov_rank": 32,
+    }
+    settings = {"device": "cuda", "load_format": "dummy", "hf_overrides": refreshed, "kv_cache_memory_bytes": 64 << 20}
+    outputs = []
+    for speculative in (None, DSpark(5)):
+        with opened(tiny_model(), deterministic=True, speculative=speculative, **settings) as llm:
+            outputs.append(ask_all(llm, asks(4096)))
+            assert (llm.stats().speculation.drafted > 0) == (speculative is not None)
+    same_outputs(outputs[1], outputs[0])
