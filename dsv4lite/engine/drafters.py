@@ -37,12 +37,22 @@ class DeviceDrafter(Protocol):
         """
         ...
 
+    def run_padding(self, batch: PagedBatch, streams_TND: Tensor) -> None:
+        """Launch what drafting behind such a step launches, and change nothing.
+
+        Args:
+            batch: A step without a single real token.
+            streams_TND: The main model's final streams.
+        """
+        ...
+
 
 def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache, sampler: Sampler) -> DeviceDrafter:
     """Return the drafter that a setting names."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], sampler, own.k)
-    return BlockDrafter(model=model, caches=cache.layers[model.config.num_hidden_layers :], sampler=sampler, settings=own)
+    caches = cache.layers[model.config.num_hidden_layers :]
+    return BlockDrafter(model=model, caches=caches, sampler=sampler, settings=own, max_sequences=cache.sizes.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +67,7 @@ class BlockDrafter:
     caches: Sequence[LayerCache]
     sampler: Sampler
     settings: DSpark
+    max_sequences: int
 
     def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
         """See ``DeviceDrafter``."""
@@ -86,6 +97,17 @@ class BlockDrafter:
             holds_SK = (out.confidence_SG[:, :count] >= settings.min_confidence).long().cumprod(1).bool()
             drafts_SK = torch.where(holds_SK, drafts_SK, UNKNOWN)
         return drafts_SK
+
+    def run_padding(self, batch: PagedBatch, streams_TND: Tensor) -> None:
+        """See ``DeviceDrafter``; as many blocks as have about as many rows as the step."""
+        drafter = self.model.dspark
+        assert drafter is not None
+        count = min(max(1, len(batch.token_ids_T) // drafter.block), self.max_sequences)
+        nowhere_S = self._int64([-1] * count)
+        zero_S = torch.zeros_like(nowhere_S)
+        pages_SP = nowhere_S.int()[:, None]
+        where = DraftBlock.of(nowhere_S, pages_SP, zero_S.int(), drafter.block, self.model.rotary.main)
+        drafter(zero_S, where, self.caches, self.model.embed, self.model.head)
 
     def _where(self, plans: Sequence[SequencePlan], next_S: Tensor) -> DraftBlock:
         """Place blocks behind sequences, whose newest tokens stand at ``next_S``, int64."""

@@ -161,6 +161,10 @@ class MtpDrafter:
         )
         return self._model.mtp_forward(streams_SND, chained, self._cache), room_S
 
+    def run_padding(self, batch: PagedBatch, streams_TND: Tensor) -> None:
+        """Launch what drafting behind a step without a single real token launches."""
+        self._model.mtp_logits(self._model.mtp_forward(streams_TND, batch, self._cache)[:1])
+
 
 def _place(plan: SequencePlan, position: int) -> SequenceInput:
     """Return a single token of a sequence at a later position, whose grow page is not there yet and is not used."""

@@ -156,7 +156,11 @@ class Runner:
         )
 
     def _run_padding(self, tokens: int) -> None:
-        self.model.logits(self.model(padding(tokens, self.model), self.cache.layers)[:1])
+        batch = padding(tokens, self.model)
+        streams_TND = self.model(batch, self.cache.layers)
+        self.model.logits(streams_TND[:1])
+        if self._drafter is not None:
+            self._drafter.run_padding(batch, streams_TND)
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends.

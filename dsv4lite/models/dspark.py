@@ -77,7 +77,7 @@ class DraftBlock:
         """Place a block of ``rows`` behind each sequence.
 
         Args:
-            next_S: int64, position of the newest token, which did not run yet.
+            next_S: int64, position of the newest token, which did not run yet; negative for padding.
             window_SP: int32, pages of 64 positions each.
             window_first_S: int32, which 64 positions the first one holds; the row ``window`` places back must be in a page.
             rows: Of a block.
@@ -85,7 +85,8 @@ class DraftBlock:
         """
         count, device = len(next_S), next_S.device
         first_S = next_S.int()
-        position_SG = first_S[:, None] + torch.arange(rows, dtype=torch.int32, device=device)
+        ahead_SG = first_S[:, None] + torch.arange(rows, dtype=torch.int32, device=device)
+        position_SG = torch.where(first_S[:, None] < 0, -1, ahead_SG)
         every_S = torch.arange(count, dtype=torch.int32, device=device)
         nothing_S = torch.zeros_like(first_S)
         own = Paging(

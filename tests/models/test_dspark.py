@@ -430,3 +430,22 @@ def test_stored_formats_draft_as_widened_ones(device: str) -> None:
     distance = (stored.logits_SGV.cpu() - wide.logits_SGV)[:, 0].norm() / wide.logits_SGV[:, 0].norm()
     assert distance < 0.1
     assert (stored.confidence_SG.cpu() - wide.confidence_SG).abs().max() < 0.1
+
+
+def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None:
+    state = PagedModel(model, tokens=40)
+    sequence = state.open()
+    anchor = run(state, sequence, tiny_ids(11))[-1]
+    before = [layer.window.memory.clone() for layer in state.cache.layers if isinstance(layer.window, RowStore)]
+    where = DraftBlock.of(
+        torch.tensor([11, -1]),
+        torch.tensor([sequence.window_pages, [-1] * len(sequence.window_pages)], dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        5,
+        model.rotary.main,
+    )
+    with torch.no_grad():
+        out = drafter_of(model)(torch.tensor([anchor, 0]), where, state.cache.layers[5:], model.embed, model.head)
+    assert out.token_ids_SG[0].tolist() == [15, 1, 1, 1, 1] and out.logits_SGV[1].isfinite().all()
+    after = [layer.window.memory for layer in state.cache.layers if isinstance(layer.window, RowStore)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
