@@ -16,10 +16,12 @@ from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.share import Share
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculative
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.workspace import graph_bytes, paged_workspace, reference_workspace
+from dsv4lite.workspace import exchange_bytes, graph_bytes, paged_workspace, reference_workspace
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
@@ -149,9 +151,9 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     )
 
 
-def weight_bytes(model: V4Config, numerics: Numerics, *, with_mtp: bool) -> int:
-    """Return the bytes of all parameters and buffers in their resident form, without allocating them."""
-    skeleton = DeepseekV4(model, replace(numerics, device=torch.device("meta")), with_mtp=with_mtp)
+def weight_bytes(model: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, with_mtp: bool) -> int:
+    """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them."""
+    skeleton = DeepseekV4(model, replace(numerics, device=torch.device("meta")), mesh, with_mtp=with_mtp)
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
@@ -236,16 +238,21 @@ def make_plan(
     numerics: Numerics,
     *,
     drafting: Drafting | None = None,
+    rank: int = 0,
     total: int | None = None,
 ) -> MemoryPlan:
-    """Plan an engine on one device.
+    """Plan one rank of an engine, on a device of its own.
 
     Args:
         config: Settings.
         model: Sizes of the model.
         numerics: Arithmetic and device.
         drafting: Who guesses tokens ahead; by default nobody.
+        rank: Which rank.
         total: Bytes of the device; default is what this machine has.
+
+    Raises:
+        ConfigError: The model cannot be shared in the layout of the settings.
     """
     on_cpu = numerics.device.type == "cpu"
     if total is not None:
@@ -255,12 +262,22 @@ def make_plan(
     else:
         available, total = available_memory(numerics.device)
     drafting = drafting or Drafting()
+    mesh = Mesh.outline(config.layout, rank)
+    share = Share.of(model, mesh)
+    drafts = drafting.own is not None and share.last
     layout = StateLayout.of(
-        model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=drafting.own is not None, drafts=drafting.max_drafts
+        model,
+        dtype=numerics.dtype,
+        quantized=numerics.quantized,
+        with_mtp=drafts,
+        drafts=drafting.max_drafts,
+        layers=share.layers,
     )
-    weights = weight_bytes(model, numerics, with_mtp=drafting.own is not None)
+    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
-    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
+    workspace, graphs = _working(config, share.local(model), numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
+    if config.layout.world > 1:
+        workspace += exchange_bytes(share.local(model), numerics, config.max_num_batched_tokens, share.gathered)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)

@@ -74,6 +74,24 @@ def sampling_bytes(model: V4Config) -> int:
     return _FLOAT * model.vocab_size + row_bytes(model.vocab_size) + kept
 
 
+def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: int) -> int:
+    """Return what sharing a layer with other ranks takes besides: partial sums, and the rows of others and what becomes of them.
+
+    Args:
+        model: Sizes of what this rank has of each layer.
+        numerics: Arithmetic.
+        tokens: Most tokens of a step.
+        gathered: How many ranks' tokens come together where experts are; 1 if rows do not travel.
+    """
+    sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one
+    if gathered == 1:
+        return tokens * sums
+    row = (_rounded(model.hidden_size, numerics) or numerics.dtype.itemsize * model.hidden_size) + model.experts_per_token * (
+        8 + _FLOAT
+    )
+    return tokens * (sums + gathered * (2 * row + _experts(model, numerics) + 2 * _FLOAT * model.hidden_size))
+
+
 def _held(model: V4Config, numerics: Numerics) -> int:
     """Return what lives during a whole pass: streams, the embedding that they began with, angles, and what says who is where."""
     angles = 2 * (2 + len({ratio for ratio in model.ratios if ratio})) * model.rope_dim // 2 * _FLOAT

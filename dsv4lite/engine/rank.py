@@ -67,12 +67,13 @@ class Prospect:
     survey: Survey
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device, *, several: bool = False) -> Prospect:
+    def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Prospect:
         """Look at checkpoint and device.
 
         Args:
             config: Settings.
             device: Of this rank.
+            rank: Which rank.
             several: Gather the facts that ranks compare.
 
         Raises:
@@ -87,7 +88,7 @@ class Prospect:
                 "use one rank, NGram(), a Speculator of your own, or None"
             )
         survey = Survey(
-            plan=make_plan(config, source.model, numerics, drafting=drafting),
+            plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
             model=source.model,
             generation_config=source.generation_config,
@@ -111,7 +112,8 @@ class Prospect:
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
             own = drafting.own
-            model = self.source.build(self.numerics, with_mtp=own is not None, seed=config.seed, progress=progress or False)
+            report = progress or False
+            model = self.source.build(self.numerics, mesh, with_mtp=own is not None, seed=config.seed, progress=report)
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size

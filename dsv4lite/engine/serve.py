@@ -151,7 +151,7 @@ class Follower:
     def get_ready(self, store: tuple[str, int]) -> None:
         """Load everything, together with the other ranks."""
         config, rank = self._config, self._rank
-        prospect = Prospect.of(config, self._device, several=True)
+        prospect = Prospect.of(config, self._device, rank, several=True)
         self._work.send(prospect.survey)
         answer = self._work.receive()
         if isinstance(answer, BaseException):

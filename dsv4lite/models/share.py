@@ -80,6 +80,16 @@ class Share:
         """The ranks that work on the same tokens: those of tp, or of ep where attention stands on several copies of them."""
         return self.mesh.tp if self.mesh.layout.copies == 1 else self.mesh.ep
 
+    def local(self, config: V4Config) -> V4Config:
+        """Return the sizes of what this rank has of every layer."""
+        width = max(self.shared_width, self.expert_width)
+        return replace(config, num_attention_heads=self.heads, o_groups=self.groups, expert_width=width)
+
+    @property
+    def gathered(self) -> int:
+        """How many different tokens' ranks share the experts with this one."""
+        return max(1, self.mesh.ep.size // self.peers.size)
+
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
         return dtype if self.mesh.tp.size == 1 else torch.float32

@@ -8,15 +8,17 @@ Each kind of device draws numbers of its own.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log2, prod, sqrt
 
 import torch
 from torch import Generator, Tensor
 
-from dsv4lite.kernels.experts import Tiles, scale_words
+from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, Tiles, scale_words
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import StoredTensor, official_shapes, stored_tensors
+from dsv4lite.parallel.shard import Cut, blocks_of
 from dsv4lite.weights.checkpoint import ExpertFormat
 
 # Drawing normal numbers is slow. Random bits become floats when sign, mantissa and the last bit of the exponent stay free, and the
@@ -41,6 +43,29 @@ _PLAIN: Mapping[str, tuple[float, float]] = {
     "gate.bias": (0.0, 0.0),
     "embed.weight": (0.0, 1.0),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePart:
+    """Part of a matrix in tiles.
+
+    Attributes:
+        columns: Of the whole matrix.
+        tiles: Rows and columns of tiles of the whole matrix.
+        rows_kept, columns_kept: Which of them.
+    """
+
+    columns: int
+    tiles: tuple[int, int]
+    rows_kept: slice
+    columns_kept: slice
+
+    @classmethod
+    def of(cls, rows: int, columns: int, cut: Cut) -> TilePart:
+        """Return the part of a matrix [rows, columns] that a cut leaves, both in elements."""
+        kept = blocks_of(cut, (TILE_ROWS, TILE_COLUMNS))
+        tiles = (rows // TILE_ROWS, columns // TILE_COLUMNS)
+        return cls(columns=columns, tiles=tiles, rows_kept=kept[0], columns_kept=kept[1])
 
 
 def dummy_tensors(
@@ -83,18 +108,26 @@ def dummy_tensors(
                 yield part, _plain(part, like, fan_in, generator)
 
 
-def fill_tiles(tiles: Tiles, name: str, seed: int = 0) -> None:
+def fill_tiles(tiles: Tiles, names: Sequence[str], seed: int = 0, *, part: TilePart | None = None) -> None:
     """Fill a stack of experts at once, where it is, with numbers like those of ``dummy_tensors``.
 
     Args:
         tiles: The stack; every code and every scale is overwritten.
-        name: Of the stack: another name, other numbers.
+        names: Of its matrices: another name, other numbers.
         seed: Another seed, other numbers.
+        part: Of each matrix, what this stack has; default is all.
     """
-    generator = _generator(name, seed, tiles.codes.device)
-    for words in (tiles.codes, tiles.scales):
-        _fill(words.view(torch.int64), generator)
-    fan_in = tiles.shape[2]
+    device = tiles.codes.device
+    fan_in = tiles.shape[2] if part is None else part.columns
+    whole = None if part is None else [words.new_empty(1, *part.tiles, words.shape[-1]) for words in (tiles.codes, tiles.scales)]
+    for i, name in enumerate(names):
+        generator = _generator(name, seed, device)
+        for k, words in enumerate((tiles.codes, tiles.scales)):
+            if part is None or whole is None:
+                _fill(words[i].view(torch.int64), generator)
+            else:
+                _fill(whole[k].view(torch.int64), generator)
+                words[i].copy_(whole[k][0, part.rows_kept, part.columns_kept])
     if tiles.fp4:  # four exponents in a word, from their bits 2 on
         least = torch.tensor([_least_scale(fan_in, torch.int8)], dtype=torch.int64, device="cpu")
         word = int(scale_words(least.repeat(4), least - 26))

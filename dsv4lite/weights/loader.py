@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
@@ -50,8 +51,9 @@ class MatrixFormat:
 
 
 _FP4 = MatrixFormat(pack=2, block=(1, 32), scales=("F8_E8M0",))
+_FP8 = MatrixFormat(pack=1, block=(128, 128), scales=("F8_E8M0", "F32"))
 MATRIX_FORMATS: Mapping[str, MatrixFormat] = {
-    "F8_E4M3": MatrixFormat(pack=1, block=(128, 128), scales=("F8_E8M0", "F32")),
+    "F8_E4M3": _FP8,
     "I8": _FP4,
     "U8": _FP4,
 }
@@ -147,6 +149,19 @@ def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Itera
             yield weight_name, partner, tensor
     if waiting:
         raise CheckpointError("weights or scales came without their partner:", problems=sorted(waiting))
+
+
+def cut_pair(name: str, weight: Tensor, scale: Tensor | None, shards: Shards) -> tuple[Tensor, Tensor | None]:
+    """Return a rank's part of a weight and of its scale, if it has one.
+
+    Raises:
+        ConfigError: They cannot be cut as ``shards`` says.
+    """
+    if scale is None:
+        return weight[shards.cut(name, weight.shape)].contiguous(), None
+    form = _FP4 if weight.dtype in (torch.int8, torch.uint8) else _FP8
+    cut = shards.cut(name, (weight.shape[0], weight.shape[1] * form.pack), form.block)
+    return weight[blocks_of(cut, (1, form.pack))].contiguous(), scale[blocks_of(cut, form.block)].contiguous()
 
 
 def scale_name(name: str) -> str:

@@ -16,11 +16,15 @@ from dsv4lite.errors import CheckpointError
 from dsv4lite.models import read_architecture
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.share import shards_of
 from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
+from dsv4lite.parallel.experts import DispatcherFactory
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
-from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import load, paired, scale_name
-from dsv4lite.weights.quant import Numerics, Slot, TiledStack, TileSlot
+from dsv4lite.weights.dummy import TilePart, dummy_tensors, fill_tiles
+from dsv4lite.weights.loader import cut_pair, load, paired, scale_name
+from dsv4lite.weights.quant import Numerics, Slot, TileSlot
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -131,40 +135,71 @@ class ModelSource:
             checkpoint=checkpoint,
         )
 
-    def build(self, numerics: Numerics, *, with_mtp: bool, seed: int = 0, progress: bool | Progress = False) -> DeepseekV4:
-        """Allocate the model and fill it.
+    def build(
+        self,
+        numerics: Numerics,
+        mesh: Mesh | None = None,
+        *,
+        with_mtp: bool,
+        dispatcher: str | DispatcherFactory = "auto",
+        seed: int = 0,
+        progress: bool | Progress = False,
+    ) -> DeepseekV4:
+        """Allocate the model, or a rank's share of it, and fill it.
+
+        Args:
+            numerics: Arithmetic and device.
+            mesh: This rank's place; default is that there are no others.
+            with_mtp: Whether the drafter is wanted.
+            dispatcher: How tokens get to experts on other ranks.
+            seed: Of random weights; every rank gets its part of the same ones.
+            progress: Told of the bytes read.
 
         Raises:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.
+            ConfigError: The model cannot be shared so.
         """
+        mesh = mesh or Mesh.single()
+        shards = shards_of(self.model, mesh.layout, mesh.rank)
         started = time.monotonic()
         report = log_progress if progress is True else progress or None
-        model = DeepseekV4(self.model, numerics, with_mtp=with_mtp)
+        model = DeepseekV4(self.model, numerics, mesh, dispatcher=dispatcher, with_mtp=with_mtp)
         slots = model.slots()
         if self.checkpoint is not None:
-            load(self.checkpoint, slots, progress=report)
+            load(self.checkpoint, slots, progress=report, shards=shards)
         else:
-            self._invent(model, slots, seed)
+            self._invent(slots, shards, seed, numerics.device)
         model.requires_grad_(False)
         log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
         return model.eval()
 
-    def _invent(self, model: DeepseekV4, slots: Mapping[str, Slot], seed: int) -> None:
+    def _invent(self, slots: Mapping[str, Slot], shards: Shards, seed: int, device: torch.device) -> None:
         """Fill a model with random numbers, made where they stay; a stack of tiles is filled as a whole."""
-        for name, module in model.named_modules():
-            if isinstance(module, TiledStack):
-                fill_tiles(module.tiles, name, seed)
+        self._fill_stacks(slots, shards, seed)
         names = {name for name, slot in slots.items() if not isinstance(slot, TileSlot)}
         tensors = dummy_tensors(
             self.model,
             expert_format=self.expert_format,
             quantized=self.model.quantized,
             seed=seed,
-            device=model.numerics.device,
+            device=device,
             names=names,
         )
         for name, weight, scale in paired(tensors, self._scaled(names)):
-            slots[name].store(weight, scale)
+            slots[name].store(*cut_pair(name, weight, scale, shards))
+
+    def _fill_stacks(self, slots: Mapping[str, Slot], shards: Shards, seed: int) -> None:
+        stacks: dict[int, dict[int, tuple[str, TileSlot]]] = {}
+        for name, slot in slots.items():
+            if isinstance(slot, TileSlot) and slot.half != 1:  # w1 stands for the stack that holds w1 and w3
+                stacks.setdefault(id(slot.stack), {})[slot.expert] = (name, slot)
+        hidden, width = self.model.hidden_size, self.model.expert_width
+        for entries in stacks.values():
+            names, (name, slot) = [entries[i][0] for i in range(len(entries))], entries[0]
+            rows, columns = (2 * width, hidden) if slot.half == 0 else (hidden, width)
+            cut, tiles = shards.cut(name, (rows, columns)), slot.stack.tiles
+            whole = tiles.shape[1:] == (rows, columns)
+            fill_tiles(tiles, names, seed, part=None if whole else TilePart.of(rows, columns, cut))
 
     def _scaled(self, names: Container[str]) -> set[str]:
         """Return which of the tensors come with a scale."""

@@ -103,7 +103,7 @@ def expected(model: Path) -> list[RequestOutput]:
     "settings",
     [
         {"executor": "process", "speculative": MTP(2)},
-        {"expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
+        {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
     ],
     ids=["process", "thread"],
 )

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.share import check_layout, shards_of, stages
 from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.checkpoint import ExpertFormat
+from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot
+from dsv4lite.weights.source import ModelSource
 from tests.golden import plain, rounded
 from tests.parallel.models import PLAIN, QUANTIZED
 from tests.tiny import flash, pro
@@ -108,3 +111,36 @@ def test_stages_are_the_best_of_all_cuts(count: int) -> None:
     cuts = [(0, *cut, 9) for cut in combinations(range(1, 9), count - 1)]
     best = min(max(sum(weights[a:b]) for a, b in pairwise(cut)) for cut in cuts)
     assert max(sum(weights[layer] for layer in stage) for stage in stages(config, count)) == best
+
+
+def value(slot: Slot) -> torch.Tensor:
+    """What lies in a place, as numbers."""
+    if isinstance(slot, TileSlot):
+        return slot.stack.tiles.dequantize(slot.expert, slot.half)
+    if isinstance(slot, MatrixSlot):
+        return slot.matrix.weight.detach().flatten(0, -2)[slot.begin : slot.end]
+    return slot.tensor
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4, ep=2), Layout(ep=4), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("form", ["plain", "fp4", "fp8"])
+def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layout: Layout) -> None:
+    # Experts of 256 in tiles: four ranks would cut through the scale blocks of the shared one.
+    layout = Layout(tp=2) if layout.tp == 4 and form != "plain" else layout
+    config = replace(QUANTIZED, quantized=form != "plain", num_experts=4, vocab_size=64)
+    numerics = plain() if form == "plain" else replace(rounded(), resident_experts=form)
+    source = ModelSource(
+        folder=Path("."),
+        generation_config={},
+        model=config,
+        dtype=torch.bfloat16,
+        expert_format=form,
+        dense_fp8=form != "plain",
+        checkpoint=None,
+    )
+    whole = source.build(numerics, with_mtp=True, seed=3).slots()
+    for rank in range(layout.world):
+        mesh, shards = Mesh.outline(layout, rank), shards_of(config, layout, rank)
+        slots = source.build(numerics, mesh, with_mtp=True, dispatcher=Idle, seed=3).slots()
+        for name, slot in slots.items():
+            assert torch.equal(value(slot), value(whole[name])[shards.cut(name, whole[name].shape)]), name

@@ -118,7 +118,7 @@ def stack(*, fp4: bool) -> Tiles:
 @pytest.mark.parametrize("fp4", [True, False])
 def test_filled_tiles_keep_the_size_of_activations(fp4: bool) -> None:
     tiles = stack(fp4=fp4)
-    fill_tiles(tiles, "a")
+    fill_tiles(tiles, ["a", "b"])
     values = [tiles.dequantize(expert) for expert in range(2)]
     for value in values:
         assert value.isfinite().all() and abs(value.mean()) < 0.1 * value.std()
@@ -130,7 +130,7 @@ def test_filled_tiles_keep_the_size_of_activations(fp4: bool) -> None:
 def test_filled_tiles_depend_on_name_and_seed_only() -> None:
     def filled(name: str, seed: int = 0) -> Tensor:
         tiles = stack(fp4=True)
-        fill_tiles(tiles, name, seed)
+        fill_tiles(tiles, [f"{name}.0", f"{name}.1"], seed)
         return torch.cat([tiles.codes.flatten(), tiles.scales.view(torch.uint8).flatten()])
 
     state = torch.get_rng_state()
