@@ -232,6 +232,11 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
     return wanted
 
 
+def _memory_of(device: torch.device) -> tuple[int, int]:
+    """Return what is free of a device's memory, and all of it."""
+    return (host_memory(),) * 2 if device.type == "cpu" else available_memory(device)
+
+
 def make_plan(
     config: EngineConfig,
     model: V4Config,
@@ -255,23 +260,13 @@ def make_plan(
         ConfigError: The model cannot be shared in the layout of the settings.
     """
     on_cpu = numerics.device.type == "cpu"
-    if total is not None:
-        available = total
-    elif on_cpu:
-        available = total = host_memory()
-    else:
-        available, total = available_memory(numerics.device)
+    available, total = (total, total) if total is not None else _memory_of(numerics.device)
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
     share = Share.of(model, mesh)
-    drafts = drafting.own is not None and share.last
+    drafts, dtype, quantized = drafting.own is not None and share.last, numerics.dtype, numerics.quantized
     layout = StateLayout.of(
-        model,
-        dtype=numerics.dtype,
-        quantized=numerics.quantized,
-        with_mtp=drafts,
-        drafts=drafting.max_drafts,
-        layers=share.layers,
+        model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
     )
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
