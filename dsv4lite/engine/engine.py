@@ -326,9 +326,10 @@ class Engine:
                 recorder.end(previous.samples)
             self._land(previous, results)
             ended = time.perf_counter()
+            sampled = len(results)
             if guesses is not None:
                 guesses.count(previous.plan, results, ended - started)
-            sampled = sum(1 + len(one.after) for one in results.values())
+                sampled += sum(len(one.after) for one in results.values())
             self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
         elif flight is None and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
@@ -338,8 +339,8 @@ class Engine:
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
-        for seq_id, sampled in results.items():
-            for one in (sampled, *sampled.after):
+        for seq_id in self._runner.hosted.intersection(results):
+            for one in (results[seq_id], *results[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
         self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))

@@ -11,6 +11,7 @@ by slot, whose rows are sent only when a sequence has taken a page.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,9 +108,8 @@ class DecodeGraphs:
 
     def covers(self, plan: StepPlan) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
-        return 0 < len(plan.sequences) <= self.sizes[-1] and all(
-            len(s.token_ids) == 1 and s.sample and s.score is None for s in plan.sequences
-        )
+        every = plan.sequences
+        return 0 < len(every) <= self.sizes[-1] and all(len(s.token_ids) == 1 and s.sample and s.score is None for s in every)
 
     def rehearse(self, size: int) -> Tensor:
         """Run a step of ``size`` sequences that are all padding; return its inputs."""
@@ -199,20 +199,18 @@ def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: in
     """
     missing = size - len(sequences)
     filler = [-1] * missing
-    windows = [s.window_pages + (-1,) * (window_pages - len(s.window_pages)) for s in sequences]
-    columns = [
-        *(s.token_ids[0] for s in sequences),
-        *[0] * missing,
-        *(s.start for s in sequences),
-        *filler,
-        *(s.slot for s in sequences),
-        *filler,
-        *(s.window_first for s in sequences),
-        *filler,
-        *(page for window in windows for page in window),
-        *filler * window_pages,
-    ]
-    return torch.tensor(columns, dtype=torch.int32, device="cpu").view(_COLUMNS + window_pages, size)
+    # Numbers go into an array first: PyTorch takes several times as long to read a list.
+    columns = array("i", [s.token_ids[0] for s in sequences])
+    columns.extend([0] * missing)
+    for part in ([s.start for s in sequences], [s.slot for s in sequences], [s.window_first for s in sequences]):
+        columns.extend(part)
+        columns.extend(filler)
+    for s in sequences:
+        columns.extend(s.window_pages)
+        if len(s.window_pages) < window_pages:
+            columns.extend([-1] * (window_pages - len(s.window_pages)))
+    columns.extend(filler * window_pages)
+    return torch.frombuffer(columns, dtype=torch.int32).view(_COLUMNS + window_pages, size)
 
 
 def decode_batch(

@@ -170,12 +170,16 @@ class Ranks:
         self._hosted.discard(seq_id)
         self._changes.append(("remove", (seq_id,)))
 
+    @property
+    def hosted(self) -> set[int]:
+        """Sequences that are told their tokens."""
+        return self._hosted
+
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it."""
         if self._local is not None:
             self._local.accept(seq_id, token_id)
-        if seq_id in self._hosted:
-            self._changes.append(("accept", (seq_id, token_id)))
+        self._changes.append(("accept", (seq_id, token_id)))
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> JointFlight:
         """Start a step on all ranks; what goes wrong is recorded by engines of one rank only."""

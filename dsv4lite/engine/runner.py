@@ -65,6 +65,9 @@ class Flight:
 class Runner:
     """Model, state and sampler of one rank.
 
+    Attributes:
+        hosted: Sequences that are to be told their tokens, see ``accept``.
+
     Args:
         model: This rank's part of the model.
         cache: Its state.
@@ -95,17 +98,25 @@ class Runner:
         self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._requests: dict[int, Request] = {}
+        self._routing: set[int] = set()
+        self.hosted: set[int] = set()
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
         self._requests[seq_id] = request
+        if request.params.return_routed_experts:
+            self._routing.add(seq_id)
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
+            if self.sampler.state_of(seq_id).hosted:
+                self.hosted.add(seq_id)
         if self._sampling is not None:
             self._sampling.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
+        self._routing.discard(seq_id)
+        self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
             if self._sampling is not None:
@@ -171,15 +182,14 @@ class Runner:
         """
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        wanted = any(self._requests[s.seq_id].params.return_routed_experts for s in plan.sequences)
-        covered = self._graphs is not None and self._graphs.covers(plan) and not wanted and self._drafter is None
+        routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []
+        covered = self._graphs is not None and self._graphs.covers(plan) and not routing and self._drafter is None
         graphs = self._graphs if covered else None
         if recorder is not None:
             recorder.begin(plan, None if graphs is None else graphs.shape_for(len(plan.sequences)))
         if graphs is not None:
             return self._replay(plan, graphs)
         batch = pack(plan, self.model, self._last_token)
-        routing = [s for s in plan.sequences if self._requests[s.seq_id].params.return_routed_experts]
         if routing:
             shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(shape, dtype=torch.int16, device=numerics.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.sampling_runs import Runs
-from dsv4lite.engine.step import Sampled
+from dsv4lite.engine.step import Sampled, SequencePlan
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling_rows import HEADER
 from dsv4lite.request import TokenLogprob
@@ -107,14 +107,14 @@ class RowSamples:
 
     Attributes:
         seq_ids: Of the R rows.
-        positions: Of the sampled tokens.
+        sequences: Likewise.
         out: int32 [lines, B >= R].
         wanted: Row and number of best tokens of each row that has log-probabilities.
         hosted: Samples of those rows that the host has sampled.
     """
 
     seq_ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    sequences: Sequence[SequencePlan]
     out: Tensor
     wanted: tuple[tuple[int, int], ...]
     hosted: Samples | None
@@ -130,16 +130,14 @@ class RowSamples:
         cls,
         out: Tensor,
         seq_ids: tuple[int, ...],
-        positions: Sequence[int],
+        sequences: Sequence[SequencePlan],
         *,
         wanted: tuple[tuple[int, int], ...] = (),
         hosted: Samples | None = None,
     ) -> RowSamples:
         """Send for as many lines of ``out`` as are wanted."""
         lines = HEADER + 2 * max(k for _, k in wanted) if wanted else 3
-        return cls(
-            seq_ids=seq_ids, positions=tuple(positions), out=out, wanted=wanted, hosted=hosted, download=Arrival(out[:lines])
-        )
+        return cls(seq_ids=seq_ids, sequences=sequences, out=out, wanted=wanted, hosted=hosted, download=Arrival(out[:lines]))
 
     @property
     def finite(self) -> Tensor:
@@ -159,7 +157,7 @@ class RowSamples:
                 results[self.seq_ids[row]] = Sampled(token_ids[row], scored)
         if 0 in finite or 0 in feasible:
             for row, seq_id in enumerate(self.seq_ids):
-                error = failure(self.positions[row], finite=bool(finite[row]), feasible=bool(feasible[row]))
+                error = failure(self.sequences[row].end, finite=bool(finite[row]), feasible=bool(feasible[row]))
                 if error is not None:
                     results[seq_id] = Sampled(token_ids[row], None, error)
         if self.hosted is not None:

@@ -117,10 +117,8 @@ class DeviceSampler:
             sequences: Of these rows.
             last_token: Where the host's tokens are remembered, too.
         """
-        positions = [s.end for s in sequences]
-        return RowSamples.of(
-            out, rows.seq_ids, positions, wanted=rows.wanted, hosted=self._sample_hosted(logits, rows, sequences, last_token)
-        )
+        hosted = self._sample_hosted(logits, rows, sequences, last_token)
+        return RowSamples.of(out, rows.seq_ids, sequences, wanted=rows.wanted, hosted=hosted)
 
     def _sample_hosted(
         self, logits: Tensor, rows: RowNeeds, sequences: Sequence[SequencePlan], last_token: Tensor

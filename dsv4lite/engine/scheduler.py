@@ -142,7 +142,7 @@ class Scheduler:
         limits: SchedulerLimits,
         pools: Pools,
         *,
-        needs_host: Callable[[Sequence], bool] = needs_host,
+        needs_host: Callable[[Sequence], bool] | None = None,
         propose: Propose | None = None,
     ) -> None:
         needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
@@ -191,6 +191,8 @@ class Scheduler:
             )
         sequences = make_sequences(request, first_id=self._next_seq_id, max_model_len=self._limits.max_model_len)
         self._next_seq_id += len(sequences)
+        for seq in sequences:
+            seq.may_wait = self._needs_host is not None or needs_host(seq)
         self._live.update((seq.seq_id, seq) for seq in sequences)
         self._groups[request.request_id] = _Group(request, sequences, len(sequences))
         leader, *others = sequences
@@ -336,7 +338,7 @@ class Scheduler:
     def _plan_running(self, draft: _Draft) -> None:
         """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
         running = self._running.items
-        singles = sum(len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running)
+        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running])
         spare = max(0, draft.room - singles)
         guesses = min(spare // 2, singles * draft.max_drafts)
         prefill_room = spare - guesses
@@ -344,10 +346,13 @@ class Scheduler:
         while i < len(running) and draft.room:  # those behind i may be preempted on the way
             seq = running[i]
             i += 1
-            if seq.in_flight and self._needs_host(seq):
+            if seq.in_flight and seq.may_wait and (self._needs_host is None or self._needs_host(seq)):
                 continue
             start = seq.num_computed
             end = start + 1
+            if end < seq.quiet_until and not guesses:
+                self._plan_quiet(seq, draft)
+                continue
             drafts: tuple[int, ...] = ()
             if guesses and end == len(seq.tokens):
                 drafts = self._drafts(seq, min(guesses, draft.max_drafts))
@@ -530,7 +535,9 @@ class Scheduler:
             seq.in_flight -= part.sample
             sampled = results[part.seq_id] if part.sample else results.get(part.seq_id)
             score = scores[part.seq_id] if scores is not None and part.score is not None else None
-            if sampled is not None:
+            if sampled is not None and not (part.drafts or sampled.after or sampled.drafts or sampled.error):
+                updates.append(self._append_one(seq, sampled, score, weight_version))
+            elif sampled is not None:
                 updates.append(self._append(seq, part, sampled, score, weight_version))
             elif part.end == seq.last_run:
                 self._close(seq)
@@ -538,6 +545,32 @@ class Scheduler:
             elif score is not None:
                 updates.append(seq.report(prompt_logprobs=score, weight_version=weight_version))
         return updates
+
+    def _append_one(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
+        """Do what ``_append`` does for one token of a run without drafts: of nearly every run, where nobody guesses."""
+        token_id, logprob = sampled.token_id, sampled.logprob
+        seq.tokens.append(token_id)
+        if seq.pending is not None:
+            self._holdings.insert_pending(seq)
+        finish: FinishReason | None = None
+        stop = None
+        if token_id in seq.end_ids or len(seq.tokens) > seq.last_run:
+            finish, stop = seq.outcome()
+            if finish is not None:
+                self._close(seq)
+        seq.drafts = ()
+        return SequenceUpdate(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            token_ids=(token_id,),
+            logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=score,
+            finish_reason=finish,
+            stop_reason=stop,
+            cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
+            started=seq.started or 0.0,
+            weight_version=weight_version,
+        )
 
     def _append(
         self, seq: Sequence, part: SequencePlan, sampled: Sampled, score: Logprobs | None, weight_version: int

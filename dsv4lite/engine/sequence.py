@@ -51,6 +51,7 @@ class Sequence:
             are not the last.
         carry: The copy of its carry that holds at ``num_computed``.
         drafts: Guesses of what follows ``tokens``, made on the device.
+        may_wait: The host may have to see its token in flight before the next one can be sampled.
         window_first: Logical number of the first page of ``window``.
         window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
         chain: Prefix keys of ``tokens``, in the epoch in which the state was begun.
@@ -89,6 +90,7 @@ class Sequence:
     cached_tokens: int = 0
     started: float | None = None
     quiet_until: int = 0
+    may_wait: bool = False
     # The lists as plans need them, built once per change and not once per step.
     page_tuple: tuple[int, ...] | None = None
     window_tuple: tuple[int, ...] | None = None

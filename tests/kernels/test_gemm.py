@@ -109,3 +109,12 @@ def test_float_product_of_bfloat16_keeps_float32_results() -> None:
     got = float_linear(x, w, torch.float32)
     assert not torch.equal(got, got.bfloat16().float())
     torch.testing.assert_close(got[:, 0].double(), x[:, 0].double() @ w[0].double().T, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_is_put_where_it_is_wanted(dtype: torch.dtype) -> None:
+    x, w = random(3, 1, 40).to(dtype), random(1, 7, 40, seed=1).to(dtype)
+    room = torch.full((5, 1, 7), -1.0)
+    got = float_linear(x, w, torch.float32, out=room[:3])
+    assert got.data_ptr() == room.data_ptr() and torch.equal(got, float_linear_ref(x, w, torch.float32))
+    assert bool((room[3:] == -1).all())

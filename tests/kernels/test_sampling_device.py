@@ -102,7 +102,7 @@ def test_a_step_of_best_tokens_needs_no_more_than_these() -> None:
     assert rows.nothing and rows is engine.device.prepare(plans[:2])
     assert not engine.device.prepare(plans).nothing
     out = torch.tensor([[4, 5, 0], [1, 1, 0], [1, 1, 0]], dtype=torch.int32, device=DEVICE)
-    assert RowSamples.of(out, (0, 1), [3, 3]).to_host() == {0: Sampled(4), 1: Sampled(5)}
+    assert RowSamples.of(out, (0, 1), plans[:2]).to_host() == {0: Sampled(4), 1: Sampled(5)}
 
 
 def test_a_sequence_that_left_is_forgotten() -> None:
