@@ -8,6 +8,7 @@ products of many rows are the library's on every device.
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both plain
+    pair_linear         the first and the last, of the same rows         one launch where these are few
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
 float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
@@ -27,6 +28,7 @@ from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float
 
 ROW_TILE = 16
 FP8_BLOCK = 128
+PAIR_ROWS = 16  # at most, of two products in one launch
 LIBRARY_ROWS = 512  # above, kernels leave plain products to the library if any order of summation will do
 
 
@@ -162,3 +164,34 @@ def float_linear(
         return float_linear_triton(x_MGK, w_GNK, dtype, any_order=row_tile is None, out=out)
     result = float_linear_ref(x_MGK, w_GNK, dtype, row_tile)
     return result if out is None else out.copy_(result)
+
+
+def pair_linear_ref(
+    x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``pair_linear``."""
+    quantized = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
+    return quantized, float_linear_ref(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]
+
+
+def pair_linear(
+    x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Multiply the same rows by quantized and by plain weights: ``fp8_linear`` and ``float_linear``, with their bits.
+
+    Args:
+        x_MK: Rows, bfloat16.
+        x_codes, x_scales: The same, quantized.
+        w_codes, w_scales: Quantized weights.
+        w_NK: Plain weights.
+        row_tile: As for ``matmul_rows``; the kernel does without.
+
+    Returns:
+        The product of quantized rows and weights in the dtype of ``x``, and the plain product in float32.
+    """
+    if use_triton(x_MK) and 0 < len(x_MK) <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16:
+        from dsv4lite.kernels.gemm_pair_triton import pair_linear_triton
+
+        return pair_linear_triton(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
+    quantized = fp8_linear(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
+    return quantized, float_linear(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]

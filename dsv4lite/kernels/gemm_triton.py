@@ -171,9 +171,9 @@ def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
 
 
 @triton.jit
-def _place(M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
+def _place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
     """Return the tile of rows and the tile of results: all results of a few tiles of rows come before the next rows."""
-    pid = tl.program_id(0).to(tl.int64)
+    pid = pid.to(tl.int64)
     tiles_m = tl.cdiv(M, BM)
     first = pid // (GROUPED * tiles_n) * GROUPED
     size = tl.minimum(tiles_m - first, GROUPED)
@@ -193,14 +193,16 @@ def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, parts, out, arrivals, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr):
+def _finish(
+    acc, parts, out, arrivals, split, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
     """Store a tile; if it is one part of several, the program that stores the last of them adds all."""
     if SPLITS == 1:
         _store(out, acc, rm, rn, M, N, row_stride, SWAP)
     else:
-        _store(parts + tl.program_id(1) * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
+        _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
         tl.debug_barrier()  # all threads have written when one of them says so
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             ROWS: tl.constexpr = rm.shape[0] if rm.shape[0] < 32 else 32  # at a time, for all their parts fit into registers
             for first in tl.range(0, rm.shape[0], ROWS, num_stages=1):
@@ -208,38 +210,21 @@ def _finish(acc, parts, out, arrivals, first_row, rm, rn, M, N, row_stride, SWAP
                 at = row * row_stride + rn[None, :]
                 inside = (row < M) & (rn < N)[None, :]
                 total = tl.zeros((ROWS, rn.shape[0]), tl.float32)
-                for split in tl.static_range(SPLITS):
-                    part = parts + split * M.to(tl.int64) * row_stride
+                for each in tl.static_range(SPLITS):
+                    part = parts + each * M.to(tl.int64) * row_stride
                     total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-            tl.store(arrivals + tl.program_id(0), 0)  # as the next product finds it
+            tl.store(arrivals, 0)  # as the next product finds it
 
 
-@triton.jit(do_not_specialize=["M"])
-def _fp8_kernel(
-    x,
-    xs,
-    w,
-    ws,
-    parts,
-    out,
-    arrivals,
-    M,
-    N,
-    K,
-    blocks,
-    part,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    FOLD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CODES: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
-    pm, pn = _place(M, tl.cdiv(N, BN), BM, GROUPED)
+@triton.jit
+def fp8_tile(
+    pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    FOLD: tl.constexpr, SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Compute tile ``pid`` of the result, or its part number ``split``."""
+    pm, pn = _place(pid, M, tl.cdiv(N, BN), BM, GROUPED)
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
     rk = tl.arange(0, 128)
@@ -254,7 +239,7 @@ def _fp8_kernel(
     xsp = xs + m * blocks
     # A tile of results divides 128: it lies in one block of scales.
     wsp = ws + (pn * BN // SCALE_ROWS * blocks if SCALE_ROWS == 128 else n * blocks)
-    begin = 0 if FOLD else tl.program_id(1) * part
+    begin = 0 if FOLD else split * part
     end = blocks if FOLD else tl.minimum(begin + part, blocks)
     SHAPE_0: tl.constexpr = BN if SWAP else BM
     SHAPE_1: tl.constexpr = BM if SWAP else BN
@@ -294,38 +279,31 @@ def _fp8_kernel(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
-    _finish(acc, parts, out, arrivals, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
+    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _fp8_kernel(
+    x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
+    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    fp8_tile(
+        tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED,
+    )  # fmt: skip
 
 
 # SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
-@triton.jit(do_not_specialize=["M"])
-def _float_kernel(
-    x,
-    w,
-    ws,
-    parts,
-    out,
-    arrivals,
-    M,
-    N,
-    K,
-    blocks,
-    part,
-    x_row,
-    x_group,
-    groups,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    FOLD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GPU: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
+@triton.jit
+def float_tile(
+    pid, split, x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    FOLD: tl.constexpr, SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Compute tile ``pid`` of the result, or its part number ``split``."""
     tiles_n = tl.cdiv(N, BN)
-    pm, pn = _place(M, tiles_n * groups, BM, GROUPED)
+    pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
     g = pn // tiles_n
     rm = pm * BM + tl.arange(0, BM)
     rn = pn % tiles_n * BN + tl.arange(0, BN)
@@ -339,7 +317,7 @@ def _float_kernel(
     xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
     PAIRS: tl.constexpr = 2 if EVEN_K and SCALE_ROWS else 1  # of codes, int16
     wp = w + n[:, None] * (K // PAIRS) + tl.arange(0, 128 // PAIRS)[None, :]
-    begin = 0 if FOLD else tl.program_id(1) * part
+    begin = 0 if FOLD else split * part
     end = blocks if FOLD else tl.minimum(begin + part, blocks)
     SHAPE_0: tl.constexpr = BN if SWAP else BM
     SHAPE_1: tl.constexpr = BM if SWAP else BN
@@ -378,7 +356,19 @@ def _float_kernel(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
-    _finish(acc, parts + g * N, out + g * N, arrivals, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+    _finish(acc, parts + g * N, out + g * N, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _float_kernel(
+    x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
+    SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    float_tile(
+        tl.program_id(0), tl.program_id(1), x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, GPU, GROUPED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -444,7 +434,7 @@ def fp8_linear_triton(
         x_scales.contiguous(),
         w,
         w_scales,
-        *_room(programs, out),
+        *room_for(programs, out),
         rows,
         outs,
         inputs,
@@ -542,7 +532,7 @@ def _float_linear(
         x,
         w,
         w_scales,
-        *_room(programs, out),
+        *room_for(programs, out),
         rows,
         outs,
         inputs,
@@ -567,7 +557,7 @@ def _float_linear(
     return out
 
 
-def _room(parts: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def room_for(parts: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return where a kernel puts the parts of a result, the result, and the counters of arrivals."""
     if parts == 1:
         return out, out, out

@@ -17,6 +17,7 @@ from dsv4lite.engine.cache import LayerCache, StateLayout
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
+from dsv4lite.kernels.gemm import PAIR_ROWS
 from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
@@ -41,6 +42,7 @@ from dsv4lite.weights.quant import (
     TensorSlot,
     grouped_linear,
     linear,
+    pair,
     parameter,
     rounded_linear,
 )
@@ -213,7 +215,7 @@ class Attention(nn.Module):
         window, entries = cache.window, cache.entries
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
+        latent, projected = self._enter(x_TD, rounded)
         qr_TR, qr_scales, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window)
         query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
         heads = (self.heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
@@ -221,7 +223,7 @@ class Attention(nn.Module):
         del query
         selected_TK: Tensor | None = None
         if self.ratio:
-            weights_TH, count = self._compress_paged(x_TD, batch, cache), batch.max_tokens // self.ratio
+            weights_TH, count = self._compress_paged(x_TD, projected, batch, cache), batch.max_tokens // self.ratio
             if iq_THC is not None and count > c.index_topk:
                 assert isinstance(cache.keys, RowStore) and weights_TH is not None
                 selected_TK = choose_paged(iq_THC, weights_TH, cache.keys, paging, c.index_topk, count)
@@ -240,11 +242,19 @@ class Attention(nn.Module):
             window_size=c.window,
         )
 
-    def _compress_paged(self, x_TD: Tensor, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
+    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Tensor | None]:
+        """Return the latents, and with few tokens what compressors and indexer see: many take memory, so that comes later."""
+        if self.ratio and len(x_TD) <= PAIR_ROWS:
+            return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+        return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
+
+    def _compress_paged(self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
         """Store the entries that close and the index keys of a csa layer; return the weights [T, Hi] of its index heads."""
         group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
         assert isinstance(cache.entries, RowStore) and cache.carry is not None
-        projected, width = linear(x_TD, self.compress_in, torch.float32), self.compressor.columns
+        if projected is None:
+            projected = linear(x_TD, self.compress_in, torch.float32)
+        width = self.compressor.columns
         self.compressor.step(projected[:, : 2 * width], cache.carry, cache.entries, *group)
         if self.kind != "csa":
             return None

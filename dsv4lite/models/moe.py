@@ -29,6 +29,7 @@ from dsv4lite.weights.quant import (
     TensorSlot,
     TiledStack,
     linear,
+    pair,
     parameter,
     rounded_linear,
 )
@@ -100,10 +101,8 @@ class SharedExpert(nn.Module):
         self.w13 = dense(2 * width, config.hidden_size, borders=[width])
         self.w2 = dense(config.hidden_size, width)
 
-    def forward(self, x_TD: Tensor, rounded: Rounded | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return [T, D], by default in the dtype of ``x``; ``rounded`` is ``x`` in FP8, where somebody has it already."""
-        dtype = dtype or x_TD.dtype
-        h_TI = linear(x_TD, self.w13, rounded=rounded)
+    def forward(self, h_TI: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, D] in a dtype, from the product with ``w13`` [T, 2 I]."""
         if self.w2.scale is not None:
             return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, dtype)
         return linear(swiglu_halves(h_TI, self.limit), self.w2, dtype)
@@ -155,10 +154,15 @@ class MoE(nn.Module):
         rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-        # Another copy of this rank, if there is one, adds the same.
-        shared_TD = self.shared(x_TD, rounded, self.share.partial_dtype(x_TD.dtype)) if self.share.leads else None
+        shared_TD: Tensor | None = None
+        if self.share.leads:
+            h_TI, logits_TE = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+            shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+            del h_TI
+        else:  # another copy of this rank adds the same
+            logits_TE = linear(x_TD, self.gate, torch.float32)
         chosen_TK, weight_TK = route(
-            linear(x_TD, self.gate, torch.float32),
+            logits_TE,
             c.experts_per_token,
             c.route_scale,
             bias_E=self.bias,

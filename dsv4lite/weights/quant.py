@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.attention import BLOCK
 from dsv4lite.kernels.experts import Tiles
-from dsv4lite.kernels.gemm import FP8_BLOCK, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
+from dsv4lite.kernels.gemm import FP8_BLOCK, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
 
@@ -287,6 +287,21 @@ def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype) -> Tens
     """Return ``x @ W.T`` [T, out] of inputs in FP8 and a matrix that stays FP8."""
     assert matrix.rounds_input and matrix.scale is not None
     return fp8_linear(*rounded, matrix.weight, matrix.scale, dtype, matrix.row_tile)
+
+
+def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``linear(x, dense)``, and ``linear(x, plain)`` in float32: together, where that is faster.
+
+    Args:
+        x_TK: Inputs as they are.
+        dense: A matrix that the checkpoint stores in FP8.
+        plain: A matrix that it stores in bfloat16, which does not round its inputs.
+        rounded: ``x`` in FP8, where somebody has it already.
+    """
+    if dense.scale is None or plain.scale is not None or plain.rounds_input:
+        return linear(x_TK, dense, rounded=rounded), linear(x_TK, plain, torch.float32)
+    codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
+    return pair_linear(x_TK, codes, scales, dense.weight, dense.scale, plain.weight, dense.row_tile)
 
 
 def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.gemm import (
+    PAIR_ROWS,
     ROW_TILE,
     dequantize_fp8_rows,
     float_linear,
@@ -16,6 +17,8 @@ from dsv4lite.kernels.gemm import (
     fp8_weight_linear,
     fp8_weight_linear_ref,
     matmul_rows,
+    pair_linear,
+    pair_linear_ref,
     scale_rows,
 )
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
@@ -118,3 +121,16 @@ def test_product_is_put_where_it_is_wanted(dtype: torch.dtype) -> None:
     got = float_linear(x, w, torch.float32, out=room[:3])
     assert got.data_ptr() == room.data_ptr() and torch.equal(got, float_linear_ref(x, w, torch.float32))
     assert bool((room[3:] == -1).all())
+
+
+@pytest.mark.parametrize("rows", [0, 2, PAIR_ROWS + 1])
+def test_pair_multiplies_by_each(rows: int) -> None:
+    rng = torch.Generator().manual_seed(rows)
+    x, plain = torch.randn(rows, 256, generator=rng).bfloat16(), torch.randn(24, 256, generator=rng).bfloat16()
+    codes, scales = torch.randn(40, 256, generator=rng).to(torch.float8_e4m3fn), torch.tensor([[118, 121]], dtype=torch.uint8)
+    given = (x, *quantize_fp8(x, 128), codes, scales, plain)
+    for op in (pair_linear, pair_linear_ref):
+        first, second = op(*given)
+        assert torch.equal(first, fp8_linear(*given[1:5]))
+        assert second.dtype == torch.float32 and second.shape == (rows, 24)
+        torch.testing.assert_close(second, x.float() @ plain.float().T)

@@ -20,6 +20,7 @@ from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_triton,
+    room_for,
     splits_of,
     tile_for,
     variants,
@@ -171,6 +172,13 @@ def test_counters_are_zero_after_a_product() -> None:
     assert splits_of(70, 8) == 2
     assert torch.equal(float_linear_triton(x, w, torch.float32), float_linear_triton(x, w, torch.float32))
     assert not counters_of(DEVICE).any()
+
+
+def test_only_parts_need_room() -> None:
+    out = torch.zeros(3, 5, dtype=torch.bfloat16, device=DEVICE)
+    assert all(room is out for room in room_for(1, out))
+    parts, whole, counters = room_for(4, out)
+    assert parts.shape == (4, 3, 5) and parts.dtype == torch.float32 and whole is out and counters is counters_of(DEVICE)
 
 
 def test_counters_suffice_for_every_product_in_parts() -> None:

@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.moe import TiledExperts, WideExperts
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
-from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.quant import Numerics, linear
 from tests.golden import OFFICIAL, fill, poisoned, rounded
 
 SMALL = replace(OFFICIAL, vocab_size=64, num_hidden_layers=2, ratios=(0, 0), num_hash_layers=1, num_mtp_layers=0)
@@ -58,7 +58,7 @@ def test_padding_gets_the_shared_expert_alone() -> None:
         ffn, routed = layer.ffn, torch.zeros(5, SMALL.experts_per_token, dtype=torch.int64)
         whole, got = ffn(x, ids), ffn(x, ids, routed, rounded=quantize_fp8(x, 128), positions_T=positions)
         assert torch.equal(got[[0, 2, 3]], whole[[0, 2, 3]])
-        assert torch.equal(got[[1, 4]], ffn.shared(x, None)[[1, 4]])
+        assert torch.equal(got[[1, 4]], ffn.shared(linear(x, ffn.shared.w13), x.dtype)[[1, 4]])
         assert ((routed == SMALL.num_experts) == (positions < 0)[:, None]).all()
 
 
