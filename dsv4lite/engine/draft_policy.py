@@ -120,18 +120,20 @@ class DraftPolicy:
         self._tries += 1
         return candidate
 
-    def observe(self, num_sequences: int, k: int, seconds: float, accepted: Sequence[int]) -> None:
-        """Learn from a step that did nothing but continue sequences.
+    def observe(self, num_sequences: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
+        """Learn from a step.
 
         Args:
-            num_sequences: How many.
+            num_sequences: How many it continued.
             k: Tokens that could be drafted for each; a drafter may have had fewer.
-            seconds: From its start to its end.
+            seconds: From its start to its end; ``None`` if it did anything else, too.
             accepted: By position, the sequences whose draft there was accepted.
         """
-        assert 0 <= k <= self.max_k and len(accepted) == k and seconds > 0
-        here = self._class(num_sequences)
+        assert 0 <= k <= self.max_k and len(accepted) == k and (seconds is None or seconds > 0)
         self._learn_acceptance(num_sequences, accepted)
+        if seconds is None:
+            return
+        here = self._class(num_sequences)
         self._learn_cost(here, k, log(seconds))
         self._seconds += seconds
         step, tokens = exp(self._cost(here, here.k)), self._tokens()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4lite.engine")
 
+_STATE_STEPS = 16  # between two looks at what the policy knows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
@@ -84,15 +86,24 @@ class Guesses:
         self._vocab_size = vocab_size
         self._length = drafting.max_drafts
         self._policy = DraftPolicy(drafting.max_drafts) if drafting.adaptive else None
+        self._on_device = drafting.own is not None
+        self._made = 0 if self._on_device else drafting.max_drafts  # most guesses that there can be for the next step
+        self._tested = True  # whether a step has run as it was chosen last
         self._drafted = [0] * drafting.max_drafts
         self._accepted = [0] * drafting.max_drafts
         self._runs = 0
         self._silenced: set[int] = set()
+        self._steps = self._next_state = 0
+        self._state: DraftState | None = None
 
     def choose_length(self, num_sequences: int) -> int:
-        """Return how many guesses in a row the next step, of about so many sequences, should run."""
-        if self._policy is not None:
-            self._length = self._policy.choose(max(1, num_sequences))
+        """Return how many guesses in a row the next step, of about so many sequences, should run.
+
+        Guesses of the device are made a step before they run. A choice stays until a step has run that could have them: one
+        without says nothing of them.
+        """
+        if self._policy is not None and self._tested:
+            self._length, self._tested = self._policy.choose(max(1, num_sequences)), False
         return self._length
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
@@ -122,6 +133,7 @@ class Guesses:
 
     def count(self, plan: StepPlan, results: Mapping[int, Sampled], seconds: float) -> None:
         """Take note of a step: what was guessed, what was right, and how long it took."""
+        self._steps += 1
         right = [0] * plan.max_drafts
         for run in plan.sequences:
             if not run.drafts:
@@ -133,8 +145,13 @@ class Guesses:
             for position in range(accepted):
                 self._accepted[position] += 1
                 right[position] += 1
-        if self._policy is not None and all(run.sample and run.decodes for run in plan.sequences):
-            self._policy.observe(len(plan.sequences), plan.max_drafts, seconds, right)
+        made, self._made = self._made, plan.max_drafts if self._on_device else self._made
+        if self._policy is None or made < plan.max_drafts:
+            return
+        self._tested = True
+        continued = sum(run.sample and run.decodes for run in plan.sequences)
+        if continued:
+            self._policy.observe(continued, plan.max_drafts, seconds if continued == len(plan.sequences) else None, right)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept of a sequence that ended."""
@@ -154,5 +171,11 @@ class Guesses:
             drafted_by_position=tuple(self._drafted),
             accepted_by_position=tuple(self._accepted),
             length=self._length,
-            policy=None if self._policy is None else self._policy.snapshot(),
+            policy=self._policy_state(),
         )
+
+    def _policy_state(self) -> DraftState | None:
+        """Return what the policy knew at most a few steps ago: taking stock costs more than a step's other counts together."""
+        if self._policy is not None and self._steps >= self._next_state:
+            self._state, self._next_state = self._policy.snapshot(), self._steps + _STATE_STEPS
+        return self._state
