@@ -332,17 +332,16 @@ def _select_wide_kernel(
     # The largest number that TOP_K scores reach, byte by byte.
     threshold = tl.zeros((), tl.uint32)
     wanted = TOP_K
-    for i in tl.static_range(4):
+    for i in range(4):
+        shift = 24 - 8 * i
         count = tl.zeros((512,), tl.int32)
         for start in range(0, visible, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            number = _ordered_wide(scores, at, visible)
-            same = at < visible
-            if i > 0:
-                same = same & (number >> (32 - 8 * i) == threshold >> (32 - 8 * i))
-            count += tl.histogram(tl.where(same, (number >> (24 - 8 * i)) & 255, 256).to(tl.int32), 512)
+            # Where the bytes so far are the threshold's, what is left is the next byte; else it is more than that.
+            byte = (_ordered_wide(scores, at, visible) ^ threshold) >> shift
+            count += tl.histogram(tl.where((at < visible) & (byte < 256), byte, 256).to(tl.int32), 512)
         found, above = _reach(tl.where(bins < 256, count, 0), wanted, 512)
-        threshold = threshold | (found.to(tl.uint32) << (24 - 8 * i))
+        threshold = threshold | (found.to(tl.uint32) << shift)
         wanted -= above
     more = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)

@@ -10,7 +10,6 @@ are three products of TF32; the tensor cores cut their sums, which costs a few o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import triton
@@ -233,14 +232,15 @@ def _padded(channels: int) -> int:
 
 
 def variants() -> list[Variant]:
-    """Return the tiles of every chip at V4-Flash's sizes."""
+    """Return the tiles at V4-Flash's sizes: on each chip those that need most of it, in shared memory or in instructions."""
     ints = ("positions", "sequences", "firsts", "first_rows", "grow", "window_pages", "window_firsts", "selected")
     floats = dict.fromkeys(("sink", "cos", "sin", "stats"), "*fp32")
     rest = dict.fromkeys(("fresh", "window", "entries"), "*u8") | {"grow_columns": "i32", "window_columns": "i32", "scale": "fp32"}
     merged = ("parts", "stats", "positions", "sink", "cos", "sin", "out")
+    chips = ((80, "*bf16", 16), (89, "*fp32", 16), (90, "*bf16", 1), (90, "*fp32", 16), (100, "*bf16", 16), (120, "*fp32", 16))
     found = []
-    for capability, (dtype, size, splits) in product((80, 89, 90, 100, 120), (("*bf16", 2, 1), ("*bf16", 2, 16), ("*fp32", 4, 16))):
-        tile, only = tile_for(64, 512 * size, splits, capability), (capability,)
+    for capability, dtype, splits in chips:
+        tile, only = tile_for(64, 512 * (4 if dtype == "*fp32" else 2), splits, capability), (capability,)
         signature = floats | dict.fromkeys(ints, "*i32") | {"q": dtype, "out": dtype, "parts": "*fp32" if splits > 1 else dtype}
         layer = {
             "H": 64, "WIDTH": 512, "PADDED": 512, "ROPE": 64, "RATIO": 4, "TOP_K": 512, "WINDOW": 128, "SPLITS": splits,

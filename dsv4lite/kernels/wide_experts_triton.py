@@ -256,7 +256,9 @@ def variants() -> list[Variant]:
             constants=summed,
         ),
     ]
-    for (_, block), dtype, name in ((BLOCKS[0], torch.bfloat16, "*bf16"), (BLOCKS[1], torch.float32, "*fp32")):
+    # Enough of both to see each chip's instructions and its shared memory.
+    few, many = (block for _, block in BLOCKS)
+    for block, dtype, name, chips in ((few, torch.bfloat16, "*bf16", (80, 90, 100)), (many, torch.float32, "*fp32", (89, 90, 120))):
         constants = {"HIDDEN": hidden, "WIDTH": width, **_tile(block, dtype), "GPU": True}
         gate_up = {**work, **dict.fromkeys(("x", "w13", "u"), name), "weight": "*fp32", "limit": "fp32"}
         down = {**work, **dict.fromkeys(("u", "w2", "y"), name)}
@@ -268,6 +270,7 @@ def variants() -> list[Variant]:
                     constants={**constants, **more},
                     num_warps=4,
                     num_stages=block.num_stages,
+                    capabilities=chips,
                 )
             )
     return found

@@ -88,8 +88,8 @@ def close(got: Tensor, wanted: Tensor) -> None:
 CASES: list[tuple[Layer, Steps, int]] = [
     (Layer(), [(0, 3), (126, 4)], 1),
     (Layer(), [(700, 1), (5, 1), (254, 1)], 3),
-    (Layer(ratio=8, top_k=None, width=20), [(127, 1), (300, 2)], 16),
-    (Layer(ratio=0, top_k=None, heads=21, window=128), [(63, 2), (1000, 1)], 2),
+    (Layer(ratio=8, top_k=None, width=20), [(300, 2)], 16),
+    (Layer(ratio=0, top_k=None, heads=17, window=70), [(63, 1), (200, 1)], 2),
     (Layer(width=100, rope=64, window=128), [(290, 1)], 1),
 ]
 if CUDA:
@@ -122,10 +122,9 @@ def test_padding_gives_zeros(splits: int) -> None:
     assert got[:2].ne(0).any() and got[2:].eq(0).all()
 
 
-@DTYPES
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_token_alone_has_the_same_bits(dtype: torch.dtype, splits: int) -> None:
-    given = case(Layer(), dtype, [(700, 1), (5, 1), (254, 1)])
+def test_a_token_alone_has_the_same_bits(splits: int) -> None:
+    given = case(Layer(), torch.float32, [(700, 1), (5, 1), (54, 1)])
     p = given["paging"]
     together = plain_paged_attention_triton(**given, splits=splits)
     of_sequences = ("first_S", "grow_SP", "window_SP", "window_first_S", "positions_T")

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.kernel
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-STEPS = [([0, 63, 300], [1, 1, 1], True, 2), ([3, 60], [2, 9], False, 1), ([], [], False, 0)]
 WINDOW_TOKENS = 6
 
 
@@ -51,8 +50,15 @@ def latents(rank: int, fmt: PlainRow, rope: int, paging: Paging, *, reference: b
 
 
 @DTYPES
-@pytest.mark.parametrize(("starts", "lens", "singles", "padding"), STEPS)
-@pytest.mark.parametrize(("rank", "width", "rope"), [(24, 32, 8), (130, 96, 64), *([(1024, 512, 64)] if CUDA else [])])
+@pytest.mark.parametrize(
+    ("rank", "width", "rope", "starts", "lens", "singles", "padding"),
+    [
+        (24, 32, 8, [0, 63, 300], [1, 1, 1], True, 1),
+        (130, 96, 64, [3, 60], [1, 8], False, 1),
+        (24, 32, 8, [], [], False, 0),
+        *([(1024, 512, 64, [0, 63, 3000], [300, 70, 1], False, 5)] if CUDA else []),
+    ],
+)
 def test_latent_norms_agree(
     rank: int, width: int, rope: int, starts: list[int], lens: list[int], singles: bool, padding: int, dtype: torch.dtype
 ) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.kernel
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-SIZES = [(0, 4, 2, 32, 64), (1, 5, 2, 48, 20), (13, 6, 3, 80, 72)]
+SIZES = [(0, 4, 2, 32, 64), (1, 5, 2, 48, 20), (7, 4, 2, 80, 72)]
 SIZES += [(64, 256, 6, 4096, 2048), (1, 256, 6, 4096, 2048), (3000, 32, 6, 1024, 512)] if CUDA else []
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -63,7 +63,7 @@ def test_kernels_agree(tokens: int, experts: int, top_k: int, hidden: int, width
 def test_every_block_and_number_of_tokens_gives_the_same_bits(
     block: Block, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = case(40 if CUDA else 9, 4, 2, 96, 80, dtype)
+    given = case(40 if CUDA else 5, 3, 2, 80, 72, dtype)
     wanted = run(given)
     monkeypatch.setattr(wide_experts_triton, "block_for", lambda pairs, experts: block)
     few = tuple(part if part.dim() == 3 else part[3:5].contiguous() for part in given)

@@ -21,7 +21,7 @@ from tests.golden import TINY, WIDE, fill, poisoned, tiny_checkpoint, tiny_ids
 from tests.models.paged import PagedModel, run_in_cuts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CONFIGS = {"short_groups": TINY, "release_ratios": WIDE, "three_streams": replace(TINY, streams=3)}
+CONFIGS = {"short_groups": replace(TINY, streams=3), "release_ratios": WIDE}
 
 
 def model_of(config: V4Config, dtype: torch.dtype, device: str, *, paged: bool, deterministic: bool = False) -> DeepseekV4:
@@ -43,7 +43,7 @@ def logits(model: DeepseekV4, ids: Sequence[int], cuts: Sequence[int]) -> Tensor
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_and_single_tokens_agree(name: str, device: str) -> None:
     paged, reference = both(CONFIGS[name], torch.float32, device)
-    ids, cuts = tiny_ids(290, CONFIGS[name]), [3, 4, 131, 256, 257, *range(278, 290)]
+    ids, cuts = tiny_ids(262, CONFIGS[name]), [3, 4, 131, 255, 256, 257, 258]
     got, wanted = logits(paged, ids, cuts), logits(reference, ids, cuts)
     torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4)
     assert torch.equal(got.argmax(-1), wanted.argmax(-1))
@@ -55,7 +55,7 @@ def test_sequences_that_share_steps_agree(device: str) -> None:
     paged, reference = both(TINY, torch.float32, device)
     rng, models = random.Random(3), [PagedModel(model, tokens=200, sequences=4, seed=2) for model in (paged, reference)]
     sequences = [[model.open() for _ in range(4)] for model in models]
-    for _ in range(9):
+    for _ in range(6):
         lens = [rng.choice((1, 1, 2, 9, 22)) for _ in range(4)]
         ids = [[rng.randrange(TINY.vocab_size) for _ in range(length)] for length in lens]
         got, wanted = (model.step(list(zip(own, ids, strict=True))) for model, own in zip(models, sequences, strict=True))
@@ -82,7 +82,7 @@ def test_bfloat16_agrees_within_its_noise(device: str) -> None:
     """Rounding a single number otherwise may change what is selected: most tokens agree closely, none is far off."""
     paged, reference = both(WIDE, torch.bfloat16, device)
     exact = model_of(WIDE, torch.float32, "cpu", paged=False)
-    ids, cuts = tiny_ids(260, WIDE), [131, 255, 256, 257]
+    ids, cuts = tiny_ids(180, WIDE), [131, 178, 179]
     got, wanted, truth = (logits(model, ids, cuts) for model in (paged, reference, exact))
     noise = (wanted - truth).norm(dim=-1)
     assert (got - truth).norm(dim=-1).median() < 1.2 * noise.median()
@@ -93,6 +93,6 @@ def test_bfloat16_agrees_within_its_noise(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_cutting_a_prompt_changes_no_bit(dtype: torch.dtype, device: str) -> None:
     model = model_of(WIDE, dtype, device, paged=True, deterministic=True)
-    ids = tiny_ids(200, WIDE)
+    ids = tiny_ids(140, WIDE)
     whole = logits(model, ids, [])
-    assert torch.equal(logits(model, ids, [1, 130, *range(190, 200)]), whole)
+    assert torch.equal(logits(model, ids, [1, 130, *range(136, 140)]), whole)
