@@ -185,11 +185,11 @@ class Arrival:
     """A device tensor of int32 on its way to the host, which goes on meanwhile."""
 
     def __init__(self, x: Tensor) -> None:
+        on_gpu = x.device.type == "cuda"
+        self._x = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=on_gpu)
+        self._x.copy_(x, non_blocking=True)
         self._event: torch.cuda.Event | None = None
-        self._x = x
-        if x.device.type == "cuda":
-            self._x = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-            self._x.copy_(x, non_blocking=True)
+        if on_gpu:
             self._event = torch.cuda.current_stream(x.device).record_event()
 
     def wait(self) -> Tensor:

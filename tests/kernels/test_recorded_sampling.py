@@ -1,0 +1,139 @@
+"""Whole steps with sampling behind them, as they are recorded on a device, against the sampler on the host.
+
+Without a device a recording stands for the work that it repeats; everything else is as it runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.pages import Pools
+from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.sampling_device import DeviceSampler
+from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.request import Request, SamplingParams
+from dsv4lite.weights.quant import Numerics
+from tests.golden import TINY, fill, poisoned, tiny_checkpoint
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/e2e/test_gpu.py runs whole engines on a device"),
+]
+
+CPU = torch.device("cpu")
+SIZES = StateSizes(grow_pages=24, window_pages=64, slots=4, snapshots=0)
+SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.5, "seed": 4, "logprobs": 1},
+    "nucleus": {"top_p": 0.8, "frequency_penalty": 1.0, "min_tokens": 3},
+    "ranked": {"top_k": 5, "logit_bias": {7: 2.0}},
+    "worded": {"bad_words_ids": ((9, 10), (3, 4)), "temperature": 2.0},
+    "listed": {"logprobs": 3, "logprobs_mode": "processed", "presence_penalty": 1.0},
+}
+
+
+class Recording:
+    """Stands for a CUDA graph: does the work again, and puts its results where they were."""
+
+    def __init__(self, work: Callable[[], Any], result: Any) -> None:
+        self._work, self._result = work, result
+
+    def replay(self) -> None:
+        put(self._work(), self._result)
+
+
+def put(source: Any, target: Any) -> None:
+    if isinstance(source, Tensor):
+        target.copy_(source)
+    elif is_dataclass(source):
+        for field in fields(source):
+            put(getattr(source, field.name), getattr(target, field.name))
+    else:
+        for one, other in zip(source, target, strict=True):
+            put(one, other)
+
+
+def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+    """Do the work once for its results, and undo what else it did."""
+    assert graphs.sampling is not None
+    kept = [graphs.last_token, *(x for s in graphs.sampling._table._sequences.values() for x in s.held)]
+    before = [x.clone() for x in kept]
+    result = work()
+    for x, old in zip(kept, before, strict=True):
+        x.copy_(old)
+    return Recording(work, result), result
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    stream = type("Stream", (), {"synchronize": lambda self: None})
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(DecodeGraphs, "_record", record)
+    with torch.inference_mode():
+        yield
+
+
+def runner_of(model: DeepseekV4, *, recorded: bool) -> Runner:
+    cache, vocab_size = StateCache.allocate(model.layout, SIZES, CPU), model.config.vocab_size
+    sampler, graphs = Sampler(vocab_size, CPU, 0), None
+    if recorded:
+        sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=4, vocab_size=vocab_size, device=CPU)
+        graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=512, sampling=sampling)
+    return Runner(model, cache, sampler, graphs)
+
+
+def run(runner: Runner) -> dict[str, list[Any]]:
+    """Run more requests than there are slots, with one step in flight; return tokens, and log-probabilities where wanted."""
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512, window=TINY.window, enable_prefix_caching=False
+    )
+    scheduler = Scheduler(limits, Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0))
+    found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
+    for i, (name, each) in enumerate(SETTINGS.items()):
+        params = SamplingParams(**each, max_tokens=5 + i % 3, ignore_eos=True)  # type: ignore[arg-type]
+        prompt = tuple((7 * i + j * j) % TINY.vocab_size for j in range(3 + 4 * i))
+        scheduler.add(Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1))
+        runner.add(
+            scheduler.sequences_of(name)[0].seq_id,
+            Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1),
+            0,
+        )
+    seq_ids = {name: scheduler.sequences_of(name)[0].seq_id for name in SETTINGS}
+    previous: Flight | None = None
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        flight = None if plan is None else runner.launch(plan)
+        previous, landing = flight, previous
+        if landing is None:
+            continue
+        results = landing.results()
+        for seq_id in runner.hosted.intersection(results):
+            runner.accept(seq_id, results[seq_id].token_id)
+        for update in scheduler.update(landing.plan, results):
+            assert update.error is None
+            found[update.request_id] += update.token_ids
+            found[update.request_id] += [(x.rank, x.token_ids.tolist(), round(x.logprob, 3)) for x in update.logprobs]
+            if update.finish_reason is not None:
+                runner.remove(seq_ids[update.request_id])
+    return found
+
+
+def test_recorded_steps_sample_as_the_host_does() -> None:
+    numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
+    model = fill(poisoned(TINY, replace(numerics, paged=True)), tiny_checkpoint(TINY)).requires_grad_(False)
+    recorded, plain = runner_of(model, recorded=True), runner_of(model, recorded=False)
+    assert run(recorded) == run(plain)
+    assert recorded.sampler is not None and recorded.sampler.num_sequences == 0 and not recorded.hosted
