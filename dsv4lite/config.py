@@ -76,8 +76,8 @@ class EngineConfig:
         load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.
         max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.
-        max_num_seqs: Most sequences running at once.
-        max_num_batched_tokens: Most tokens in one step; prompts are prefilled in chunks of at most this.
+        max_num_seqs: Most sequences running at once, on each replica.
+        max_num_batched_tokens: Most tokens in one step of a replica; prompts are prefilled in chunks of at most this.
         gpu_memory_utilization: Fraction of the device's memory that weights and state may take together.
         kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On CPU the default is 1 GiB.
         max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.

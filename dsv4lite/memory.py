@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,23 @@ def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, *
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
     source = ModelSource.open(config, fetch=False)
     numerics = choose_numerics(config, source, choose_device(config))
-    return make_plan(config, source.model, numerics, drafting=choose_drafting(config, source), total=memory_bytes)
+    drafting, ranks = choose_drafting(config, source), range(config.layout.world)
+    plans = [make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=memory_bytes) for rank in ranks]
+    return merge_plans(plans)
+
+
+def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """Return what ranks can hold together: equal numbers of pages and slots, those of the poorest one."""
+    sizes = [asdict(plan.sizes) for plan in plans]
+    poorest = min(plans, key=lambda plan: plan.kv_tokens)
+    return replace(
+        poorest,
+        sizes=StateSizes(**{name: min(one[name] for one in sizes) for name in sizes[0]}),
+        max_model_len=min(plan.max_model_len for plan in plans),
+        per_device=tuple(budget for plan in plans for budget in plan.per_device),
+        fits=all(plan.fits for plan in plans),
+        advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
+    )
 
 
 def require_fit(plan: MemoryPlan) -> None:

@@ -23,6 +23,7 @@ from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.rank import Alone, drafting_of, grammar_compiler
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.replicas import SEQ_IDS, Replicas
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.speculator import Guesses, SpeculationStats
@@ -115,7 +116,7 @@ class Engine:
         self._guesses: Guesses | None = None
         self._no_grammars = ""
         self._seq_ids: dict[tuple[str, int], int] = {}
-        self._scheduler: Scheduler
+        self._scheduler: Scheduler | Replicas
         self._recorder: StepRecorder | None = None
         self._crew: Alone | Ranks
         self._runner: Runner | Ranks
@@ -259,20 +260,7 @@ class Engine:
         drafting = drafting_of(config, survey)
         if drafting.max_drafts:
             self._guesses = Guesses(drafting, vocab_size=vocab_size)
-        sizes = plan.sizes
-        self._scheduler = Scheduler(
-            SchedulerLimits(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                window=survey.model.window,
-                prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
-                enable_prefix_caching=config.enable_prefix_caching,
-                max_drafts=drafting.max_drafts,
-            ),
-            Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
-            propose=None if self._guesses is None else self._guesses.propose,
-        )
+        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting.max_drafts)
         # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
         overlap = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
         self._overlap = overlap and self._guesses is None
@@ -284,6 +272,29 @@ class Engine:
             generation_config=survey.generation_config,
             model_config=survey.model,
         )
+
+    def _make_scheduler(self, plan: MemoryPlan, window: int, max_drafts: int) -> Scheduler | Replicas:
+        config, sizes = self.config, plan.sizes
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            window=window,
+            prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_drafts=max_drafts,
+        )
+        propose = None if self._guesses is None else self._guesses.propose
+        schedulers = [
+            Scheduler(
+                limits,
+                Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
+                propose=propose,
+                first_seq_id=replica * SEQ_IDS,
+            )
+            for replica in range(config.layout.dp)
+        ]
+        return schedulers[0] if len(schedulers) == 1 else Replicas(schedulers)
 
     def _drain(self) -> None:
         """Run what others have asked for; wait for it when there is nothing else to do."""
@@ -313,7 +324,7 @@ class Engine:
             self._settle()  # a step that may be saved runs alone
         guesses = self._guesses
         length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
-        plan = self._scheduler.schedule(time.monotonic(), length)
+        plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
         overlap = self._overlap and recorder is None
@@ -328,7 +339,8 @@ class Engine:
             ended = time.perf_counter()
             sampled = len(results)
             if guesses is not None:
-                guesses.count(previous.plan, results, ended - started)
+                ran: Any = previous.plan
+                guesses.count(ran, results, ended - started)
                 sampled += sum(len(one.after) for one in results.values())
             self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
         elif flight is None and self._scheduler.has_work():
@@ -343,7 +355,8 @@ class Engine:
             for one in (results[seq_id], *results[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        self._tell(self._scheduler.update(flight.plan, results, scores=flight.scores))
+        plan: Any = flight.plan
+        self._tell(self._scheduler.update(plan, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
         """Queue news for the next delivery; forget sequences that ended."""

@@ -256,6 +256,11 @@ class PrefixCache:
                 return checkpoint
         return None
 
+    def longest(self, chain: PrefixChain, max_tokens: int) -> int:
+        """Return the tokens of the longest checkpoint of at most ``max_tokens``, without marking it as used."""
+        pages = range(max_tokens // PAGE_TOKENS, 0, -1) if self._entries else ()
+        return PAGE_TOKENS * next((num_pages for num_pages in pages if chain.key(num_pages) in self._entries), 0)
+
     def contains(self, chain: PrefixChain, num_tokens: int) -> bool:
         """Return whether there is a checkpoint at a border, without marking it as used."""
         return chain.key(num_tokens // PAGE_TOKENS) in self._entries

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir
 from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
-from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
@@ -20,7 +20,7 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import ConfigError, UnsupportedError
-from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan
+from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, adapts, check_speculative
@@ -93,7 +93,7 @@ class Prospect:
             model=source.model,
             generation_config=source.generation_config,
             folder=str(source.folder),
-            facts=_facts(config, source, device) if several else {},
+            facts={} if rank is None else _facts(config, source, device),
         )
         return cls(config=config, source=source, numerics=numerics, drafting=drafting, survey=survey)
 
@@ -118,11 +118,13 @@ class Prospect:
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
-            graphs, sampling, rows = None, None, config.max_num_seqs
+            graphs, sampling, rows, layout = None, None, config.max_num_seqs, mesh.layout
+            whole = layout.pp == 1 and (layout.dp == 1 or layout.ep <= layout.tp)  # a step is of this rank's tokens, ids to logits
             if model.paged and device.type == "cuda":
-                if sampler is not None and not drafting.max_drafts and config.layout.world == 1:  # a row for each sequence
+                if sampler is not None and not drafting.max_drafts and layout.world == 1:  # a row for each sequence
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
-                graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=plan.max_model_len, sampling=sampling)
+                if whole:
+                    graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=plan.max_model_len, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             drafter = None
             if own is not None:
@@ -234,21 +236,7 @@ def common_plan(surveys: Mapping[int, Survey]) -> MemoryPlan:
     problems = [line for rank in surveys for line in _differences(rank, surveys[rank].facts, surveys[0].facts)]
     if problems:
         raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
-    plans = [surveys[rank].plan for rank in sorted(surveys)]
-    poorest = min(plans, key=lambda plan: plan.kv_tokens)
-    return replace(
-        poorest,
-        sizes=_smallest(plan.sizes for plan in plans),
-        max_model_len=min(plan.max_model_len for plan in plans),
-        per_device=tuple(budget for plan in plans for budget in plan.per_device),
-        fits=all(plan.fits for plan in plans),
-        advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
-    )
-
-
-def _smallest(sizes: Iterable[StateSizes]) -> StateSizes:
-    every = [asdict(one) for one in sizes]
-    return StateSizes(**{name: min(one[name] for one in every) for name in every[0]})
+    return merge_plans([surveys[rank].plan for rank in sorted(surveys)])
 
 
 def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import own_stream
 from dsv4lite.engine.rank import Prospect, Survey, bare, common_plan, device_of, require_devices
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.replicas import SEQ_IDS, JointPlan
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
 from dsv4lite.engine.step import Sampled, StepPlan
@@ -35,18 +37,21 @@ _HOST = "127.0.0.1"
 class JointFlight:
     """A step on its way on all ranks; see ``Flight``."""
 
-    def __init__(self, plan: StepPlan, land: Callable[[], Landed]) -> None:
+    def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], Landed]]) -> None:
         self.plan = plan
         self.samples = None  # they are elsewhere
         self.scores: dict[int, Logprobs] = {}
         self.routed: dict[int, tuple[int, Tensor]] = {}
-        self._land = land
+        self._lands = lands
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens; after that scores and experts are there too."""
-        landed = self._land()
-        self.scores, self.routed = landed.scores, landed.routed
-        return landed.results
+        results: dict[int, Sampled] = {}
+        for landed in [land() for land in self._lands]:
+            results |= landed.results
+            self.scores |= landed.scores
+            self.routed |= landed.routed
+        return results
 
 
 class Ranks:
@@ -69,8 +74,9 @@ class Ranks:
         self._prospect: Prospect | None = None
         self._local: Runner | None = None
         self._mesh: Mesh | None = None
-        self._changes: list[Change] = []
-        self._writer = PlanWriter()
+        self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
+        self._writers = [PlanWriter() for _ in range(self._layout.dp)]
+        self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
         self._hosted: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
@@ -116,7 +122,7 @@ class Ranks:
             self._send(process.work, Go(plan=plan))
         if self._prospect is not None:
             assert self._store is not None
-            device, timeout_s = self._prospect.numerics.device, self._config.step_timeout_s
+            device, timeout_s = self._prospect.numerics.device, self._config.start_timeout_s
             try:
                 self._mesh = Mesh.from_store(self._store, self._layout, 0, device, timeout_s=timeout_s)
                 self._local = self._prospect.build(plan, self._mesh, grammars, progress)
@@ -156,19 +162,19 @@ class Ranks:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
-        params = request.params
-        if self._local is not None:
+        params, replica = request.params, seq_id // SEQ_IDS
+        if self._local is not None and replica == 0:
             self._local.add(seq_id, request, index)
         if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
             self._hosted.add(seq_id)
-        self._changes.append(("add", (seq_id, request, index)))
+        self._changes[replica].append(("add", (seq_id, request, index)))
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
         if self._local is not None:
             self._local.remove(seq_id)
         self._hosted.discard(seq_id)
-        self._changes.append(("remove", (seq_id,)))
+        self._changes[seq_id // SEQ_IDS].append(("remove", (seq_id,)))
 
     @property
     def hosted(self) -> set[int]:
@@ -179,22 +185,36 @@ class Ranks:
         """Tell a sequence the token that was sampled for it."""
         if self._local is not None:
             self._local.accept(seq_id, token_id)
-        self._changes.append(("accept", (seq_id, token_id)))
+        self._changes[seq_id // SEQ_IDS].append(("accept", (seq_id, token_id)))
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> JointFlight:
+    def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointFlight:
         """Start a step on all ranks; what goes wrong is recorded by engines of one rank only."""
         assert recorder is None
-        changes, self._changes = tuple(self._changes), []
-        message = encode(Step(changes=changes, plan=self._writer.write(plan)))
-        for process in self._processes.values():
-            self._send_bytes(process.work, message)
-        reporter = self._layout.reporter(0)
-        if self._local is not None:
+        plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
+        changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
+        lands: list[Callable[[], Landed]] = []
+        for replica, part in enumerate(plans):
+            if part is None and not self._shared:
+                self._changes[replica] = changes[replica]  # until it has something to do
+                continue
+            written = None if part is None else self._writers[replica].write(part)
+            message = encode(Step(changes=tuple(changes[replica]), plan=written))
+            for rank, process in self._processes.items():
+                if self._layout.place(rank).dp == replica:
+                    self._send_bytes(process.work, message)
+            reporter = self._layout.reporter(replica)
+            if part is not None and reporter in self._processes:
+                lands.append(partial(self._land, reporter, self._processes[reporter].work.receive))
+        if self._local is not None and (plans[0] is not None or self._shared):
+            reporter = self._layout.reporter(0)
             with self._in_time(reporter):
-                flight = self._local.launch(plan)
-            if reporter == 0:
-                return JointFlight(plan, lambda: self._land(reporter, lambda: Landed.of(flight)))
-        return JointFlight(plan, lambda: self._land(reporter, self._processes[reporter].work.receive))
+                if plans[0] is None:
+                    self._local.take_part()
+                else:
+                    flight = self._local.launch(plans[0])
+                    if reporter == 0:
+                        lands.insert(0, partial(self._land, reporter, partial(Landed.of, flight)))
+        return JointFlight(plan, lands)
 
     def _land(self, rank: int, receive: Callable[[], Landed]) -> Landed:
         with self._in_time(rank):

@@ -89,7 +89,7 @@ class Runner:
         self.model = model
         self.cache = cache
         self.sampler = sampler
-        mesh = mesh or Mesh.single()
+        self._mesh = mesh = mesh or Mesh.single()
         assert mesh.replica is not None
         self._replica = mesh.replica
         self._sampling_rank = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
@@ -168,10 +168,37 @@ class Runner:
 
     def _run_padding(self, tokens: int) -> None:
         batch = padding(tokens, self.model)
-        streams_TND = self.model(batch, self.cache.layers)
-        self.model.logits(streams_TND[:1])
+        streams_TND = self._forward(batch)
+        if self.model.share.last:
+            self.model.logits(streams_TND[:1])
         if self._drafter is not None:
             self._drafter.run_padding(batch, streams_TND)
+
+    def _forward(self, batch: Batch | PagedBatch) -> Tensor:
+        """Run this stage's layers; return the streams [T, N, D] after them."""
+        pp, model, routed_TLK = self._mesh.pp, self.model, batch.routed_TLK
+        before_TND: Tensor | None = None
+        if not model.share.first:
+            shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
+            before_TND = pp.receive(torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device), pp.rank - 1)
+            if routed_TLK is not None:
+                pp.receive(routed_TLK, pp.rank - 1)
+        if routed_TLK is not None:
+            batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
+        streams_TND: Tensor = model(batch, self.cache.layers, before_TND)
+        batch.routed_TLK = routed_TLK
+        if not model.share.last:
+            pp.send(streams_TND, pp.rank + 1)
+            if routed_TLK is not None:
+                pp.send(routed_TLK, pp.rank + 1)
+        return streams_TND
+
+    def take_part(self) -> None:
+        """Let this rank's experts work for replicas that have something to run, while its own has nothing."""
+        if self.model.paged:
+            self._run_padding(1)
+        else:
+            self.model.take_part()
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends.
@@ -193,10 +220,15 @@ class Runner:
         if routing:
             shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(shape, dtype=torch.int16, device=numerics.device)
-        streams_TND = self.model(batch, self.cache.layers)
+        streams_TND = self._forward(batch)
         if recorder is not None:
             recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
+        if not self.model.share.last:
+            slots = [s.slot for s in plan.sequences if s.sample]
+            if slots and not any(s.drafts for s in plan.sequences):
+                self._remember(slots, None)
+            return Flight(plan=plan, samples=None)
         first_row, row = {}, 0
         for sequence in plan.sequences:
             first_row[sequence.seq_id] = row

@@ -132,6 +132,7 @@ class Scheduler:
             goes by the request's settings alone.
         propose: Asked for at most so many guesses of what follows the tokens of a sequence, all of which are known. With it, a plan
             is made only when the results of the last one are there.
+        first_seq_id: Ids of sequences count from here.
 
     Raises:
         CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
@@ -144,6 +145,7 @@ class Scheduler:
         *,
         needs_host: Callable[[Sequence], bool] | None = None,
         propose: Propose | None = None,
+        first_seq_id: int = 0,
     ) -> None:
         needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
         for pool, need in needs:
@@ -168,7 +170,7 @@ class Scheduler:
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
-        self._next_seq_id = 0
+        self._next_seq_id = first_seq_id
         self._next_step = 0
         self._preemptions = 0
         self._prompt_tokens = 0
@@ -251,9 +253,27 @@ class Scheduler:
         """Return the sequences of a live request in the order of their index, ended ones included."""
         return tuple(self._groups[request_id].sequences)
 
+    def has_request(self, request_id: str) -> bool:
+        """Return whether a request has sequences that did not end."""
+        return request_id in self._groups
+
+    def has_place(self) -> bool:
+        """Return whether one more sequence could run beside those that run and wait."""
+        return len(self._live) < self._limits.max_num_seqs
+
+    def cached_prefix(self, request: Request) -> int:
+        """Return how many tokens of a request's prompt are cached."""
+        most = len(request.prompt_token_ids) - 1
+        return self._cache.longest(self._cache.chain(list(request.prompt_token_ids), request.cache_salt), most)
+
     def has_work(self) -> bool:
         """Return whether any sequence has not ended."""
         return bool(self._live)
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
 
     @property
     def num_running(self) -> int:

@@ -76,11 +76,11 @@ class Step:
 
     Attributes:
         changes: Since the last step, in order.
-        plan: For the rank's replica.
+        plan: For the rank's replica; ``None`` if it has nothing to do but to take part with its experts.
     """
 
     changes: tuple[Change, ...]
-    plan: Wire
+    plan: Wire | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class Follower:
         if isinstance(answer, BaseException):
             raise answer
         assert isinstance(answer, Go)
-        mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.step_timeout_s)
+        mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
@@ -178,7 +178,7 @@ class Follower:
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
                 flight = self._run(step)
-                if not reporting:
+                if flight is None or not reporting:
                     continue
                 if self._device.type == "cuda":
                     self._flights.put(flight)
@@ -188,9 +188,12 @@ class Follower:
             self._flights.put(None)
             apart.join()
 
-    def _run(self, step: Step) -> Flight:
+    def _run(self, step: Step) -> Flight | None:
         for method, arguments in step.changes:
             getattr(self._runner, method)(*arguments)
+        if step.plan is None:
+            self._runner.take_part()
+            return None
         return self._runner.launch(self._reader.read(step.plan))
 
     def _report(self) -> None:

@@ -532,6 +532,15 @@ class DeepseekV4(nn.Module):
             drafter.feed(torch.cat(taps, -1), batch, caches[len(self.layers) :])
         return streams.final()
 
+    def take_part(self) -> None:
+        """Let this rank's experts work on other ranks' tokens, with none of its own; for plain numbers."""
+        numerics = self.numerics
+        nothing_TD = torch.empty(0, self.config.hidden_size, dtype=numerics.dtype, device=numerics.device)
+        nobody_T = torch.empty(0, dtype=torch.int64, device=numerics.device)
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.ffn(nothing_TD, nobody_T)
+
     def _enter(self, token_ids_T: Tensor) -> Tensor:
         """Return the streams [T, N, D] that tokens begin with."""
         return self._embed(token_ids_T)[:, None].repeat(1, self.config.streams, 1)

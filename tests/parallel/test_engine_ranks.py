@@ -21,17 +21,21 @@ from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError, Unsup
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP
-from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, room_for, write_model
 
 VOCAB = SMALL["vocab_size"]
-PROMPTS = prompts_of((5, 40, 300, 300), VOCAB, seed=3)
-PROMPTS[3][:290] = PROMPTS[2][:290]  # a cached prefix
+PROMPTS = prompts_of((5, 250, 506, 506), VOCAB, seed=3)  # most pass the border of a page
+PROMPTS[3][:490] = PROMPTS[2][:490]  # a cached prefix
 ENOUGH_S = 10.0
+
+
+# What four ranks share divides by four.
+SHARED = {**SMALL, "num_attention_heads": 8, "o_groups": 4}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_model(tmp_path_factory.mktemp("model"), SHARED)
 
 
 def processes(llm: LLM) -> dict[int, int]:
@@ -56,7 +60,7 @@ def all_kinds(llm: LLM) -> list[RequestOutput]:
     ]
     outputs = [
         *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], [replace(kind) for kind in kinds]),
-        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], greedy),
+        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(max_tokens=8, temperature=0, logprobs=3)),
     ]
     late = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy, deadline=1e-6)
     assert late.outputs[0].finish_reason == "deadline"
@@ -92,11 +96,20 @@ def assert_same(left: list[RequestOutput], right: list[RequestOutput], tolerance
                 assert torch.equal(x.routed_experts, y.routed_experts)
 
 
+def tight(model: Path, **settings: Any) -> dict[str, Any]:
+    """Settings with so little room that sequences give way to each other."""
+    sizes = {"max_model_len": MODEST["max_model_len"], "max_num_seqs": MODEST["max_num_seqs"]}
+    room = room_for(model, 6, **sizes, speculative=settings.get("speculative"))
+    return {**MODEST, **settings, "kv_cache_memory_bytes": room}
+
+
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[RequestOutput]:
     """What one rank makes of the requests."""
-    with LLM(str(model), **MODEST) as llm:
-        return all_kinds(llm)
+    with LLM(str(model), **tight(model)) as llm:
+        outputs = all_kinds(llm)
+        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -104,15 +117,23 @@ def expected(model: Path) -> list[RequestOutput]:
     [
         {"executor": "process", "speculative": MTP(2)},
         {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
+        {"expert_parallel_size": 2, "executor": "thread"},
+        {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"},
+        {"pipeline_parallel_size": 2, "executor": "thread"},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "thread"},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4},
     ],
-    ids=["process", "thread"],
+    ids=["process", "tp", "ep", "dp-ep", "pp", "tp-pp", "dp-tp-ep"],
 )
-def test_ranks_give_what_one_rank_gives(model: Path, expected: list[RequestOutput], settings: dict[str, Any]) -> None:
-    with LLM(str(model), **MODEST, **settings) as llm:
+def test_ranks_give_what_one_rank_gives(
+    model: Path, expected: list[RequestOutput], settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    overlap = request.node.callspec.id in ("ep", "pp")  # tokens in flight reach the other ranks by themselves
+    with overlapping(overlap), LLM(str(model), **tight(model, **settings)) as llm:
         assert_same(all_kinds(llm), expected)
         engine_of(llm).check().result(ENOUGH_S)
         pids = processes(llm)
-        assert len(pids) == (llm.config.layout.world if llm.config.executor == "process" else llm.config.layout.world - 1)
+        assert len(pids) == llm.config.layout.world - (llm.config.place_of_ranks == "thread")
         started = time.monotonic()
     assert time.monotonic() - started < ENOUGH_S and not any(map(is_alive, pids.values()))
 

@@ -21,7 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsv4lite"
 
 SCHEDULING = (
-    *("engine.pages", "engine.sequence", "engine.step", "engine.holdings", "engine.scheduler"),
+    *(
+        "engine.pages",
+        "engine.sequence",
+        "engine.step",
+        "engine.holdings",
+        "engine.scheduler",
+        "engine.replicas",
+    ),
     *("engine.speculator", "engine.ngram", "engine.draft_policy"),
 )
 # The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
