@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, Moves
-from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, PoolStats, PrefixCache, pages_for
+from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
+from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
 from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, InvalidRequestError
@@ -38,54 +39,6 @@ def needs_host(seq: Sequence) -> bool:
         or params.thinking_budget is not None
         or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """The scheduler's settings; see ``EngineConfig`` for those of the same name.
-
-    Attributes:
-        window: Tokens that sliding-window attention sees, the token itself included.
-        max_drafts: Most guesses in one run.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    window: int
-    prefix_checkpoint_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    max_drafts: int = 0
-
-    @property
-    def window_pages(self) -> int:
-        """Most window pages that one run of tokens reads and writes."""
-        return 2 * (1 + -(-self.window // WINDOW_PAGE_TOKENS))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot of counts.
-
-    Attributes:
-        num_running: Sequences that hold state.
-        num_waiting: Sequences that hold none yet, or none any more.
-        preemptions: How often a running sequence had to give up its state, so far.
-        prompt_tokens: Tokens of sequences that started, so far; a sequence starts again after it was preempted.
-        cached_tokens: How many of them came from the prefix cache.
-        checkpoints: Prefixes in the cache, unreachable ones of older epochs included.
-    """
-
-    num_running: int
-    num_waiting: int
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
-    checkpoints: int
-    grow: PoolStats
-    window: PoolStats
-    slots: PoolStats
-    snapshots: PoolStats
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ SCHEDULING = (
         "engine.holdings",
         "engine.scheduler",
         "engine.replicas",
+        "engine.limits",
     ),
     *("engine.speculator", "engine.ngram", "engine.draft_policy"),
 )
