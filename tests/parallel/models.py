@@ -48,6 +48,7 @@ class Job:
         cuts: Where chunks of the prompts end, for each replica; as many for all.
         dispatcher: As for ``DeepseekV4``.
         deterministic: Arithmetic does not depend on what else is computed.
+        paged: Weights stay quantized and rows lie in pages, as on a GPU.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Job:
     cuts: tuple[tuple[int, ...], ...]
     dispatcher: str = "auto"
     deterministic: bool = False
+    paged: bool = False
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
@@ -66,6 +68,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def build(mesh: Mesh, job: Job) -> DeepseekV4:
     """Return this rank's share of the model, filled from the checkpoint."""
     numerics = (rounded if job.config.quantized else plain)(job.deterministic)
+    if job.paged:
+        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", paged=True)
     model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, with_mtp=True)
     load(Checkpoint.open(str(job.folder)), model.slots(), shards=shards_of(job.config, mesh.layout, mesh.rank))
     return model.requires_grad_(False)

@@ -126,6 +126,30 @@ def test_official_formats_stay_within_their_limits_where_sums_are_cut(
         assert (got.argmax(1) == expected.argmax(1)).float().mean() > 0.75
 
 
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [
+        (Layout(tp=2), "auto"),
+        (Layout(tp=2, ep=2), "local"),
+        (Layout(dp=2, ep=2), "all_gather"),
+        (Layout(dp=2, ep=2), "all_to_all"),
+        (Layout(dp=2, tp=2, ep=4), "all_gather"),
+    ],
+    ids=str,
+)
+def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str) -> None:
+    """The way of a GPU, on the references: rows in pages, experts in tiles; all replicas have equally many tokens."""
+    prompts = tuple(prompt[:70] for prompt in quantized_job.prompts)
+    job = replace(quantized_job, prompts=prompts, cuts=((60, 69), (60, 69)), paged=True)
+    wanted = on_one_rank(ranks, job)
+    answers = ranks.run(logits, replace(job, dispatcher=dispatcher), layout=layout)
+    for rank, got in enumerate(answers):
+        expected = wanted[layout.place(rank).dp]
+        off = (got - expected).norm(dim=1) / expected.norm(dim=1)
+        assert off.median() < (9e-2 if layout.tp > 1 else 1e-2) and off.quantile(0.9) < 0.25
+        assert dispatcher != "all_to_all" or torch.equal(got, expected)
+
+
 def test_layout_that_does_not_suit_the_model_is_refused_on_every_rank(ranks: Ranks, plain_job: Job) -> None:
     with pytest.raises(RankError) as raised:
         ranks.run(logits, replace(plain_job, config=replace(PLAIN, vocab_size=61)), layout=Layout(tp=2))
