@@ -107,12 +107,19 @@ def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
 
 
 def poisoned(
-    config: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, dispatcher: str = "auto", with_mtp: bool = False
+    config: V4Config,
+    numerics: Numerics,
+    mesh: Mesh | None = None,
+    *,
+    dispatcher: str = "auto",
+    redundant_experts: int | None = None,
+    with_mtp: bool = False,
 ) -> DeepseekV4:
     """Build a model whose every parameter is NaN (or an impossible expert), so that one that is not filled shows."""
-    model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, with_mtp=with_mtp)
+    model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
+    buffers = [buffer for name, buffer in model.named_buffers() if ".map." not in name]
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*model.parameters(), *buffers):
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     return model
 

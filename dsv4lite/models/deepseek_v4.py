@@ -31,6 +31,7 @@ from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rota
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import Share
+from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.quant import (
@@ -448,6 +449,8 @@ class DeepseekV4(nn.Module):
         numerics: Arithmetic and device.
         mesh: This rank's place among those that share the model; default is that there are no others.
         dispatcher: How tokens get to experts on other ranks (``parallel/experts.py``): a name, or what makes one.
+        redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with any number, even 0, experts
+            can be moved where they are needed (``rebalance``).
         with_mtp: Whether the last stage has a drafter: the MTP blocks, or DSpark.
 
     Raises:
@@ -462,12 +465,13 @@ class DeepseekV4(nn.Module):
         mesh: Mesh | None = None,
         *,
         dispatcher: str | DispatcherFactory = "auto",
+        redundant_experts: int | None = None,
         with_mtp: bool = False,
     ) -> None:
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher)
+        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher, redundant_experts)
         drafts = with_mtp and share.last and c.num_draft_layers > 0
         if drafts and c.dspark is not None and (share.mesh.tp.size > 1 or not share.first):
             raise UnsupportedError(f"the DSpark drafter with {share.mesh.layout}: it needs tp=1 and pp=1; turn speculation off")
@@ -597,6 +601,28 @@ class DeepseekV4(nn.Module):
         batch, caches = one_pass([token_ids], self.config, self.rotary, self.numerics, num_layers=self.config.num_hidden_layers)
         streams: Tensor = self(batch, caches)
         return streams
+
+    def rebalance(self) -> dict[str, Slot]:
+        """Choose where experts shall be, by how often each was chosen since the last time, and begin to count anew.
+
+        Every rank of the stage calls this at the same time, between steps.
+
+        Returns:
+            The places on this rank that wait for another expert, by the official names of the tensors that belong there. Until all
+            are filled, as at the start, no step may run.
+        """
+        waiting: dict[str, Slot] = {}
+        ep, groups = self.share.mesh.ep, ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0))
+        for group, name, first in groups:
+            for i, part in enumerate(group, first):
+                assert isinstance(part, (Block, Mtp))
+                ffn = part.ffn if isinstance(part, Block) else part.block.ffn
+                assert ffn.map is not None, "experts stay where they are unless redundant_experts is given"
+                loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
+                ffn.map.load_E.zero_()
+                wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
+                waiting.update(ffn.place(wanted, f"{name}.{i}.ffn."))
+        return waiting
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, D model, E experts, K experts per token, I expert widt
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -21,13 +22,15 @@ from dsv4lite.parallel.eplb import Placement
 from dsv4lite.parallel.experts import Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
+    CopiedSlot,
     Matrix,
+    MatrixSlot,
     NamedSlots,
     Numerics,
     Rounded,
-    Slot,
     TensorSlot,
     TiledStack,
+    TileSlot,
     linear,
     pair,
     parameter,
@@ -62,7 +65,7 @@ class WideExperts(nn.Module):
             round_inputs=w13.rounds_input,
         )
 
-    def places(self, slot: int) -> dict[str, Slot]:
+    def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
         return {
             "w1": self.w13.rows(0, self.width, expert=slot),
@@ -86,7 +89,7 @@ class TiledExperts(nn.Module):
         codes, scales = rows
         return experts_forward(codes, scales, slots_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
 
-    def places(self, slot: int) -> dict[str, Slot]:
+    def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
         return {"w1": self.w13.slot(slot, 0), "w3": self.w13.slot(slot, 1), "w2": self.w2.slot(slot)}
 
@@ -113,6 +116,41 @@ class SharedExpert(nn.Module):
         yield prefix + "w2.weight", self.w2.whole()
 
 
+class ExpertMap(nn.Module):
+    """Which slot a token's expert is taken from, where experts may have copies; and how often each was chosen.
+
+    Attributes:
+        load_E: int64 tokens that chose each expert since it was last cleared; the last number counts padding.
+    """
+
+    def __init__(self, num_experts: int, most_copies: int, device: torch.device) -> None:
+        super().__init__()
+        for name, shape in (
+            ("slots_EC", (num_experts + 1, most_copies)),
+            ("copies_E", (num_experts + 1,)),
+            ("load_E", (num_experts + 1,)),
+        ):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+        self.slots_EC: Tensor
+        self.copies_E: Tensor
+        self.load_E: Tensor
+
+    def set(self, placement: Placement) -> None:
+        """Follow a placement from the next step on; recorded graphs do, too."""
+        none = len(placement.experts)
+        rows = [[*slots, *[none] * (self.slots_EC.shape[1] - len(slots))] for slots in (*placement.copies, ())]
+        counts = [*map(len, placement.copies), 1]
+        self.slots_EC.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        self.copies_E.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+
+    def forward(self, chosen_TK: Tensor) -> Tensor:
+        """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
+        chosen = chosen_TK.flatten()
+        self.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+        turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]
+        return self.slots_EC[chosen_TK, turn_T1 % self.copies_E[chosen_TK]]
+
+
 class MoE(nn.Module):
     """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
 
@@ -122,7 +160,12 @@ class MoE(nn.Module):
         self.share = share
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
         tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_width)
-        self.placement = Placement.consecutive(c.num_experts, share.mesh.ep.size)
+        self.placement = share.first_placement(c)
+        self.map: ExpertMap | None = None
+        if share.redundant_experts is not None:
+            self.map = ExpertMap(c.num_experts, 1 + share.redundant_experts, numerics.device)
+            if numerics.device.type != "meta":
+                self.map.set(self.placement)
         self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(
             c, numerics, self.placement.slots_per_rank, share.expert_width
         )
@@ -174,7 +217,8 @@ class MoE(nn.Module):
             routed_TK.copy_(chosen_TK)
         if self.dispatch is None:
             return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
-        sums_TD = self.dispatch(rows, chosen_TK, weight_TK, self.experts.forward)
+        slots_TK = chosen_TK if self.map is None else self.map(chosen_TK)
+        sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward)
         if shared_TD is not None:
             sums_TD = sums_TD + shared_TD
         return self.share.peers.all_reduce(sums_TD).to(x_TD.dtype)
@@ -185,7 +229,26 @@ class MoE(nn.Module):
             yield prefix + "gate.bias", TensorSlot(self.bias)
         if self.tid2eid is not None:
             yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
-        for slot, expert in enumerate(self.placement.held_by(self.share.mesh.ep.rank)):
-            for name, place in self.experts.places(slot).items():
-                yield f"{prefix}experts.{expert}.{name}.weight", place
+        yield from self._expert_slots(prefix, range(self.placement.slots_per_rank))
         yield from self.shared.slots(prefix + "shared_experts.")
+
+    def place(self, placement: Placement, prefix: str) -> NamedSlots:
+        """Move experts to where a placement has them, and name the places that wait for another expert's matrices.
+
+        No step may run before all of them are filled. Experts that stay on a rank keep their slots.
+        """
+        assert self.map is not None, "experts stay where they are unless redundant_experts is given"
+        before, self.placement = self.placement, placement.settled(self.placement)
+        self.map.set(self.placement)
+        rank = self.share.mesh.ep.rank
+        pairs = zip(before.held_by(rank), self.placement.held_by(rank), strict=True)
+        yield from self._expert_slots(prefix, [slot for slot, (old, new) in enumerate(pairs) if old != new])
+
+    def _expert_slots(self, prefix: str, slots: Iterable[int]) -> NamedSlots:
+        held = self.placement.held_by(self.share.mesh.ep.rank)
+        places: dict[str, list[MatrixSlot | TileSlot]] = {}
+        for slot in slots:
+            for name, place in self.experts.places(slot).items():
+                places.setdefault(f"{prefix}experts.{held[slot]}.{name}.weight", []).append(place)
+        for name, found in places.items():
+            yield name, found[0] if len(found) == 1 else CopiedSlot(tuple(found))

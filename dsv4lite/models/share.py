@@ -16,6 +16,7 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes, stored_tensors
+from dsv4lite.parallel.eplb import Placement, balance
 from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, make_dispatcher
 from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.parallel.shard import Shards
@@ -34,6 +35,8 @@ class Share:
         vocab: Token ids whose rows of embedding and head it holds.
         layers: Hidden layers.
         dispatcher: How tokens get to their experts: a name, or what makes one.
+        redundant_experts: Slots for copies of popular experts in every layer, on all ranks of ep together; ``None`` if experts stay
+            where they are.
     """
 
     mesh: Mesh
@@ -44,9 +47,16 @@ class Share:
     vocab: range
     layers: range
     dispatcher: str | DispatcherFactory
+    redundant_experts: int | None
 
     @classmethod
-    def of(cls, config: V4Config, mesh: Mesh, dispatcher: str | DispatcherFactory = "auto") -> Share:
+    def of(
+        cls,
+        config: V4Config,
+        mesh: Mesh,
+        dispatcher: str | DispatcherFactory = "auto",
+        redundant_experts: int | None = None,
+    ) -> Share:
         """Return the share of the mesh's rank.
 
         Raises:
@@ -63,6 +73,7 @@ class Share:
             vocab=range(mesh.tp.rank * part, (mesh.tp.rank + 1) * part),
             layers=stages(config, mesh.layout.pp)[mesh.pp.rank],
             dispatcher=dispatcher,
+            redundant_experts=redundant_experts,
         )
 
     @property
@@ -93,6 +104,17 @@ class Share:
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
         return dtype if self.mesh.tp.size == 1 else torch.float32
+
+    def first_placement(self, config: V4Config) -> Placement:
+        """Return where experts are at the start.
+
+        Raises:
+            ConfigError: They cannot be shared equally.
+        """
+        ranks = self.mesh.ep.size
+        if not self.redundant_experts:
+            return Placement.consecutive(config.num_experts, ranks)
+        return balance([1] * config.num_experts, slots=config.num_experts + self.redundant_experts, ranks=ranks)
 
     def make_dispatcher(self, slots_per_rank: int, numerics: Numerics) -> Dispatcher | None:
         """Return the dispatcher of one layer; ``None`` if this rank has all of every expert."""

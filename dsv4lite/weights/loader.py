@@ -86,7 +86,20 @@ def load(
         CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
         ConfigError: A tensor cannot be cut as ``shards`` says.
     """
-    assignments = match(checkpoint.headers, slots, shards)
+    _read(match(checkpoint.headers, slots, shards), progress)
+
+
+def reload(checkpoint: Checkpoint, slots: Mapping[str, Slot], *, shards: Shards | None = None) -> None:
+    """Fill some slots of a model from the checkpoint that it was loaded from.
+
+    Raises:
+        CheckpointError, ConfigError: As for ``load``.
+    """
+    scales = {scale_name(name) for name in slots}
+    _read(match({name: info for name, info in checkpoint.headers.items() if name in slots or name in scales}, slots, shards), None)
+
+
+def _read(assignments: Mapping[str, Assignment], progress: Progress | None) -> None:
     wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
     with_scale = {name for name, a in assignments.items() if a.scale is not None}
     stream = ((info.name, tensor) for info, tensor in read_tensors(wanted, progress=progress))

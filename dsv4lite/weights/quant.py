@@ -249,7 +249,28 @@ class TensorSlot:
             self.tensor.copy_(weight)
 
 
-Slot = MatrixSlot | TileSlot | TensorSlot
+@dataclass(frozen=True, slots=True)
+class CopiedSlot:
+    """Where one checkpoint matrix goes if it is wanted several times."""
+
+    places: tuple[MatrixSlot | TileSlot, ...]
+    kind: Literal["matrix"] = "matrix"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.places[0].shape
+
+    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Take the matrix, once for each place.
+
+        Raises:
+            CheckpointError: As the places do.
+        """
+        for place in self.places:
+            place.store(weight, scale)
+
+
+Slot = MatrixSlot | TileSlot | TensorSlot | CopiedSlot
 NamedSlots = Iterator[tuple[str, Slot]]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.errors import CheckpointError
+from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models import read_architecture
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -23,8 +24,8 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
 from dsv4lite.weights.dummy import TilePart, dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import cut_pair, load, paired, scale_name
-from dsv4lite.weights.quant import Numerics, Slot, TileSlot
+from dsv4lite.weights.loader import cut_pair, load, paired, reload, scale_name
+from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -51,6 +52,10 @@ def _dense_fp8(model: V4Config, headers: Mapping[str, TensorInfo]) -> bool:
 def progress_of(config: EngineConfig) -> Progress | None:
     """Return who is told of progress."""
     return log_progress if config.progress is True else config.progress or None
+
+
+def _places(slot: Slot) -> tuple[Slot, ...]:
+    return slot.places if isinstance(slot, CopiedSlot) else (slot,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +178,22 @@ class ModelSource:
         log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
         return model.eval()
 
+    def refill(self, slots: Mapping[str, Slot], numerics: Numerics, mesh: Mesh, *, seed: int = 0) -> None:
+        """Fill some places of a rank's share again, with what ``build`` would have put there.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read any more, or is another one.
+        """
+        shards = shards_of(self.model, mesh.layout, mesh.rank)
+        if self.checkpoint is not None:
+            reload(self.checkpoint, slots, shards=shards)
+        else:
+            self._invent(slots, shards, seed, numerics.device)
+
     def _invent(self, slots: Mapping[str, Slot], shards: Shards, seed: int, device: torch.device) -> None:
         """Fill a model with random numbers, made where they stay; a stack of tiles is filled as a whole."""
         self._fill_stacks(slots, shards, seed)
-        names = {name for name, slot in slots.items() if not isinstance(slot, TileSlot)}
+        names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
         tensors = dummy_tensors(
             self.model,
             expert_format=self.expert_format,
@@ -191,15 +208,21 @@ class ModelSource:
     def _fill_stacks(self, slots: Mapping[str, Slot], shards: Shards, seed: int) -> None:
         stacks: dict[int, dict[int, tuple[str, TileSlot]]] = {}
         for name, slot in slots.items():
-            if isinstance(slot, TileSlot) and slot.half != 1:  # w1 stands for the stack that holds w1 and w3
-                stacks.setdefault(id(slot.stack), {})[slot.expert] = (name, slot)
+            for place in _places(slot):
+                if isinstance(place, TileSlot) and place.half != 1:  # w1 stands for the matrix that holds w1 and w3
+                    stacks.setdefault(id(place.stack), {})[place.expert] = (name, place)
         hidden, width = self.model.hidden_size, self.model.expert_width
         for entries in stacks.values():
-            names, (name, slot) = [entries[i][0] for i in range(len(entries))], entries[0]
-            rows, columns = (2 * width, hidden) if slot.half == 0 else (hidden, width)
-            cut, tiles = shards.cut(name, (rows, columns)), slot.stack.tiles
+            name, place = next(iter(entries.values()))
+            rows, columns = (2 * width, hidden) if place.half == 0 else (hidden, width)
+            tiles = place.stack.tiles
             whole = tiles.shape[1:] == (rows, columns)
-            fill_tiles(tiles, names, seed, part=None if whole else TilePart.of(rows, columns, cut))
+            part = None if whole else TilePart.of(rows, columns, shards.cut(name, (rows, columns)))
+            if len(entries) == tiles.shape[0]:
+                fill_tiles(tiles, [entries[i][0] for i in range(len(entries))], seed, part=part)
+                continue
+            for i, (name, _) in entries.items():
+                fill_tiles(Tiles(tiles.codes[i : i + 1], tiles.scales[i : i + 1]), [name], seed, part=part)
 
     def _scaled(self, names: Container[str]) -> set[str]:
         """Return which of the tensors come with a scale."""

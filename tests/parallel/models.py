@@ -14,7 +14,8 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.share import shards_of
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import Checkpoint
-from dsv4lite.weights.loader import load
+from dsv4lite.weights.loader import load, reload
+from dsv4lite.weights.quant import CopiedSlot, MatrixSlot, TileSlot
 from tests.golden import OFFICIAL, TINY, plain, poisoned, rounded
 from tests.models.paged import PagedModel
 from tests.tiny import write_checkpoint
@@ -48,6 +49,7 @@ class Job:
         cuts: Where chunks of the prompts end, for each replica; as many for all.
         dispatcher: As for ``DeepseekV4``.
         deterministic: Arithmetic does not depend on what else is computed.
+        redundant_experts: As for ``DeepseekV4``.
         paged: Weights stay quantized and rows lie in pages, as on a GPU.
     """
 
@@ -58,6 +60,7 @@ class Job:
     dispatcher: str = "auto"
     deterministic: bool = False
     paged: bool = False
+    redundant_experts: int | None = None
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
@@ -70,7 +73,7 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
     numerics = (rounded if job.config.quantized else plain)(job.deterministic)
     if job.paged:
         numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", paged=True)
-    model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, with_mtp=True)
+    model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, redundant_experts=job.redundant_experts, with_mtp=True)
     load(Checkpoint.open(str(job.folder)), model.slots(), shards=shards_of(job.config, mesh.layout, mesh.rank))
     return model.requires_grad_(False)
 
@@ -78,7 +81,39 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
 @torch.no_grad()
 def logits(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the logits [T, V] of this replica's prompt; nothing from any but the last stage."""
+    return run(build(mesh, job), mesh, job)
+
+
+@torch.no_grad()
+def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int, list[float], list[float]]:
+    """Return logits before and after experts have moved, how many tensors this rank read again, and the busiest ranks' loads.
+
+    The loads of layers are over the average of the ranks, as experts lay before and after.
+    """
     model = build(mesh, job)
+    before = run(model, mesh, job)
+    blocks = [layer.ffn for layer in model.layers]
+    loads = [mesh.ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist() for ffn in blocks]
+    uneven = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
+    moved = model.rebalance()
+    for slot in moved.values():
+        for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
+            forget(place)
+    reload(Checkpoint.open(str(job.folder)), moved, shards=shards_of(job.config, mesh.layout, mesh.rank))
+    even = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
+    return before, run(model, mesh, job), len(moved), uneven, even
+
+
+def forget(place: MatrixSlot | TileSlot) -> None:
+    """Spoil what lay in a place: it must not be used again."""
+    if isinstance(place, TileSlot):
+        place.stack.codes[place.expert].fill_(0x77)
+    else:
+        place.matrix.weight.flatten(0, -2)[place.begin : place.end] = float("nan")
+
+
+def run(model: DeepseekV4, mesh: Mesh, job: Job) -> Tensor | None:
+    """Return the logits of this replica's prompt, from the last stage."""
     replica = mesh.dp.rank % len(job.prompts)
     ids = job.prompts[replica]
     paged = PagedModel(model, tokens=len(ids), seed=3)

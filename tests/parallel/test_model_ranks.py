@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4lite.layout import Layout
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
-from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, write
+from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, rebalanced, write
 from tests.parallel.ranks import RankError, Ranks
 
 ONE = Layout()
@@ -148,6 +148,31 @@ def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: 
         off = (got - expected).norm(dim=1) / expected.norm(dim=1)
         assert off.median() < (9e-2 if layout.tp > 1 else 1e-2) and off.quantile(0.9) < 0.25
         assert dispatcher != "all_to_all" or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher", "redundant", "paged"),
+    [
+        (Layout(ep=2), "all_to_all", 2, False),
+        (Layout(ep=4), "all_to_all", 4, True),
+        (Layout(ep=2), "local", 0, True),
+        (Layout(dp=2, ep=2), "all_gather", 2, True),
+        (Layout(tp=2, ep=2), "local", 4, False),
+    ],
+    ids=str,
+)
+def test_experts_move_where_they_are_needed_and_results_stay(
+    ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str, redundant: int, paged: bool
+) -> None:
+    prompts, cuts = tuple(prompt[:40] for prompt in quantized_job.prompts), ((30, 39), (30, 39))
+    change = {"prompts": prompts, "cuts": cuts, "dispatcher": dispatcher, "redundant_experts": redundant, "paged": paged}
+    answers = ranks.run(rebalanced, replace(quantized_job, **change), layout=layout)
+    assert sum(moved for _, _, moved, _, _ in answers) > 0
+    for before, after, _, uneven, even in answers:
+        off = (after - before).norm(dim=1) / before.norm(dim=1)
+        assert off.median() < 1e-2 and off.quantile(0.9) < 0.25
+        assert dispatcher != "all_to_all" or torch.equal(before, after)
+        assert sum(even) < sum(uneven)
 
 
 def test_layout_that_does_not_suit_the_model_is_refused_on_every_rank(ranks: Ranks, plain_job: Job) -> None:
