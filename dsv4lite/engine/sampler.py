@@ -28,7 +28,7 @@ from torch import Tensor
 from dsv4lite.engine.samples import Download, Samples
 from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.sampling_stack import Draws, Scores, Stack, Stacker
-from dsv4lite.engine.sampling_state import Occurrences, SequenceState, Thinking, random_stream
+from dsv4lite.engine.sampling_state import Occurrences, SequenceState, Thinking, random_stream, send
 from dsv4lite.engine.step import UNKNOWN
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels import sampling
@@ -124,7 +124,7 @@ class Sampler:
         forbidden = torch.full((self._vocab_size,), params.allowed_token_ids is not None, dtype=torch.bool, device="cpu")
         forbidden[list(params.allowed_token_ids or ())] = False
         forbidden[single] = True
-        return forbidden.to(self._device)
+        return send(forbidden, self._device)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence and everything kept for it; unknown ones are ignored."""

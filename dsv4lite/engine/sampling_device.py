@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples, Samples
-from dsv4lite.engine.sampling_table import SlotTable, send
+from dsv4lite.engine.sampling_state import send
+from dsv4lite.engine.sampling_table import SlotTable
 from dsv4lite.engine.step import SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.sampling_stack import clamp_bias, clamp_repetition, clamp_temperature
-from dsv4lite.engine.sampling_state import SequenceState
+from dsv4lite.engine.sampling_state import SequenceState, send
 from dsv4lite.engine.step import SequencePlan
 from dsv4lite.kernels.sampling_rows import BEST, NOTHING, NUM_COLUMNS, Column, Needs
 
@@ -138,7 +138,9 @@ class SlotTable:
         if state.forbidden is not None or params.logit_bias:
             line[Column.EDITS] = self._hold(settings, self._edits(state))
         if _holds_back(state):
-            line[Column.STOPS] = self._hold(settings, torch.tensor(state.stop_ids, dtype=torch.int32, device=self._device))
+            line[Column.STOPS] = self._hold(
+                settings, send(torch.tensor(state.stop_ids, dtype=torch.int32, device="cpu"), self._device)
+            )
             line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
         return line
 
@@ -151,21 +153,17 @@ class SlotTable:
 
     def _occurrences(self, state: SequenceState) -> Tensor:
         counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-        counts[torch.tensor(state.prompt, dtype=torch.int64, device=self._device)] = _IN_PROMPT
-        return counts
+        prompt = send(torch.tensor(state.prompt, dtype=torch.int64, device="cpu"), self._device)
+        return counts.index_fill_(0, prompt, _IN_PROMPT)
 
     def _edits(self, state: SequenceState) -> Tensor:
         edits = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
         bias = state.params.logit_bias or {}
         if bias:
-            values = torch.tensor([clamp_bias(value) for value in bias.values()], dtype=torch.float32, device=self._device)
-            edits[torch.tensor(list(bias), dtype=torch.int64, device=self._device)] = values
+            values = torch.tensor([clamp_bias(value) for value in bias.values()], dtype=torch.float32, device="cpu")
+            token_ids = torch.tensor(list(bias), dtype=torch.int64, device="cpu")
+            edits.index_copy_(0, send(token_ids, self._device), send(values, self._device))
         return edits if state.forbidden is None else edits.masked_fill_(state.forbidden, -math.inf)
-
-
-def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device, for which nobody waits."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _holds_back(state: SequenceState) -> bool:

@@ -103,7 +103,7 @@ def run(runner: Runner) -> dict[str, list[Any]]:
     scheduler = Scheduler(limits, Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0))
     found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
     for i, (name, each) in enumerate(SETTINGS.items()):
-        params = SamplingParams(**each, max_tokens=5 + i % 3, ignore_eos=True)  # type: ignore[arg-type]
+        params = SamplingParams(**each, max_tokens=3 + i % 3, ignore_eos=True)  # type: ignore[arg-type]
         prompt = tuple((7 * i + j * j) % TINY.vocab_size for j in range(3 + 4 * i))
         scheduler.add(Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1))
         runner.add(
