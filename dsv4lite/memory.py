@@ -165,7 +165,7 @@ def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest:
     if not numerics.paged:
         return reference_workspace(model, tokens, sampled), 0
     workspace = paged_workspace(model, numerics, tokens=tokens, sequences=sampled, longest=longest)
-    return workspace, graph_bytes(model, numerics, sequences=sequences, longest=longest)
+    return workspace, graph_bytes(model, numerics, sequences=sampled, longest=longest)
 
 
 def plan_state(

@@ -23,13 +23,21 @@ from dsv4lite.speculation import MTP, DSpark
 class DeviceDrafter(Protocol):
     """What guesses on the device."""
 
-    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+    def draft(
+        self,
+        plan: StepPlan,
+        batch: Batch | PagedBatch,
+        streams_TND: Tensor,
+        first_rows: Sequence[int],
+        samples: Samples | None,
+    ) -> Tensor | None:
         """Guess what follows a step's samples.
 
         Args:
             plan: The step.
             batch: Its tokens.
             streams_TND: The main model's final streams.
+            first_rows: The row of each sequence's first token.
             samples: What was sampled, if anything was.
 
         Returns:
@@ -43,6 +51,7 @@ class DeviceDrafter(Protocol):
         Args:
             batch: A step without a single real token.
             streams_TND: The main model's final streams.
+            first_rows: The row of each sequence's first token.
         """
         ...
 
@@ -69,7 +78,14 @@ class BlockDrafter:
     settings: DSpark
     max_sequences: int
 
-    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+    def draft(
+        self,
+        plan: StepPlan,
+        batch: Batch | PagedBatch,
+        streams_TND: Tensor,
+        first_rows: Sequence[int],
+        samples: Samples | None,
+    ) -> Tensor | None:
         """See ``DeviceDrafter``."""
         drafter = self.model.dspark
         assert drafter is not None

@@ -8,6 +8,7 @@ positions run for good.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,13 +55,21 @@ class MtpDrafter:
         self._sampler = sampler
         self._num_drafts = num_drafts
 
-    def draft(self, plan: StepPlan, batch: Batch | PagedBatch, streams_TND: Tensor, samples: Samples | None) -> Tensor | None:
+    def draft(
+        self,
+        plan: StepPlan,
+        batch: Batch | PagedBatch,
+        streams_TND: Tensor,
+        first_rows: Sequence[int],
+        samples: Samples | None,
+    ) -> Tensor | None:
         """Run the block over a step.
 
         Args:
             plan: The step.
             batch: Its tokens.
             streams_TND: The main model's final streams.
+            first_rows: The row of each sequence's first token.
             samples: What was sampled, if anything was.
 
         Returns:
@@ -69,12 +78,8 @@ class MtpDrafter:
         """
         device = streams_TND.device
         next_T = batch.token_ids_T.roll(-1)
-        known, row, first_rows = [], 0, []
-        for sequence in plan.sequences:
-            first_rows.append(row)
-            row += len(sequence.token_ids)
-            if sequence.next_id != UNKNOWN:
-                known.append((row - 1, sequence.next_id))
+        ends = zip(plan.sequences, first_rows, strict=True)
+        known = [(row + len(s.token_ids) - 1, s.next_id) for s, row in ends if s.next_id != UNKNOWN]
         if known:
             rows, token_ids = torch.tensor(known, dtype=torch.int64, device=device).unbind(dim=1)
             next_T[rows] = token_ids
@@ -93,8 +98,8 @@ class MtpDrafter:
         starts = torch.tensor([s.end - 1 - s.drafts for _, s in every], dtype=torch.int64, device=device)
         if not count:
             return None
-        ends = _Ends(plans=tuple(s for _, s in every), sequences=tuple(i for i, _ in every), positions_S=starts + behind_S)
-        return self._chain(streams_TND[rows_S], batch, ends, count)
+        lasts = _Ends(plans=tuple(s for _, s in every), sequences=tuple(i for i, _ in every), positions_S=starts + behind_S)
+        return self._chain(streams_TND[rows_S], batch, lasts, count)
 
     def _chain(self, streams_SND: Tensor, batch: Batch | PagedBatch, ends: _Ends, count: int) -> Tensor:
         """Draft from the block's streams at the last positions that count."""

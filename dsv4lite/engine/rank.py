@@ -19,6 +19,7 @@ from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
+from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.models.config import V4Config
@@ -118,13 +119,17 @@ class Prospect:
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
-            graphs, sampling, rows, layout = None, None, config.max_num_seqs, mesh.layout
+            graphs: DecodeGraphs | VerifyGraphs | None = None
+            sampling, rows, layout = None, config.max_num_seqs, mesh.layout
             whole = layout.pp == 1 and (layout.dp == 1 or layout.ep <= layout.tp)  # a step is of this rank's tokens, ids to logits
             if model.paged and device.type == "cuda":
                 if sampler is not None and not drafting.max_drafts and layout.world == 1:  # a row for each sequence
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
-                if whole:
-                    graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=plan.max_model_len, sampling=sampling)
+                longest, most = plan.max_model_len, drafting.max_drafts
+                if whole and most:
+                    graphs = VerifyGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, max_drafts=most)
+                elif whole:
+                    graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             drafter = None
             if own is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples, Samples
 from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan
+from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -82,7 +84,7 @@ class Runner:
         model: DeepseekV4,
         cache: StateCache,
         sampler: Sampler | None,
-        graphs: DecodeGraphs | None = None,
+        graphs: DecodeGraphs | VerifyGraphs | None = None,
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -94,7 +96,7 @@ class Runner:
         self._replica = mesh.replica
         self._sampling_rank = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
         self._graphs = graphs
-        self._sampling = None if graphs is None else graphs.sampling
+        self._sampling = graphs.sampling if isinstance(graphs, DecodeGraphs) else None
         self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._requests: dict[int, Request] = {}
@@ -145,26 +147,33 @@ class Runner:
 
         started = time.monotonic()
         lengths = [*(n for n in _WARM_UP_TOKENS if n < max_tokens), max_tokens]
-        sizes = self._graphs.sizes[::-1]  # the largest first: the others fit into the memory that it took
+        recordings = self._recordings(self._graphs)
         with recording() as wanted:
             for length in lengths:
                 self._run_padding(length)
-            for size in sizes:
-                self._graphs.rehearse(size)
+            for rehearse, _ in recordings:
+                rehearse()
         recorded = time.monotonic()
         prepare(wanted, cache_dir, partial(tell, "kernels"))
-        prepared, total = time.monotonic(), len(lengths) + len(sizes)
+        prepared, total = time.monotonic(), len(lengths) + len(recordings)
         for done, length in enumerate(lengths):
             self._run_padding(length)
             tell("shapes", done + 1, total)
         ran = time.monotonic()
-        for done, size in enumerate(sizes):
-            self._graphs.capture(size)
+        for done, (_, capture) in enumerate(recordings):
+            capture()
             tell("shapes", len(lengths) + done + 1, total)
         log.info(
             "warm-up: %.1f s to find %d kernels, %.1f s to compile or load them, %.1f s to run them, %.1f s to record %d graphs",
-            *(recorded - started, len(wanted), prepared - recorded, ran - prepared, time.monotonic() - ran, len(sizes)),
+            *(recorded - started, len(wanted), prepared - recorded, ran - prepared, time.monotonic() - ran, len(recordings)),
         )
+
+    @staticmethod
+    def _recordings(graphs: DecodeGraphs | VerifyGraphs) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
+        """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
+        if isinstance(graphs, VerifyGraphs):
+            return [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
+        return [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
 
     def _run_padding(self, tokens: int) -> None:
         batch = padding(tokens, self.model)
@@ -210,10 +219,11 @@ class Runner:
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
         routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []
-        covered = self._graphs is not None and self._graphs.covers(plan) and not routing and self._drafter is None
-        graphs = self._graphs if covered else None
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(plan) and not routing else None
         if recorder is not None:
-            recorder.begin(plan, None if graphs is None else graphs.shape_for(len(plan.sequences)))
+            recorder.begin(plan, graphs.shape_for(len(plan.sequences)) if isinstance(graphs, DecodeGraphs) else None)
+        if isinstance(graphs, VerifyGraphs):
+            return self._verify(plan, graphs)
         if graphs is not None:
             return self._replay(plan, graphs)
         batch = pack(plan, self.model, self._last_token)
@@ -229,21 +239,38 @@ class Runner:
             if slots and not any(s.drafts for s in plan.sequences):
                 self._remember(slots, None)
             return Flight(plan=plan, samples=None)
-        first_row, row = {}, 0
-        for sequence in plan.sequences:
-            first_row[sequence.seq_id] = row
-            row += len(sequence.token_ids)
-        samples, drafts = self._sample(plan, streams_TND, first_row), None
-        if self._drafter is not None:
-            assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
-            drafts = self._drafter.draft(plan, batch, streams_TND, samples)
+        rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
+        first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
+        samples = self._sample(plan, first_row, lambda rows: self.model.logits(_take(streams_TND, rows)))
         return Flight(
             plan=plan,
             samples=samples,
-            drafts=drafts,
+            drafts=self._draft(plan, batch, streams_TND, rows, samples),
             scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
+
+    def _verify(self, plan: StepPlan, graphs: VerifyGraphs) -> Flight:
+        """Start a step that may check guesses from its graph; sample, and guess what follows, behind it."""
+        output = graphs.replay(plan.sequences)
+        apply_saves(plan, self.cache)
+        rows = [i * output.width for i in range(len(plan.sequences))]
+        first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
+        samples = self._sample(plan, first_row, partial(_take, output.logits))
+        return Flight(plan=plan, samples=samples, drafts=self._draft(plan, output.batch, output.streams, rows, samples))
+
+    def _draft(
+        self,
+        plan: StepPlan,
+        batch: Batch | PagedBatch,
+        streams_TND: Tensor,
+        first_rows: list[int],
+        samples: Samples | RowSamples | None,
+    ) -> Tensor | None:
+        if self._drafter is None:
+            return None
+        assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
+        return self._drafter.draft(plan, batch, streams_TND, first_rows, samples)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
@@ -271,17 +298,18 @@ class Runner:
         token_ids = self._replica.broadcast(token_ids, self._sampling_rank)
         self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(device, non_blocking=True)] = token_ids
 
-    def _sample(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> Samples | RowSamples | None:
+    def _sample(
+        self, plan: StepPlan, first_row: dict[int, int], logits_of: Callable[[list[int]], Tensor]
+    ) -> Samples | RowSamples | None:
+        """Sample from the rows that want it, whose logits ``logits_of`` returns."""
         sampling = [s for s in plan.sequences if s.sample]
         if not sampling:
             return None
         each = [(s, range(s.end - 1 - s.drafts, s.end)) for s in sampling]  # positions that sample
         rows = [first_row[s.seq_id] + position - s.start for s, places in each for position in places]
-        every = len(rows) == len(streams_TND)
-        wanted = streams_TND if every else streams_TND[torch.tensor(rows, dtype=torch.int64, device=streams_TND.device)]
         seq_ids = [s.seq_id for s, places in each for _ in places]
         positions = [position + 1 for _, places in each for position in places]
-        logits, samples = self.model.logits(wanted), None  # every rank has a part in the logits
+        logits, samples = logits_of(rows), None  # every rank has a part in the logits
         if len(rows) > len(sampling):
             drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
             return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
@@ -310,3 +338,8 @@ class Runner:
     def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None
         return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()
+
+
+def _take(x: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows, in ascending order."""
+    return x if len(rows) == len(x) else x[torch.tensor(rows, dtype=torch.int64, device=x.device)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,18 @@ import pytest
 import torch
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.engine import rank
+from dsv4lite.engine.cache import LayerCache
+from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.engine.step import SequencePlan
+from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.memory import choose_numerics
+from dsv4lite.models.batch import Batch, one_pass
+from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP, NGram, Speculator
-from tests.e2e.engines import SMALL, opened, prompts_of, write_model
+from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
 
 VOCAB = SMALL["vocab_size"]
@@ -125,6 +134,114 @@ def test_steps_are_saved_by_right_guesses(model: Path) -> None:
         assert llm.generate(prompt, params).token_ids == output.token_ids
         assert steps == 41 and llm.stats().steps == 9
         assert llm.stats().speculation.mean_accepted_length == 5 and llm.stats().generated_tokens == 41
+
+
+class Replayed:
+    """A graph that is run again instead of replayed, into the tensors of the first time."""
+
+    def __init__(self, work: Callable[[], VerifyOutput]) -> None:
+        self.work, self.first = work, work()
+
+    def replay(self) -> None:
+        now, first = self.work(), self.first
+        first.streams.copy_(now.streams)
+        first.batch.token_ids_T.copy_(now.batch.token_ids_T)
+        for field in fields(now.batch.paging):
+            value = getattr(now.batch.paging, field.name)
+            if isinstance(value, torch.Tensor):
+                getattr(first.batch.paging, field.name).copy_(value)
+        for ours, theirs in ((now.batch.rope_T, first.batch.rope_T), (now.batch.compress_rope_T, first.batch.compress_rope_T)):
+            for value, place in zip(ours, theirs, strict=True):
+                place.copy_(value)
+
+
+class EagerGraphs(VerifyGraphs):
+    """Graphs on a CPU."""
+
+    steps = 0
+
+    def _record(self, work: Callable[[], VerifyOutput]) -> Any:
+        graph = Replayed(work)
+        return graph, graph.first
+
+    def replay(self, sequences: Sequence[SequencePlan]) -> VerifyOutput:
+        self.steps += 1
+        return super().replay(sequences)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
+def test_guesses_on_pages_change_no_token(
+    model: Path, expected: Mapping[str, RequestOutput], k: int, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The references of the ops that a GPU runs, eagerly and in the form in which they are recorded: both drafters at once."""
+    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
+    oracle = Oracle(expected, k=2, share=0.6)
+
+    def record(engine: Any) -> EagerGraphs:
+        runner = engine._runner
+        runner._graphs = EagerGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2))
+        return runner._graphs  # type: ignore[no-any-return]
+
+    for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
+        with opened(model, deterministic=True, speculative=speculative) as llm:
+            graphs = engine_of(llm).call(record).result() if recorded else None
+            outputs = ask_all(llm, asks())
+            stats = llm.stats().speculation
+        for name, output in expected.items():
+            assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
+        assert stats.drafted > 20 and (graphs is None or graphs.steps > 10)
+    assert stats.accepted > 20
+
+
+def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
+    """Chain drafts behind a text of which all but the last token ran, in single passes from its beginning."""
+    c = model.config
+
+    def run(ids: Sequence[int]) -> tuple[Batch, list[LayerCache]]:
+        return one_pass([ids], c, model.rotary, model.numerics, num_layers=c.num_hidden_layers + 1)
+
+    batch, caches = run(tokens[:-1])
+    streams, following, found = model(batch, caches[:-1]), list(tokens[1:]), []
+    for _ in range(k):
+        batch, caches = run(following)  # only its places and its cache count
+        out = model.mtp_forward(streams, replace(batch, token_ids_T=torch.tensor(following)), caches[-1])
+        found.append(int(model.mtp_logits(out[-1:]).argmax()))
+        following.append(found[-1])
+        streams = torch.cat([streams, out[-1:]])
+    return found
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_block_guesses_what_it_guesses_behind_the_same_text(model: Path, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, rejected guesses, pages that slid away and what chains leave in the window make no difference."""
+    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=paged))
+    seen: list[list[int]] = []
+    inner = MtpDrafter.draft
+
+    def spy(*args: Any) -> torch.Tensor | None:
+        out = inner(*args)
+        if out is not None:
+            seen.append(out[0].tolist())
+        return out
+
+    monkeypatch.setattr(MtpDrafter, "draft", spy)
+    (prompt,) = prompts_of((50,), VOCAB, seed=3)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with opened(model, speculative=MTP(3, adaptive=False), max_num_batched_tokens=20) as llm:
+        text = [*prompt, *llm.generate(prompt, params).token_ids]
+        stats = llm.stats()
+        whole = engine_of(llm)._runner.model
+        whole.numerics = replace(whole.numerics, paged=False)
+    assert stats.speculation.runs > 10
+    known = len(prompt) + 1
+    for drafts in seen:
+        if known < len(text):
+            wanted = drafts_after(whole, text[:known], 3)
+            assert drafts == [*wanted[: sum(d >= 0 for d in drafts)], *[-1] * sum(d < 0 for d in drafts)]
+            assert sum(d < 0 for d in drafts) <= (2 if known // 64 != (known + 2) // 64 or known % 64 < 3 else 0)
+        used = [d for d in drafts if d >= 0][: max(0, len(text) - 1 - known)]
+        known += 1 + next((i for i, d in enumerate(used) if text[known + i] != d), len(used))
 
 
 class Broken:
