@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
-from dsv4lite.engine.sampling_table import send
+from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.batch import PagedBatch
