@@ -120,7 +120,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     again = by_library and numerics.deterministic
     widest = max(
         # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
-        item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _reference_streams(c, numerics),
+        item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _wide_streams(c, numerics),
         # Projections for compressed entries, which nobody has read yet.
         _FLOAT * _compressed_columns(c) * (2 if again else 1),
         # Queries as they come from the projection, and normed.
@@ -141,12 +141,10 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     return whole + max(tokens * widest + padding, projecting, scoring)
 
 
-def _reference_streams(model: V4Config, numerics: Numerics) -> int:
-    """Return what mixing streams takes besides where it has no kernel: parts in float32, and what was there before them."""
-    if has_kernel(numerics.dtype, model.streams):
-        return 0
-    copies = 1 if numerics.dtype == torch.float32 else 2
-    return _FLOAT * model.hidden_size * model.streams * copies
+def _wide_streams(model: V4Config, numerics: Numerics) -> int:
+    """Return what streams take for the library to project them, unless they are float32 or have a kernel."""
+    wide = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
+    return 0 if wide else _FLOAT * model.hidden_size * model.streams
 
 
 def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:

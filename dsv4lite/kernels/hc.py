@@ -7,7 +7,8 @@
     x    = sum_j pre_j X_j           X'_k = post_k y + sum_j C_jk X_j
 
 Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree
-with the official kernel to 1e-5, and so do those of our kernels, which take four streams in bfloat16, with the references.
+with the official kernel to 1e-5, and so do those of our kernels, the fast ones of four streams in bfloat16 and the others, with the
+references.
 
 The two ops follow the data: ``hc_leave_enter`` writes one sub-layer's output into the streams and projects them for the next one
 (one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input. Between
@@ -87,7 +88,7 @@ def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def has_kernel(dtype: torch.dtype, streams: int) -> bool:
-    """Return whether there are kernels for so many streams of a dtype."""
+    """Return whether the fast kernels are for so many streams of a dtype; others take those of ``plain_hc_triton``."""
     return dtype == torch.bfloat16 and streams == KERNEL_STREAMS
 
 
@@ -139,6 +140,10 @@ def hc_expand(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
         from dsv4lite.kernels.hc_triton import expand_triton
 
         return expand_triton(y_TD, streams_TND, *mix)
+    if use_triton(streams_TND):
+        from dsv4lite.kernels.plain_hc_triton import plain_leave_enter_triton
+
+        return plain_leave_enter_triton(streams_TND, (y_TD, *mix), None)[0]
     return hc_expand_ref(y_TD, streams_TND, mix)
 
 
@@ -164,6 +169,10 @@ def hc_leave_enter(
 
         written = None if pending is None else (pending[0], *pending[1])
         return leave_enter_triton(streams_TND, written, fn, exact=row_tile is not None)
+    if use_triton(streams_TND):
+        from dsv4lite.kernels.plain_hc_triton import plain_leave_enter_triton
+
+        return plain_leave_enter_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn, row_tile)
     return hc_leave_enter_ref(streams_TND, pending, fn, row_tile)
 
 
@@ -207,6 +216,11 @@ def hc_collapse(
         x_TD, _, _, *mix = collapse_triton(
             streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=False
         )
+        return x_TD, HcMix(*mix)
+    if use_triton(streams_TND):
+        from dsv4lite.kernels.plain_hc_triton import plain_collapse_triton
+
+        x_TD, *mix = plain_collapse_triton(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
         return x_TD, HcMix(*mix)
     return hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=exact)
 
@@ -258,4 +272,9 @@ def hc_head(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps: fl
         return collapse_triton(
             streams_TND, sums, weights.base, weights.scale, None, iters=1, eps=eps, norm_eps=norm_eps, fp8=False
         )[0]
+    if use_triton(streams_TND):
+        from dsv4lite.kernels.plain_hc_triton import plain_collapse_triton, plain_leave_enter_triton
+
+        _, sums = plain_leave_enter_triton(streams_TND, None, weights.fn, row_tile)
+        return plain_collapse_triton(streams_TND, sums, weights.base, weights.scale, None, iters=1, eps=eps, norm_eps=norm_eps)[0]
     return hc_head_ref(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)

@@ -27,7 +27,10 @@ def rms_norm_kernel(
     # Reference: (y if weight is None else y * weight.float()).to(x.dtype)
     if WEIGHTED:
         y = y * w
-    tl.store(out + row * N + column, to_bf16(y, NATIVE), mask=inside)
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out + row * N + column, y, mask=inside)
+    else:
+        tl.store(out + row * N + column, to_bf16(y, NATIVE), mask=inside)
 
 
 def _warps(block: int) -> int:
@@ -37,7 +40,8 @@ def _warps(block: int) -> int:
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Launch ``rms_norm``."""
-    assert x.dtype == torch.bfloat16 and (weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]))
+    assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
+    assert weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]), weight
     rows = _rows_of(x)
     count, width = rows.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

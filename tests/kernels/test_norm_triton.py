@@ -65,3 +65,9 @@ def test_rows_may_lie_apart_and_do_not_depend_on_each_other() -> None:
     assert_close(together, rms_norm_ref(x[:, 100:420], None, 1e-6))
     for part in (slice(0, 1), slice(4, 9)):
         assert torch.equal(rms_norm_triton(x[part, 100:420].contiguous(), None, 1e-6), together[part])
+
+
+def test_float32_is_not_rounded() -> None:
+    x, weight = random(3, 200), 1 + random(200, seed=1)
+    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(rms_norm_triton(x, None, 1e-6), rms_norm_ref(x, None, 1e-6), rtol=2e-6, atol=1e-7)
