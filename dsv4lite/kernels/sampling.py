@@ -255,6 +255,17 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
         Log-probabilities of the tokens, float32 [T]; their ranks, int32 [T], 1 plus the number of strictly more probable tokens;
         the best tokens, int32 [T, k], equal ones by token id; and their log-probabilities, float32 [T, k].
     """
+    if use_triton(logits):
+        from dsv4lite.kernels.sampling_triton import token_logprobs_triton
+
+        values, ranks, top, log_sums = token_logprobs_triton(logits, token_ids)
+        best = best_tokens(logits, k)
+        return values, ranks, best.to(torch.int32), logits.gather(-1, best) - top - log_sums
+    return token_logprobs_ref(logits, token_ids, k)
+
+
+def token_logprobs_ref(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``token_logprobs``."""
     token_ids = token_ids.unsqueeze(-1)
     logprobs = torch.log_softmax(logits, dim=-1)
     ranks = (logits > logits.gather(-1, token_ids)).sum(dim=-1, dtype=torch.int32).add_(1)

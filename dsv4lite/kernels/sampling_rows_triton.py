@@ -26,6 +26,7 @@ from dsv4lite.kernels.sampling_rows import (
     Needs,
     RowSpace,
 )
+from dsv4lite.kernels.sampling_triton import log_of_shares, share
 
 ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; who is not through by then is searched for
 _NUM_WARPS = 8
@@ -118,12 +119,6 @@ def _scaled(x, top, temperature, log_min_p):
     # Reference: scale, drop_below
     scaled = tl.div_rn(x - top, temperature)
     return tl.where(scaled < log_min_p, float("-inf"), scaled)
-
-
-@triton.jit
-def _share(scaled):
-    # Reference: torch.exp(scaled).mul_(_FIXED_POINT).to(torch.int64)
-    return (tl.exp(scaled) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -281,7 +276,7 @@ def _race_kernel(
     else:
         tl.store(place, _NOBODY)
     if top_p < 1:
-        tl.store(place + pieces, tl.sum(tl.where(inside, _share(scaled), 0), 0))
+        tl.store(place + pieces, tl.sum(tl.where(inside, share(scaled), 0), 0))
     if _arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
         every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NOBODY, cache_modifier=".cg")
@@ -443,8 +438,8 @@ def _best_kernel(
             if SCORE:
                 taken += tl.sum((_id_of(other)[None, :] == j[:, None]).to(tl.int32), 1)
             else:
-                share = _share(tl.where(at < count, _value_of(other), float("-inf")))
-                before += tl.sum(tl.where(ahead, share[None, :], 0), 1)
+                weight = share(tl.where(at < count, _value_of(other), float("-inf")))
+                before += tl.sum(tl.where(ahead, weight[None, :], 0), 1)
         chosen = (j < count) & (place < k)
         value = tl.where(chosen, _value_of(rank), float("-inf"))
         token_id = _id_of(rank).to(tl.int32)
@@ -463,7 +458,7 @@ def _best_kernel(
         else:
             # Reference: keep_best
             top_p = tl.load(line + _TOP_P)
-            mass = top_p * tl.sum(_share(value), 0).to(tl.float64)
+            mass = top_p * tl.sum(share(value), 0).to(tl.float64)
             kept = chosen & (before.to(tl.float64) < tl.where(top_p == 1, float("inf"), mass))
             a, b = _stream(line, position)
             winner = tl.max(_lap(value, token_id, kept, a, b), 0)
@@ -497,7 +492,7 @@ def _search_kernel(
             total = tl.zeros((BLOCK,), tl.int64)
             for start in range(0, vocabulary, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                total += _share(_values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut))
+                total += share(_values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut))
             goal = top_p * tl.sum(total, 0).to(tl.float64)
         if tl.where(stage == 0, top_k > 0, top_p < 1):
             # The largest rank number before which less than the goal lies: tokens, or shares.
@@ -508,7 +503,7 @@ def _search_kernel(
                 for start in range(0, vocabulary, BLOCK):
                     token = start + tl.arange(0, BLOCK)
                     x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
-                    weight = tl.where(stage == 0, (token < vocabulary).to(tl.int64), _share(x))
+                    weight = tl.where(stage == 0, (token < vocabulary).to(tl.int64), share(x))
                     before += tl.where(_rank(x, token) < trial, weight, 0)
                 found = tl.where(tl.sum(before, 0).to(tl.float64) < goal, trial, found)
             cut = tl.minimum(cut, found)
@@ -565,13 +560,13 @@ def _score_kernel(
         sampled = _scaled(sampled, top, temperature, log_min_p)
         top = 0.0
     mine = partial + row * 2 * pieces + tl.program_id(1)
-    tl.store(mine, tl.sum(tl.exp(x - top), 0).to(tl.int32, bitcast=True))
+    tl.store(mine, tl.sum(share(x - top), 0))
     tl.store(mine + pieces, tl.sum((x > sampled).to(tl.int64), 0))
     if _arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
-        bits = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
+        shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
         better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
-        log_sum = tl.log(tl.sum(bits.to(tl.int32).to(tl.float32, bitcast=True), 0))
+        log_sum = log_of_shares(tl.sum(shares, 0))
         tl.store(out + 3 * rows + row, (1 + tl.sum(better, 0)).to(tl.int32))
         tl.store(out + 4 * rows + row, (sampled - top - log_sum).to(tl.int32, bitcast=True))
         tl.store(state + row * _STATE + _LOG_SUM, log_sum.to(tl.int32, bitcast=True))

@@ -1,7 +1,8 @@
-"""Kernel of ``sampling.argmax_finite``.
+"""Kernels of ``sampling.argmax_finite`` and ``sampling.token_logprobs``.
 
-A row's vocabulary is cut into pieces, one program each. Values become integers in their order with the token id beneath: the
-largest key is the same in whatever order they are compared. The last program of a row to arrive picks the largest of all pieces.
+A row's vocabulary is cut into pieces, one program each; the last program of a row to arrive puts their results together. Results
+have the same bits however the work is cut: values become integers in their order with the token id beneath, and the largest key
+is the same in whatever order they are compared; what exponentials add up to is counted in integers, too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,57 @@ def _argmax_kernel(
         tl.store(arrivals + row, 0)  # as the next kernel finds it
 
 
+@triton.jit
+def share(x):
+    """Return ``exp(x)`` of x <= 0 in units of 2**-40, int64: sums do not depend on their order."""
+    # Reference: torch.exp(scaled).mul_(_FIXED_POINT).to(torch.int64)
+    return (tl.exp(x) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def log_of_shares(total):
+    """Return the logarithm of a sum of shares."""
+    return tl.log((total.to(tl.float64) * 9.094947017729282e-13).to(tl.float32))
+
+
+@triton.jit
+def _score_kernel(
+    logits,
+    token_ids,
+    top,
+    partial,
+    logprobs,
+    ranks,
+    log_sums,
+    arrivals,
+    vocabulary,
+    row_stride,
+    pieces,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
+    best = tl.load(top + row)
+    own = tl.load(logits + row * row_stride + tl.load(token_ids + row))
+    mine = partial + row * 2 * pieces + tl.program_id(1)
+    tl.store(mine, tl.sum(share(value - best), 0))
+    tl.store(mine + pieces, tl.sum((value > own).to(tl.int64), 0))
+    tl.debug_barrier()  # both are written before the thread that counts says so
+    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+    if arrived == pieces - 1:
+        at = tl.arange(0, PIECES)
+        shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
+        better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
+        # Reference: log_softmax(logits)[token_ids], (logits > logits[token_ids]).sum(-1) + 1
+        log_sum = log_of_shares(tl.sum(shares, 0))
+        tl.store(logprobs + row, own - best - log_sum)
+        tl.store(ranks + row, (1 + tl.sum(better, 0)).to(tl.int32))
+        tl.store(log_sums + row, log_sum)
+        tl.store(arrivals + row, 0)  # as the next kernel finds it
+
+
 def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ``sampling.argmax_finite``."""
     rows, vocabulary = logits.shape
@@ -83,16 +135,53 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top, token_ids, finite
 
 
+def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities and ranks of given tokens, as ``sampling.token_logprobs`` does, and what makes those of others.
+
+    Returns:
+        float32 [T]; int32 [T]; largest logits float32 [T, 1] and logarithms of the sums [T, 1], to be taken from logits in this order.
+    """
+    rows, vocabulary = logits.shape
+    top, _, _ = argmax_finite_triton(logits)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    pieces, device = triton.cdiv(vocabulary, PIECE), logits.device
+    partial = torch.empty(rows, 2, pieces, dtype=torch.int64, device=device)
+    logprobs, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=device)
+    if rows:
+        _score_kernel[(rows, pieces)](
+            logits,
+            token_ids,
+            top,
+            partial,
+            logprobs,
+            ranks,
+            log_sums,
+            counters_of(device),
+            vocabulary,
+            logits.stride(0),
+            pieces,
+            PIECE=PIECE,
+            PIECES=triton.next_power_of_2(pieces),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return logprobs, ranks, top, log_sums[:, None]
+
+
 def variants() -> list[Variant]:
-    """Return the kernel for a small and for V4's vocabulary."""
+    """Return the kernels for a small and for V4's vocabulary."""
     pointers = {"logits": "*fp32", "keys": "*i64", "top": "*fp32", "token_ids": "*i64", "finite": "*u8", "arrivals": "*i32"}
+    scores = {"logits": "*fp32", "token_ids": "*i64", "top": "*fp32", "partial": "*i64", "logprobs": "*fp32", "ranks": "*i32"}
+    scores |= {"log_sums": "*fp32", "arrivals": "*i32"}
     sizes = dict.fromkeys(("vocabulary", "row_stride", "pieces"), "i32")
     return [
         Variant(
-            kernel=_argmax_kernel,
-            signature={**pointers, **sizes},
+            kernel=kernel,
+            signature={**arguments, **sizes},
             constants={"PIECE": PIECE, "PIECES": pieces},
             num_warps=_NUM_WARPS,
         )
+        for kernel, arguments in ((_argmax_kernel, pointers), (_score_kernel, scores))
         for pieces in (1, 64)
     ]

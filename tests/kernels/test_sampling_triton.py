@@ -1,4 +1,4 @@
-"""The kernel of the best token against its reference, bit for bit."""
+"""The kernels of the best token, bit for bit, and of log-probabilities against their references."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.sampling import argmax_finite_ref
+from dsv4lite.kernels.sampling import argmax_finite_ref, token_logprobs_ref
 
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.gemm_triton import counters_of  # noqa: E402
-from dsv4lite.kernels.sampling_triton import PIECE, argmax_finite_triton  # noqa: E402
+from dsv4lite.kernels.sampling_triton import PIECE, argmax_finite_triton, token_logprobs_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -68,3 +68,28 @@ def test_rows_of_a_wider_tensor_are_taken_as_they_are() -> None:
     wide = torch.randn(4, 3 * PIECE, generator=torch.Generator().manual_seed(2))
     same(wide[::2, 5 : PIECE + 50])
     same(wide[:, ::3])
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(0, 5), (1, 1), (3, 7), (2, PIECE), (2, PIECE + 1), (5, 3 * PIECE - 1), *REAL])
+def test_log_probabilities_are_the_references(rows: int, vocabulary: int) -> None:
+    logits = 4 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows))
+    logits[:, ::3] = logits[:, ::3].round()  # ties
+    logits[:, 5:][:, ::11] = -INF
+    token_ids = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(1))
+    logprobs, ranks, top, log_sums = (x.cpu() for x in token_logprobs_triton(logits.to(DEVICE), token_ids.to(DEVICE)))
+    wanted, wanted_ranks, _, _ = token_logprobs_ref(logits, token_ids, 0)
+    assert torch.equal(ranks, wanted_ranks)
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits - top - log_sums, logits.log_softmax(-1), rtol=1e-6, atol=1e-5)
+    assert not counters_of(DEVICE).any()
+
+
+def test_a_score_does_not_depend_on_its_neighbours_or_its_stride() -> None:
+    logits = torch.randn(7, 2 * PIECE + 9, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    token_ids = torch.arange(7, device=DEVICE) * 501
+    whole = token_logprobs_triton(logits, token_ids)
+    for row in range(7):
+        alone = token_logprobs_triton(logits[row : row + 1, :].clone(), token_ids[row : row + 1])
+        assert all(torch.equal(one, every[row : row + 1]) for one, every in zip(alone, whole, strict=True))
+    wide = torch.cat([logits, logits], 1)[:, : logits.shape[1]]
+    assert all(torch.equal(one, other) for one, other in zip(token_logprobs_triton(wide, token_ids), whole, strict=True))
