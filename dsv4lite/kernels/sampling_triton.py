@@ -139,7 +139,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Te
     """Return log-probabilities and ranks of given tokens, as ``sampling.token_logprobs`` does, and what makes those of others.
 
     Returns:
-        float32 [T]; int32 [T]; largest logits float32 [T, 1] and logarithms of the sums [T, 1], to be taken from logits in this order.
+        float32 [T]; int32 [T]; largest logits float32 [T, 1] and logarithms of the sums [T, 1]: a logit less both, in this order.
     """
     rows, vocabulary = logits.shape
     top, _, _ = argmax_finite_triton(logits)
