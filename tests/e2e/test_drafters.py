@@ -100,6 +100,27 @@ def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, m
         known += int(right) + 1
 
 
+def test_cached_prefix_brings_the_rows_that_drafts_look_at(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[int]] = []
+    inner = BlockDrafter.draft
+
+    def spy(*args: Any) -> Tensor | None:
+        out = inner(*args)
+        if out is not None:
+            found.append(out[0].tolist())
+        return out
+
+    monkeypatch.setattr(BlockDrafter, "draft", spy)
+    (prompt,) = prompts_of((260,), VOCAB, seed=4)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with opened(model, speculative=DSpark(4, adaptive=False)) as llm:
+        first = llm.generate(prompt, params)
+        alone, found[:] = list(found), []
+        again = llm.generate(prompt, params)
+    assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 256)
+    assert alone == found and first.token_ids == again.token_ids
+
+
 def test_least_confidence_leaves_drafts_out(model: Path) -> None:
     params, (prompt,) = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True), prompts_of((20,), VOCAB)
     drafted = []
