@@ -104,7 +104,7 @@ class DraftBlock:
             singles=False,
         )
         whole = Paging(
-            positions_T=position_SG[:, -1:].expand(-1, rows).flatten(),
+            positions_T=position_SG[:, -1].repeat_interleave(rows),
             sequence_T=own.sequence_T,
             slots_S=nothing_S,
             first_S=first_S,

@@ -175,6 +175,18 @@ def test_padding_gives_zeros_and_reads_nothing(splits: int) -> None:
     assert got[2:].eq(0).all()
 
 
+@pytest.mark.parametrize(
+    ("steps", "splits"), [([(126, 2)], 1), *([([(200, 5), (2, 5), (126, 5)], n) for n in (1, 4)] if CUDA else [])]
+)
+def test_rows_of_a_block_see_each_other(steps: list[tuple[int, int]], splits: int) -> None:
+    """A drafter's block: every row stands where the last one does, and sees so many rows farther back."""
+    rows = steps[0][1]
+    given = case(replace(TINY, ratio=0, top_k=None, window=128 + rows), steps)
+    positions = given.paging.positions_T[rows - 1 :: rows].repeat_interleave(rows)
+    given = replace(given, paging=replace(given.paging, positions_T=positions))
+    close(given.kernel(splits), given.reference())
+
+
 def test_no_tokens_give_no_output() -> None:
     given = case(TINY, [(4, 0)])
     assert given.kernel(2).shape == given.reference().shape == (0, 8, 128)

@@ -432,6 +432,18 @@ def test_stored_formats_draft_as_widened_ones(device: str) -> None:
     assert (stored.confidence_SG.cpu() - wide.confidence_SG).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_places_of_blocks_are_laid_out_as_kernels_read_them(count: int) -> None:
+    """One block's rows were once a single number in disguise, which a kernel would have read past."""
+    firsts = torch.arange(count) * 70
+    where = DraftBlock.of(firsts, torch.zeros(count, 3, dtype=torch.int32), firsts.int() // 64, 5, torch.ones(4))
+    for paging in (where.own, where.whole):
+        tensors = [getattr(paging, name) for name in paging.__slots__ if name != "singles"]
+        assert all(t.is_contiguous() and t.dtype == torch.int32 for t in tensors)
+    assert where.own.positions_T.tolist() == [70 * i + k for i in range(count) for k in range(5)]
+    assert where.whole.positions_T.tolist() == [70 * i + 4 for i in range(count) for _ in range(5)]
+
+
 def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None:
     state = PagedModel(model, tokens=40)
     sequence = state.open()
