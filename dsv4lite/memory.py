@@ -15,17 +15,20 @@ from dsv4lite.device import available_memory, choose_device
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
+from dsv4lite.layout import Layout
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
-from dsv4lite.models.share import Share
+from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculative
+from dsv4lite.steptime import stage_floor
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import exchange_bytes, graph_bytes, paged_workspace, reference_workspace
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
+_AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -65,6 +68,28 @@ class DeviceBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPlan:
+    """One way to share a model among devices.
+
+    Attributes:
+        fits: Whether every rank's part does.
+        kv_tokens: Tokens whose state fits at once, in all replicas.
+        alone_s: Least seconds of a decode step of one sequence (``steptime.py``): to compare layouts, not to foretell speed.
+        full_s: The same with ``max_num_seqs`` sequences in every replica.
+    """
+
+    layout: Layout
+    fits: bool
+    kv_tokens: int
+    alone_s: float
+    full_s: float
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.alone_s:8.2f} ms {1e3 * self.full_s:8.2f} ms"
+        return f"  {self.layout!s:<28}{self.kv_tokens:>14,} tokens {times}  {'fits' if self.fits else 'does not fit'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What an engine will hold; prints as a table.
 
@@ -76,6 +101,7 @@ class MemoryPlan:
         bytes_per_sequence: Fixed state of a running sequence.
         fits: Whether the engine would start.
         advice: What would help; empty when all is well.
+        layouts: Where ``devices`` were given: every way to share the model, best first; the plan is the first one's.
     """
 
     model: str
@@ -88,6 +114,7 @@ class MemoryPlan:
     bytes_per_sequence: int
     fits: bool
     advice: tuple[str, ...] = ()
+    layouts: tuple[LayoutPlan, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.model}"]
@@ -104,7 +131,9 @@ class MemoryPlan:
             f"  {'such sequences at once':<28}{self.max_concurrency:>12,}",
             f"  {'fits':<28}{'yes' if self.fits else 'no':>12}",
         ]
-        return "\n".join(lines + [f"  advice: {line}" for line in self.advice])
+        if self.layouts:
+            lines.append("  layouts, with tokens of state, and the least time of a step of one sequence and of all:")
+        return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice)])
 
 
 def _gib(count: int) -> str:
@@ -330,12 +359,16 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
     return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
 
 
-def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, **settings: Any) -> MemoryPlan:
+def plan_memory(
+    model: str | EngineConfig, *, memory_bytes: int | None = None, devices: int | None = None, **settings: Any
+) -> MemoryPlan:
     """Work out what an engine would hold, from the checkpoint's config and headers alone.
 
     Args:
         model: Folder or hub id of a checkpoint, or a whole configuration.
-        memory_bytes: Memory of the device to plan for; default is this machine's.
+        memory_bytes: Memory of each device to plan for; default is this machine's.
+        devices: Compare all layouts of so many devices, and return the plan of the best: of those that fit, the one with the
+            shortest steps of many sequences.
         settings: Fields of ``EngineConfig``.
 
     Raises:
@@ -345,9 +378,46 @@ def plan_memory(model: str | EngineConfig, *, memory_bytes: int | None = None, *
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
     source = ModelSource.open(config, fetch=False)
     numerics = choose_numerics(config, source, choose_device(config))
+    if devices is not None:
+        return _best_plan(config, source, numerics, devices, memory_bytes)
     drafting, ranks = choose_drafting(config, source), range(config.layout.world)
     plans = [make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=memory_bytes) for rank in ranks]
     return merge_plans(plans)
+
+
+def _best_plan(config: EngineConfig, source: ModelSource, numerics: Numerics, devices: int, total: int | None) -> MemoryPlan:
+    """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
+
+    Raises:
+        ConfigError: There are no devices.
+    """
+    if devices < 1:
+        raise ConfigError(f"devices={devices} must be at least 1")
+    found: list[tuple[LayoutPlan, MemoryPlan]] = []
+    drafting = choose_drafting(config, source)
+    for layout in layouts_for(source.model, devices):
+        sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
+        one = replace(config, **sizes)
+        # The ranks of a stage hold equally much, and take equally long.
+        firsts = range(0, layout.world, layout.stage)
+        plans = [make_plan(one, source.model, numerics, drafting=drafting, rank=rank, total=total) for rank in firsts]
+        plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
+        shares = [Share.of(source.model, Mesh.outline(layout, rank)) for rank in firsts]
+        alone, full = (
+            sum(_floor(source.model, numerics, share, plan, count) for share, plan in zip(shares, plans, strict=True))
+            for count in (1, config.max_num_seqs)
+        )
+        found.append(
+            (LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=plan.kv_tokens * layout.dp, alone_s=alone, full_s=full), plan)
+        )
+    # More replicas do more in a step.
+    found.sort(key=lambda pair: (not pair[0].fits, pair[0].full_s / pair[0].layout.dp, -pair[0].kv_tokens))
+    return replace(found[0][1], layouts=tuple(layout for layout, _ in found))
+
+
+def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int) -> float:
+    form = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False, layers=share.layers)
+    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences)
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -8,11 +8,12 @@ chooses among them is everywhere, for these rows have a single head. ``v4_tensor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import torch
 
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.experts import can_tile
 from dsv4lite.layout import Layout
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes, stored_tensors
@@ -173,6 +174,41 @@ def check_layout(config: V4Config, layout: Layout) -> None:
         raise ConfigError(f"{layout}: ep exceeds tp x dp, so ranks repeat each other; raise dp to {layout.dp * layout.copies}")
     if layout.pp > max(1, config.num_hidden_layers):
         raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
+
+
+def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
+    """Return every layout of so many devices in which a model can be shared, those with fewer stages first."""
+    found = []
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    for pp, tp in product(sizes, sizes):
+        if devices % (pp * tp):
+            continue
+        stage = devices // pp
+        dp = stage // tp
+        for ep in dict.fromkeys((1, tp, stage)):
+            layout = Layout(tp=tp, ep=ep, dp=dp, pp=pp)
+            try:
+                check_layout(config, layout)
+                _check_blocks(config, layout)
+            except ConfigError:
+                continue
+            found.append(layout)
+    return tuple(found)
+
+
+def _check_blocks(config: V4Config, layout: Layout) -> None:
+    """Check that no cut goes through a scale block, or through the tiles that experts lie in.
+
+    Raises:
+        ConfigError: One does.
+    """
+    if not config.quantized:
+        return
+    if not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
+        raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
+    shards, blocks = shards_of(config, layout, 0), {"dense": (128, 128), "expert": (1, 32)}
+    for name, spec in official_shapes(replace(config, num_experts=1, experts_per_token=1)).items():
+        shards.cut(name, spec.shape, blocks.get(spec.kind, ()))
 
 
 def stages(config: V4Config, count: int) -> tuple[range, ...]:

@@ -46,7 +46,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"state": ("engine.cache",), "weights": ("weights",)},
     {"models": ("models",), "sampling": ("engine.sampl",)},
     {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
-    {"memory": ("memory", "device", "workspace")},
+    {"memory": ("memory", "device", "workspace", "steptime")},
     {"engine": ("engine",)},
     {"face": ("face", "llm")},
     {"integrations": ("integrations",)},

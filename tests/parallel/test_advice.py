@@ -1,0 +1,106 @@
+"""Which layout to choose: what fits, what it holds, and what its steps take at least."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4lite.engine.cache import StateLayout
+from dsv4lite.errors import ConfigError
+from dsv4lite.layout import Layout
+from dsv4lite.memory import plan_memory
+from dsv4lite.models.config import parse_config
+from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.steptime import HOP_S, LINK_BYTES_S, MEMORY_BYTES_S, stage_floor
+from tests.e2e.engines import SMALL
+from tests.golden import plain
+from tests.tiny import flash, pro
+
+MODEL = {**SMALL, "o_groups": 2, "n_routed_experts": 8}
+SETTINGS = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return str(path)
+
+
+def test_layouts_are_those_that_divide() -> None:
+    """Two output groups leave tp two ranks, and three layers leave pp two of four."""
+    expected = {(tp, ep, 4 // tp // pp, pp) for pp in (1, 2) for tp in (1, 2) for ep in (1, tp, 4 // pp)}
+    found = layouts_for(parse_config(MODEL), 4)
+    assert {(layout.tp, layout.ep, layout.dp, layout.pp) for layout in found} == expected
+    assert len(found) == len(expected) and {layout.world for layout in found} == {4}
+
+
+def test_layouts_leave_scale_blocks_whole() -> None:
+    """V4-Pro's experts, 3072 wide, are cut between blocks of 128 by eight ranks, but not by sixteen."""
+    assert Layout(tp=8) in layouts_for(pro(), 8) and Layout(tp=8) in layouts_for(flash(), 8)
+    assert not any(layout.tp == 16 for layout in layouts_for(pro(), 16))
+
+
+def test_plan_for_devices_is_that_of_the_best_layout(folder: str) -> None:
+    plan = plan_memory(folder, devices=4, **SETTINGS)
+    best = plan.layouts[0]
+    assert len(plan.per_device) == 4 and len(plan.layouts) == len(layouts_for(parse_config(MODEL), 4))
+    sizes = {
+        "tensor_parallel_size": best.layout.tp,
+        "expert_parallel_size": best.layout.ep,
+        "data_parallel_size": best.layout.dp,
+        "pipeline_parallel_size": best.layout.pp,
+    }
+    alone = plan_memory(folder, **sizes, **SETTINGS)
+    assert [device.weights for device in plan.per_device] == [device.weights for device in alone.per_device]
+    assert best.fits and best.kv_tokens == alone.kv_tokens * best.layout.dp
+    assert all(0 < layout.alone_s <= layout.full_s for layout in plan.layouts)
+    per_sequence = [layout.full_s / layout.layout.dp for layout in plan.layouts if layout.fits]
+    assert per_sequence == sorted(per_sequence)
+    assert str(best.layout) in str(plan)
+
+
+def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
+    whole = plan_memory(folder, **SETTINGS).per_device[0].used
+    plan = plan_memory(folder, devices=2, memory_bytes=whole - 1, **SETTINGS)
+    fits = [layout.fits for layout in plan.layouts]
+    assert fits == sorted(fits, reverse=True) and True in fits and False in fits
+    assert not next(layout.fits for layout in plan.layouts if layout.layout == Layout(dp=2))
+
+
+def test_any_number_of_devices_can_be_replicas(folder: str) -> None:
+    assert [layout.layout for layout in plan_memory(folder, devices=7, **SETTINGS).layouts] == [Layout(dp=7)]
+    with pytest.raises(ConfigError, match="devices=0 must be at least 1"):
+        plan_memory(folder, devices=0, **SETTINGS)
+
+
+def test_floor_counts_what_is_read_and_what_travels() -> None:
+    """With so many sequences that every expert is used, a step reads all weights but the embedding."""
+    config = replace(parse_config(MODEL), num_hidden_layers=2, ratios=(0, 0, 0))
+    for layout, sums in ((Layout(), 0), (Layout(tp=2), 2), (Layout(tp=2, ep=2), 2), (Layout(ep=2), 1)):
+        share = Share.of(config, Mesh.outline(layout, 0))
+        form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
+        sequences, weights = 1000, 10**9
+        got = stage_floor(config, plain(), share, form, weights, sequences)
+        rows = sequences * 2 * (config.window + config.index_topk) * 4 * config.head_dim
+        read = weights - 4 * len(share.vocab) * config.hidden_size + rows
+        travels = HOP_S + 4 * sequences * config.hidden_size / LINK_BYTES_S  # an all-reduce of two sends half of it twice
+        assert got == pytest.approx(read / MEMORY_BYTES_S + 2 * sums * travels, rel=1e-6)
+
+
+def test_floor_of_one_token_reads_its_experts_only() -> None:
+    config, layout = parse_config(MODEL), Layout(ep=2)
+    share = Share.of(config, Mesh.outline(layout, 0))
+    form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
+    one, all_of_them = (stage_floor(config, plain(), share, form, 10**9, count) for count in (1, 10**4))
+    expert = 3 * config.hidden_size * config.expert_width * 4
+    assert one < all_of_them
+    idle = config.num_hidden_layers * (4 - 4 * config.experts_per_token / 8) * expert
+    rows = config.num_hidden_layers * (config.window + config.index_topk) * 4 * config.head_dim
+    embed = 4 * config.vocab_size * config.hidden_size
+    travels = config.num_hidden_layers * (HOP_S + 4 * config.hidden_size / LINK_BYTES_S)
+    assert one == pytest.approx((10**9 - idle - embed + rows) / MEMORY_BYTES_S + travels, rel=1e-9)
