@@ -1,0 +1,115 @@
+"""Right and wrong guesses across every border of state and of a completion: what comes out has the bits of no guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP
+from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
+from tests.e2e.test_engine_determinism import MODELS, Ask, ask_all
+from tests.e2e.test_speculation import Oracle, same_outputs
+
+VOCAB = SMALL["vocab_size"]
+SOME: Mapping[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+
+
+def crossing() -> list[Ask]:
+    """Return requests whose completions begin before groups of 4 and 128, windows and pages end, and end after it."""
+    prompts = prompts_of((1, 3, 57, 60, 118, 122, 247, 250, 254), VOCAB, seed=7)
+    return [Ask(f"{len(p)}", p, SamplingParams(**SOME, seed=len(p), temperature=i % 3 / 2)) for i, p in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param], seed=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Mapping[str, RequestOutput]:
+    with opened(model, deterministic=True, max_num_seqs=9) as llm:
+        return ask_all(llm, crossing())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_borders_of_state_are_crossed_with_guesses(model: Path, expected: Mapping[str, RequestOutput], share: float) -> None:
+    with opened(model, deterministic=True, max_num_seqs=9, speculative=Oracle(expected, k=3, share=share)) as llm:
+        same_outputs(ask_all(llm, crossing()), expected)
+        assert llm.stats().speculation.accepted > 20
+
+
+def test_sequences_that_give_way_and_come_back_keep_guessing(model: Path, expected: Mapping[str, RequestOutput]) -> None:
+    """So few pages that sequences are sent back to the queue; prefixes are found again with what the drafter's window holds."""
+    settings = {"max_num_seqs": 6, "max_model_len": 270, "deterministic": True}
+    oracle = Oracle(expected, k=2, share=0.7)
+    room = room_for(model, 3, **settings, speculative=(oracle, MTP(2, adaptive=False)))
+    with opened(model, **settings, kv_cache_memory_bytes=room, speculative=(oracle, MTP(2, adaptive=False))) as llm:
+        for _ in range(2):
+            same_outputs(ask_all(llm, crossing()), expected)
+        assert llm.stats().preemptions > 0 and llm.stats().speculation.accepted > 10
+
+
+def test_planned_memory_is_what_guessing_takes(model: Path) -> None:
+    with opened(model, speculative=MTP(3)) as llm:
+        plan, cache = llm.memory(), engine_of(llm)._runner.cache
+        assert cache.nbytes == plan.per_device[0].state
+        assert plan.per_device[0].weights == sum(
+            t.nbytes for t in (*engine_of(llm)._runner.model.parameters(), *engine_of(llm)._runner.model.buffers())
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ borders of a completion
+
+
+def ends(text: str, tokens: Sequence[int]) -> list[tuple[str, SamplingParams]]:
+    """Return settings that end a completion of 24 known tokens inside or at the end of runs with guesses."""
+    some: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+    found = [(f"max {n}", SamplingParams(**some, max_tokens=n)) for n in (1, 2, 3, 4, 5, 6, 7, 23, 24)]
+    found += [(f"id {i}", SamplingParams(**some, max_tokens=24, stop_token_ids=[tokens[i]])) for i in (0, 1, 2, 5, 9)]
+    found += [(f"min {i}", SamplingParams(**some, max_tokens=24, stop_token_ids=[tokens[i]], min_tokens=i)) for i in (3, 8)]
+    found += [(f"text {i}", SamplingParams(**some, max_tokens=24, stop=[text[i : i + 2]])) for i in (1, 2, 6, 11)]
+    return found
+
+
+def test_completions_end_inside_guesses(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, seed=2)
+    (prompt,) = prompts_of((30,), VOCAB, seed=9)
+    with opened(folder, deterministic=True) as llm:
+        whole = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        asked = [Ask(name, prompt, params) for name, params in ends(whole.text, whole.token_ids)]
+        expected = ask_all(llm, asked)
+        llm.generate(prompt, asked[0].params)  # by its end the engine has heard of the last stop string, too
+    assert {output.outputs[0].finish_reason for output in expected.values()} == {"length", "stop"}
+    for share in (1.0, 0.7):
+        with opened(folder, deterministic=True, speculative=Oracle({"": whole}, k=4, share=share)) as llm:
+            same_outputs(ask_all(llm, asked), expected)
+            llm.generate(prompt, asked[0].params)
+
+
+def test_longest_sequences_are_filled_to_the_last_token(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, seed=2)
+    (prompt,) = prompts_of((50,), VOCAB, seed=9)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    with opened(folder, deterministic=True, max_model_len=66) as llm:
+        expected = llm.generate(prompt, params)
+    with opened(folder, deterministic=True, max_model_len=66, speculative=Oracle({"": expected}, k=4, share=1.0)) as llm:
+        output = llm.generate(prompt, params)
+    assert output.token_ids == expected.token_ids and len(prompt) + len(output.token_ids) == 66
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_aborts_and_deadlines_between_steps_with_guesses_leave_nothing(tmp_path: Path) -> None:
+    """``opened`` asserts that every page, slot and snapshot is back."""
+    folder = write_model(tmp_path, seed=2)
+    with opened(folder, speculative=MTP(2, adaptive=False)) as llm:
+        for turn, prompt in enumerate(prompts_of((5, 70, 250, 300), VOCAB, seed=1)):
+            with llm.stream(prompt, SamplingParams(n=3, ignore_eos=True, seed=turn)) as stream:
+                for _, _ in zip(range(4 + turn), stream, strict=False):
+                    pass
+            late = llm.generate(prompt, SamplingParams(ignore_eos=True, seed=turn), deadline=0.15)
+            assert late.outputs[0].finish_reason == "deadline"
+        assert llm.stats().speculation.drafted > 10
