@@ -39,6 +39,7 @@ class Block:
         rows: Tokens of one block.
         tiles: Tiles of 64 weight rows.
         num_stages: Of the weight stream.
+        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
         max_registers: Per thread, where more would halve the programs on a multiprocessor.
     """
 
@@ -47,11 +48,21 @@ class Block:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    unroll: int = 1
+
+    def unroll_of(self, fp4: bool) -> int:
+        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are twice as long already."""
+        return self.unroll if fp4 else 1
 
 
-# By the most pairs of token and expert there are for each expert; the first two differ in programs: few pairs need many.
-FEW = Block(rows=16, tiles=1, num_warps=4, num_stages=5)
-FEW_PAIRS = 24
+# By the most pairs of token and expert there are: few need many programs.
+FEW: tuple[tuple[int, Block], ...] = (
+    (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
+    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
+    (96, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+)
+# By the most pairs there are for each expert.
 BLOCKS: tuple[tuple[int | None, Block], ...] = (
     (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
     (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
@@ -61,9 +72,8 @@ BLOCKS: tuple[tuple[int | None, Block], ...] = (
 
 def block_for(pairs: int, experts: int) -> Block:
     """Return how to multiply, from the numbers of pairs and of experts alone."""
-    if pairs <= FEW_PAIRS:
-        return FEW
-    return next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
+    few = [block for most, block in FEW if pairs <= most]
+    return few[0] if few else next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
@@ -166,6 +176,7 @@ def _product(
     FP4: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Return ``w @ x.T``, float32 [TILES * 64, rows].
 
@@ -180,7 +191,7 @@ def _product(
     bits = tl.reshape(tl.load(scales), (TILES * 64,))
     base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
-    for c in tl.range(0, CHUNKS, num_stages=STAGES):
+    for c in tl.range(0, CHUNKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         unit = tl.load(words + c * ROWS).to(tl.float32, bitcast=True)
         s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
         numbers = _inputs(x + c * 128, valid, NATIVE)
@@ -230,6 +241,7 @@ def _gate_up_kernel(
     FP4: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
     CHUNKS: tl.constexpr = HIDDEN // 128
@@ -259,6 +271,7 @@ def _gate_up_kernel(
             FP4,
             NATIVE,
             STAGES,
+            UNROLL,
         ),
         NATIVE,
     )
@@ -303,6 +316,7 @@ def _down_kernel(
     FP4: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
     CHUNKS: tl.constexpr = WIDTH // 128
@@ -332,6 +346,7 @@ def _down_kernel(
             FP4,
             NATIVE,
             STAGES,
+            UNROLL,
         ),
         NATIVE,
     )
@@ -432,6 +447,7 @@ class _Work:
             "ROWS": self.block.rows,
             "TILES": self.block.tiles,
             "STAGES": self.block.num_stages,
+            "UNROLL": self.block.unroll_of(weights.fp4),
             "FP4": weights.fp4,
             "NATIVE": self.native,
             "num_warps": self.block.num_warps,
@@ -603,7 +619,7 @@ def variants() -> list[Variant]:
         "GROUPS_TILE": _WIDTH // GROUP,
     }
     words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
-    for rows, chunk, counted in ((FEW.rows, _SCAN_CHUNKS[0], False), (BLOCKS[-1][1].rows, _SCAN_CHUNKS[-1], True)):
+    for rows, chunk, counted in ((FEW[0][1].rows, _SCAN_CHUNKS[0], False), (BLOCKS[-1][1].rows, _SCAN_CHUNKS[-1], True)):
         found.append(
             Variant(
                 kernel=_group_kernel,
@@ -611,7 +627,7 @@ def variants() -> list[Variant]:
                 constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
             )
         )
-    for block, fp4 in product((FEW, *(block for _, block in BLOCKS)), (False, True)):
+    for block, fp4 in product((block for _, block in (*FEW, *BLOCKS)), (False, True)):
         for native, capabilities in _BY_E4M3:
             found += _products(block, fp4, native, capabilities)
     return found
@@ -624,6 +640,7 @@ def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ..
     gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
     down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
     constants = {"HIDDEN": _HIDDEN, "WIDTH": _WIDTH, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
+    constants |= {"UNROLL": block.unroll_of(fp4)}
     return [
         Variant(
             kernel=kernel,

@@ -289,6 +289,14 @@ def _softmax(a, b, c, d, eps):
 
 
 @triton.jit
+def _inverse(x, NATIVE: tl.constexpr):
+    """Return ``1 / x`` of numbers far from the ends of float32's range, to the last place but one."""
+    if NATIVE:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
+
+
+@triton.jit
 def _mix(
     sums,
     base,
@@ -306,6 +314,7 @@ def _mix(
     UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
     ITERS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Write ``post`` and ``comb`` of some tokens; a number of a token's matrix is in one register."""
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -331,12 +340,12 @@ def _mix(
     r0 = tl.full(c0.shape, 1.0, tl.float32)
     r1, r2, r3 = r0, r0, r0
     for _ in range(ITERS - 1):
-        w0, w1, w2, w3 = 1.0 / c0, 1.0 / c1, 1.0 / c2, 1.0 / c3
+        w0, w1, w2, w3 = _inverse(c0, NATIVE), _inverse(c1, NATIVE), _inverse(c2, NATIVE), _inverse(c3, NATIVE)
         r0 = _weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
         r1 = _weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
         r2 = _weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
         r3 = _weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
-        w0, w1, w2, w3 = 1.0 / r0, 1.0 / r1, 1.0 / r2, 1.0 / r3
+        w0, w1, w2, w3 = _inverse(r0, NATIVE), _inverse(r1, NATIVE), _inverse(r2, NATIVE), _inverse(r3, NATIVE)
         c0 = _weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
         c1 = _weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
         c2 = _weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
@@ -409,6 +418,7 @@ def collapse_kernel(
                 UNITS,
                 MIX_TOKENS,
                 ITERS,
+                NATIVE,
             )
     else:
         token = (program - mixers).to(tl.int64)

@@ -14,7 +14,7 @@ from dsv4lite.kernels.quantize import quantize_fp8
 pytest.importorskip("triton")
 
 from dsv4lite.kernels import experts_triton
-from dsv4lite.kernels.experts_triton import BLOCKS, FEW, FEW_PAIRS, Block, block_for, experts_forward_triton, most_blocks, variants
+from dsv4lite.kernels.experts_triton import BLOCKS, FEW, Block, block_for, experts_forward_triton, most_blocks, variants
 
 pytestmark = pytest.mark.kernel
 
@@ -70,7 +70,7 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-EVERY_BLOCK = [FEW, *(block for _, block in BLOCKS)]
+EVERY_BLOCK = [block for _, block in (*FEW, *BLOCKS)]
 SHAPES = [pytest.param(5, 256, 128, 2, id="small")]
 if ON_GPU:
     SHAPES += [pytest.param(256, 4096, 2048, 6, id="flash"), pytest.param(48, 7168, 3072, 6, id="pro")]
@@ -94,7 +94,7 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
     assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
 
 
-@pytest.mark.parametrize("block", EVERY_BLOCK, ids=lambda block: f"{block.rows}x{block.tiles}")
+@pytest.mark.parametrize("block", EVERY_BLOCK, ids=lambda block: f"{block.rows}x{block.tiles}x{block.num_stages}x{block.unroll}")
 def test_every_block_size_gives_the_same_bits(block: Block) -> None:
     w13, w2 = experts(3, 128, 256, fp4=True)
     given = inputs(19, 128, 3, 2)
@@ -167,8 +167,8 @@ def test_tokens_without_experts_get_the_shared_one_alone() -> None:
 
 
 def test_blocks_grow_with_the_pairs_of_each_expert() -> None:
-    assert block_for(FEW_PAIRS, 256) is FEW
-    assert [block_for(pairs, 8).rows for pairs in (25, 128, 129, 256, 257, 10**6)] == [16, 16, 32, 32, 64, 64]
+    assert [block_for(pairs, 256) for pairs in (1, 8, 9, 16, 17, 24, 25, 96)] == [FEW[at][1] for at in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert [block_for(pairs, 8).rows for pairs in (97, 128, 129, 256, 257, 10**6)] == [16, 16, 32, 32, 64, 64]
 
 
 def test_variants_cover_every_block() -> None:
