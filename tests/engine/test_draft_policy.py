@@ -70,7 +70,7 @@ GOOD, MIDDLING, BAD = (0.85, 0.7, 0.6, 0.5), (0.4, 0.3, 0.2, 0.2), (0.05, 0.05, 
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.2])
-@pytest.mark.parametrize("num_sequences", [1, 8, 64, 256])
+@pytest.mark.parametrize("num_sequences", [1, 16, 256])
 @pytest.mark.parametrize("acceptance", [GOOD, MIDDLING, BAD], ids=["good", "middling", "bad"])
 def test_policy_is_hardly_slower_than_the_best_fixed_choice(acceptance: Sequence[float], num_sequences: int, noise: float) -> None:
     engine = Engine(gpu, noise)
@@ -120,7 +120,7 @@ def test_policy_does_not_flap_where_nothing_is_to_be_gained() -> None:
 
 def test_policy_serves_all_sizes_of_a_load_that_rises_and_falls() -> None:
     engine = Engine(gpu, 0.1)
-    for i in range(12_000):
+    for i in range(6400):
         engine.run(1, 1 + abs(i // 20 % 160 - 80), GOOD)
     assert engine.tokens > 0.97 * engine.best
     assert engine.tokens > 0.97 * engine.switched
