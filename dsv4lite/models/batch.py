@@ -327,11 +327,15 @@ def make_paged_batch(
         _flat([s.window_pages for s in sequences], -1),
         _flat([s.pages for s in sequences], 0),
     ]
-    packed = torch.tensor([value for column in columns for value in column], dtype=torch.int32, device="cpu")
+    # Each begins at a multiple of 16 bytes: kernels are compiled for what is known of addresses, and are not to be compiled in traffic.
+    aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
+    packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split([len(c) for c in columns])
-    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = parts
+    parts = packed.split([len(column) for column in aligned])
+    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = (
+        part[: len(column)] for part, column in zip(parts, columns, strict=True)
+    )
     paging = Paging(
         positions_T=positions,
         sequence_T=sequence,

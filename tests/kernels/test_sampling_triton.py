@@ -77,10 +77,10 @@ def test_log_probabilities_are_the_references(rows: int, vocabulary: int) -> Non
     logits[:, 5:][:, ::11] = -INF
     token_ids = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(1))
     logprobs, ranks, top, log_sums = (x.cpu() for x in token_logprobs_triton(logits.to(DEVICE), token_ids.to(DEVICE)))
-    wanted, wanted_ranks, _, _ = token_logprobs_ref(logits, token_ids, 0)
+    wanted, wanted_ranks, _, _ = token_logprobs_ref(logits.double(), token_ids, 0)
     assert torch.equal(ranks, wanted_ranks)
-    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(logits - top - log_sums, logits.log_softmax(-1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close((logits - top - log_sums).double(), logits.double().log_softmax(-1), rtol=1e-6, atol=1e-5)
     assert not counters_of(DEVICE).any()
 
 
