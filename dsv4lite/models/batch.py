@@ -327,7 +327,7 @@ def make_paged_batch(
         _flat([s.window_pages for s in sequences], -1),
         _flat([s.pages for s in sequences], 0),
     ]
-    # Each begins at a multiple of 16 bytes: kernels are compiled for what is known of addresses, and are not to be compiled in traffic.
+    # Each begins at a multiple of 16 bytes: kernels are compiled for what is known of addresses, and not in traffic.
     aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
     packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
     if device.type == "cuda":

@@ -43,13 +43,17 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, what the reference path says on the CPU, and how far apart two ways of rounding may take a log-probability."""
+    """A model, what the reference path says on the CPU, and how far rounding takes its log-probabilities: of 99 % of them, of all.
+
+    It takes some further than others: where it decides which expert or entry is chosen.
+    """
 
     folder: Path
     dtype: str
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Tensor]
     rounding: float
+    most: float
 
     def on_gpu(self, **settings: Any) -> Any:
         given = {"device": DEVICE, "dtype": self.dtype, "max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20, **settings}
@@ -71,7 +75,7 @@ class Reference:
         """Assert that the reference sees no difference between two next tokens but rounding."""
         with opened(self.folder, dtype=self.dtype) as cpu:
             a, b = (float(cpu.score(context, [token]).sampled[0]) for token in (ours, theirs))
-        assert a - b <= 2 * self.rounding, (a, b, self.rounding)
+        assert a - b <= 2 * self.most, (a, b, self.most)
 
 
 def scores(llm: LLM, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -86,11 +90,12 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     with opened(folder, dtype=dtype, max_num_seqs=32) as cpu:
         tokens = [output.outputs[0].token_ids for output in cpu.generate_batch(PROMPTS, PARAMS)]
         logprobs = scores(cpu, tokens)
-    rounding = 1e-4
+    rounding = most = 1e-4
     if dtype == "bfloat16":
         with opened(folder, dtype="float32") as exact:
-            rounding = float((torch.cat(scores(exact, tokens)) - torch.cat(logprobs)).abs().max())
-    yield Reference(folder, dtype, tokens, logprobs, rounding)
+            apart = (torch.cat(scores(exact, tokens)) - torch.cat(logprobs)).abs()
+        rounding, most = float(apart.quantile(0.99)), float(apart.max())
+    yield Reference(folder, dtype, tokens, logprobs, rounding, most)
 
 
 def test_steps_run_on_pages_and_from_graphs(reference: Reference) -> None:

@@ -16,10 +16,15 @@ ROTARY = Rotary.of(main=torch.ones(32), compress=torch.ones(32), ratios=(0, 4, 1
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (3, 5), (1, 1, 7), (301,), (1, 1, 1, 1, 302)])
 def test_places_of_a_step_are_aligned_whatever_its_lengths(lengths: tuple[int, ...]) -> None:
-    """Triton compiles a kernel anew for addresses that are no multiples of 16: prompts of three lengths of four met that in traffic."""
+    """Triton compiles a kernel anew for addresses that are no multiples of 16: prompts of most lengths met that in traffic."""
     sequences = [
         SequenceInput(
-            token_ids=range(7, 7 + n), start=5 + i, slot=i, pages=[3 * i, 3 * i + 1], window_first=0, window_pages=range(1 + n // 64)
+            token_ids=range(7, 7 + n),
+            start=5 + i,
+            slot=i,
+            pages=[3 * i, 3 * i + 1],
+            window_first=0,
+            window_pages=range(1 + n // 64),
         )
         for i, n in enumerate(lengths)
     ]
