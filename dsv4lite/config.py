@@ -94,6 +94,9 @@ class EngineConfig:
         expert_parallel_size: Ranks that share the routed experts; they run over the ranks of tensor and data parallelism.
         data_parallel_size: Replicas of attention, each with requests and state of its own.
         pipeline_parallel_size: Stages of consecutive layers.
+        redundant_experts: Places for copies of popular experts in every layer, on all ranks that share experts together; with any
+            number, even 0, experts move where they are needed. ``None``: they stay where they are.
+        rebalance_steps: Steps after which they move.
         executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
@@ -130,6 +133,8 @@ class EngineConfig:
     expert_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    redundant_experts: int | None = None
+    rebalance_steps: int = 3000
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None
@@ -171,6 +176,12 @@ class EngineConfig:
             raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
 
     def _check_ranks(self) -> None:
+        for name, least in (("redundant_experts", 0), ("rebalance_steps", 1)):
+            value = getattr(self, name)
+            if (value is not None or least) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+        if self.redundant_experts is not None and self.layout.ep == 1:
+            raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
         for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):

@@ -181,9 +181,13 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     )
 
 
-def weight_bytes(model: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, with_mtp: bool) -> int:
+def weight_bytes(
+    model: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, with_mtp: bool, redundant_experts: int | None = None
+) -> int:
     """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them."""
-    skeleton = DeepseekV4(model, replace(numerics, device=torch.device("meta")), mesh, with_mtp=with_mtp)
+    skeleton = DeepseekV4(
+        model, replace(numerics, device=torch.device("meta")), mesh, redundant_experts=redundant_experts, with_mtp=with_mtp
+    )
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
@@ -293,12 +297,12 @@ def make_plan(
     available, total = (total, total) if total is not None else _memory_of(numerics.device)
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
-    share = Share.of(model, mesh)
+    share, extra = Share.of(model, mesh), config.redundant_experts
     drafts, dtype, quantized = drafting.own is not None and share.last, numerics.dtype, numerics.quantized
     layout = StateLayout.of(
         model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
     )
-    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts)
+    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, redundant_experts=extra)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     workspace, graphs = _working(config, share.local(model), numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
     if config.layout.world > 1:

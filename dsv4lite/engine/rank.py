@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir
 from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
+from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
@@ -113,8 +115,10 @@ class Prospect:
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
             own = drafting.own
-            report = progress or False
-            model = self.source.build(self.numerics, mesh, with_mtp=own is not None, seed=config.seed, progress=report)
+            report, extra = progress or False, config.redundant_experts
+            model = self.source.build(
+                self.numerics, mesh, with_mtp=own is not None, redundant_experts=extra, seed=config.seed, progress=report
+            )
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
@@ -135,7 +139,11 @@ class Prospect:
             if own is not None:
                 assert sampler is not None, "a model's own drafter works on a single rank only"
                 drafter = make_drafter(own, model, cache, sampler)
-            runner = Runner(model, cache, sampler, graphs, drafter, mesh)
+            balancer = None
+            if extra is not None:
+                refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
+                balancer = Balancer(model, refill, config.rebalance_steps)
+            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
             with torch.inference_mode():
                 runner.warm_up(config.max_num_batched_tokens, config.compile_cache_dir or default_cache_dir(), progress)
             return runner

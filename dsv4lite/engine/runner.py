@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
+from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import DeviceDrafter
 from dsv4lite.engine.graphs import DecodeGraphs
@@ -77,6 +78,7 @@ class Runner:
         graphs: Recorded decode steps.
         drafter: Guesses ahead.
         mesh: The ranks of the engine, which run the same steps.
+        balancer: Moves experts.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Runner:
         graphs: DecodeGraphs | VerifyGraphs | None = None,
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         self.model = model
+        self._balancer = balancer
         self.cache = cache
         self.sampler = sampler
         self._mesh = mesh = mesh or Mesh.single()
@@ -204,6 +208,8 @@ class Runner:
 
     def take_part(self) -> None:
         """Let this rank's experts work for replicas that have something to run, while its own has nothing."""
+        if self._balancer is not None:
+            self._balancer.step()
         if self.model.paged:
             self._run_padding(1)
         else:
@@ -216,6 +222,8 @@ class Runner:
             plan: What to run.
             recorder: Looks at the step, and may save it.
         """
+        if self._balancer is not None:
+            self._balancer.step()
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
         routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []

@@ -147,6 +147,7 @@ class ModelSource:
         *,
         with_mtp: bool,
         dispatcher: str | DispatcherFactory = "auto",
+        redundant_experts: int | None = None,
         seed: int = 0,
         progress: bool | Progress = False,
     ) -> DeepseekV4:
@@ -157,6 +158,7 @@ class ModelSource:
             mesh: This rank's place; default is that there are no others.
             with_mtp: Whether the drafter is wanted.
             dispatcher: How tokens get to experts on other ranks.
+            redundant_experts: As for ``DeepseekV4``.
             seed: Of random weights; every rank gets its part of the same ones.
             progress: Told of the bytes read.
 
@@ -168,7 +170,9 @@ class ModelSource:
         shards = shards_of(self.model, mesh.layout, mesh.rank)
         started = time.monotonic()
         report = log_progress if progress is True else progress or None
-        model = DeepseekV4(self.model, numerics, mesh, dispatcher=dispatcher, with_mtp=with_mtp)
+        model = DeepseekV4(
+            self.model, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp
+        )
         slots = model.slots()
         if self.checkpoint is not None:
             load(self.checkpoint, slots, progress=report, shards=shards)

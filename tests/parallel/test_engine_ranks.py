@@ -138,6 +138,36 @@ def test_ranks_give_what_one_rank_gives(
     assert time.monotonic() - started < ENOUGH_S and not any(map(is_alive, pids.values()))
 
 
+def test_experts_move_while_requests_run(model: Path, expected: list[RequestOutput]) -> None:
+    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread"}
+    with LLM(str(model), **MODEST, **settings) as llm:
+        ranks = engine_of(llm)._crew
+        assert isinstance(ranks, Ranks) and ranks._local is not None
+        layers = ranks._local.model.layers
+        before = [layer.ffn.placement for layer in layers]
+        assert_same(all_kinds(llm), expected)
+        assert [layer.ffn.placement for layer in layers] != before
+        assert {len(layer.ffn.placement.experts) for layer in layers} == {SMALL["n_routed_experts"] + 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"redundant_experts": 2}, "redundant_experts=2 needs expert_parallel_size above 1"),
+        ({"redundant_experts": -1, "expert_parallel_size": 2}, "redundant_experts=-1 must be an integer of at least 0"),
+        ({"rebalance_steps": 0}, "rebalance_steps=0 must be an integer of at least 1"),
+    ],
+)
+def test_bad_settings_of_balancing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **settings)
+
+
+def test_slots_for_experts_must_divide(model: Path) -> None:
+    with pytest.raises(ConfigError, match="5 expert slots on 2 ranks: must be a multiple of 2"):
+        LLM(str(model), **MODEST, expert_parallel_size=2, redundant_experts=1, executor="thread")
+
+
 def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseException]:
     """Send a signal to a rank, and return what open requests and the next one get."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)
