@@ -129,9 +129,11 @@ class Prospect:
             if model.paged and device.type == "cuda":
                 if sampler is not None and not drafting.max_drafts and layout.world == 1:  # a row for each sequence
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
-                longest, most = plan.max_model_len, drafting.max_drafts
+                longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
                 if whole and most:
-                    graphs = VerifyGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, max_drafts=most)
+                    graphs = VerifyGraphs(
+                        model, cache, max_num_seqs=rows, max_model_len=longest, max_drafts=most, max_tokens=tokens
+                    )
                 elif whole:
                     graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)

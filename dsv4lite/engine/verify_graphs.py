@@ -58,9 +58,19 @@ class VerifyGraphs:
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
         max_drafts: Most guesses of a sequence.
+        max_tokens: Most rows of a step; one that would need more of them runs without a graph.
     """
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, *, max_num_seqs: int, max_model_len: int, max_drafts: int) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4,
+        cache: StateCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_drafts: int,
+        max_tokens: int,
+    ) -> None:
         self._model = model
         self._cache = cache
         self.last_token = empty_last_token(cache)
@@ -69,16 +79,21 @@ class VerifyGraphs:
         self._held: dict[int, tuple[int, ...]] = {}
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        self.shapes = [(size, width) for size in graph_sizes(max_num_seqs) for width in (1, 1 + max_drafts)]
+        sizes, widths = graph_sizes(max_num_seqs), (1, 1 + max_drafts)
+        self.shapes = [(size, width) for size in sizes for width in widths if size * width <= max_tokens]
         # Of the step that ran last, whichever graph it was.
-        rows = max_num_seqs * (1 + max_drafts)
+        rows = max((size * width for size, width in self.shapes), default=0)
         self._logits = torch.empty(rows, model.config.vocab_size, dtype=torch.float32, device=cache.device)
 
     def covers(self, plan: StepPlan) -> bool:
         """Whether a step can be replayed: one known token and guesses of each sequence, and nothing wanted but what follows."""
-        return 0 < len(plan.sequences) <= self.shapes[-1][0] and all(
-            s.decodes and s.sample and s.score is None and s.token_ids[0] != IN_FLIGHT for s in plan.sequences
-        )
+        sequences = plan.sequences
+        plain = all(s.decodes and s.sample and s.score is None and s.token_ids[0] != IN_FLIGHT for s in sequences)
+        return plain and self._shape_for(sequences) is not None
+
+    def _shape_for(self, sequences: Sequence[SequencePlan]) -> tuple[int, int] | None:
+        most = max(len(s.token_ids) for s in sequences)
+        return next((shape for shape in self.shapes if shape[0] >= len(sequences) and shape[1] >= most), None)
 
     def rehearse(self, shape: tuple[int, int]) -> Tensor:
         """Run a step of sequences that are all padding; return its inputs.
@@ -109,8 +124,8 @@ class VerifyGraphs:
 
     def replay(self, sequences: Sequence[SequencePlan]) -> VerifyOutput:
         """Run a step; the rows of the sequences lie one behind the other, ``width`` of each, those that it does not need empty."""
-        most = max(len(s.token_ids) for s in sequences)
-        shape = next((size, width) for size, width in self.shapes if size >= len(sequences) and width >= most)
+        shape = self._shape_for(sequences)
+        assert shape is not None, "a step that no graph covers"
         if shape not in self._captured:
             self.capture(shape)
         captured = self._captured[shape]

@@ -180,7 +180,9 @@ def test_guesses_on_pages_change_no_token(
 
     def record(engine: Any) -> EagerGraphs:
         runner = engine._runner
-        runner._graphs = EagerGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2))
+        runner._graphs = EagerGraphs(
+            runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2), max_tokens=24
+        )
         return runner._graphs  # type: ignore[no-any-return]
 
     for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
@@ -190,7 +192,7 @@ def test_guesses_on_pages_change_no_token(
             stats = llm.stats().speculation
         for name, output in expected.items():
             assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
-        assert stats.drafted > 20 and (graphs is None or graphs.steps > 10)
+        assert stats.drafted > 20 and (graphs is None or graphs.steps > 4)
     assert stats.accepted > 20
 
 
