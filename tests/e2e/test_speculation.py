@@ -181,7 +181,7 @@ def test_guesses_on_pages_change_no_token(
     def record(engine: Any) -> EagerGraphs:
         runner = engine._runner
         runner._graphs = EagerGraphs(
-            runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2), max_tokens=24
+            runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2), max_tokens=32
         )
         return runner._graphs  # type: ignore[no-any-return]
 
