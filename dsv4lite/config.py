@@ -50,6 +50,12 @@ def default_cache_dir() -> str:
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4lite")
 
 
+def local_rank() -> int | None:
+    """Return which of a machine's ranks this process is, if a launcher such as torchrun says so."""
+    told = os.environ.get("LOCAL_RANK", "")
+    return int(told) if told.isdecimal() else None
+
+
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (bool,), "True or False") for name in ("enable_prefix_caching", "deterministic")),
     *(

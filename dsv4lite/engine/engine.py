@@ -20,17 +20,19 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.pages import Pools
-from dsv4lite.engine.rank import Alone, drafting_of, grammar_compiler
+from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, Replicas
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.engine.serve import Guest
 from dsv4lite.engine.speculator import Guesses, SpeculationStats
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.models.config import V4Config
+from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
@@ -118,7 +120,8 @@ class Engine:
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._recorder: StepRecorder | None = None
-        self._crew: Alone | Ranks
+        self._crew: Alone | Ranks | Guest
+        self._guest: Guest | None = None
         self._runner: Runner | Ranks
 
     # ------------------------------------------------------------------------------------------------- from other threads
@@ -199,7 +202,7 @@ class Engine:
         return self._plan
 
     def close(self) -> None:
-        """End every request as aborted, free everything and join the thread.
+        """End every request as aborted, free everything and join the thread; a rank that follows waits for the leader to do so.
 
         May be called twice, and from any thread but the engine's.
         """
@@ -215,6 +218,8 @@ class Engine:
         if self._thread is None or self._closing:
             state = "closed" if self._closing else "new"
             raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
+        if self._guest is not None:
+            raise EngineStateError("this rank follows rank 0, which alone takes requests", state="following")
         self._inbox.put(command)
         if self._ended:  # it ended in this very moment, and will not look again
             self._answer_rest()
@@ -234,6 +239,9 @@ class Engine:
             ready.set_result(None)
             try:
                 with torch.inference_mode():
+                    if self._guest is not None:
+                        self._guest.work()
+                        self._closing = True
                     while not self._closing:
                         self._drain()
                         if not self._closing and not self._paused:
@@ -246,8 +254,12 @@ class Engine:
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
-        several = config.layout.world > 1 or config.place_of_ranks != "thread"
-        crew = self._crew = Ranks(config, self._lose) if several else Alone(config)
+        crew = self._crew = self._recruit()
+        if isinstance(crew, Guest):
+            survey = crew.open(stack).survey
+            self._plan, self._guest = survey.plan, crew
+            self._inform(survey, survey.plan, Tokenizer.from_folder(config.tokenizer or survey.folder))
+            return
         survey, self._plan = crew.survey(stack)
         plan = self._plan
         require_fit(plan)
@@ -264,6 +276,26 @@ class Engine:
         # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
         overlap = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
         self._overlap = overlap and self._guesses is None
+        self._inform(survey, plan, tokenizer)
+
+    def _recruit(self) -> Alone | Ranks | Guest:
+        """Return who runs the steps."""
+        config = self.config
+        if config.place_of_ranks != "external":
+            several = config.layout.world > 1 or config.place_of_ranks == "process"
+            return Ranks(config, self._lose) if several else Alone(config)
+        host = HostRanks.of(config)
+        config = self.config = host.config
+        problem: DSV4LiteError | None = None
+        try:
+            device_of(config, host.rank)
+        except DSV4LiteError as error:
+            problem = error
+        machines = host.agree(problem)
+        return Ranks(config, self._lose, (host, machines)) if host.rank == 0 else Guest(host)
+
+    def _inform(self, survey: Survey, plan: MemoryPlan, tokenizer: Tokenizer) -> None:
+        vocab_size = survey.model.vocab_size
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
@@ -497,7 +529,9 @@ class Engine:
         """Drop tensors, and answer those who still wait."""
         self._in_flight = None
         self._routed.clear()
-        del self._runner, self._crew, self._scheduler, self._recorder
+        self._guest = None
+        for part in ("_runner", "_crew", "_scheduler", "_recorder"):  # a guest has not all of them
+            vars(self).pop(part, None)
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
         self._ended = True

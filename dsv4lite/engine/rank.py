@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsv4lite.config import EngineConfig, Progress, default_cache_dir
+from dsv4lite.config import EngineConfig, Progress, default_cache_dir, local_rank
 from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
@@ -194,14 +194,18 @@ def require_devices(config: EngineConfig) -> None:
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """Return the device of a rank that this package has started.
+    """Return the device of a rank.
 
     Raises:
         ConfigError, UnsupportedError: It does not exist, or cannot be used.
     """
     several = config.layout.world > 1
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return choose_device(replace(config, executor="external", device=f"cuda:{rank}") if several and on_gpu else config)
+    if not (several and on_gpu):
+        return choose_device(config)
+    own = local_rank() if config.place_of_ranks == "external" else None
+    number = rank % max(1, torch.cuda.device_count()) if own is None and config.place_of_ranks == "external" else own
+    return choose_device(replace(config, executor="external", device=f"cuda:{rank if number is None else number}"))
 
 
 def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:
@@ -239,7 +243,9 @@ def bare(config: EngineConfig) -> EngineConfig:
         for drafter in check_speculative(config.speculative)
     )
     speculative = drafters or config.speculative
-    return replace(config, progress=False, device_mesh=None, process_group=None, executor="process", speculative=speculative)
+    return replace(
+        config, progress=False, device_mesh=None, process_group=None, executor=config.place_of_ranks, speculative=speculative
+    )
 
 
 def common_plan(surveys: Mapping[int, Survey]) -> MemoryPlan:

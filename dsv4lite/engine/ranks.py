@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -21,9 +21,10 @@ from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
 from dsv4lite.engine.step import Sampled, StepPlan
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
-from dsv4lite.memory import MemoryPlan
-from dsv4lite.parallel.channel import Channel, Closed, encode
+from dsv4lite.memory import MemoryPlan, require_fit
+from dsv4lite.parallel.channel import Channel, Closed, encode, portable
 from dsv4lite.parallel.launch import RankProcess
+from dsv4lite.parallel.meet import HostRank, HostRanks, lead
 from dsv4lite.parallel.mesh import Mesh, open_store
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.request import Logprobs, Request
@@ -31,7 +32,7 @@ from dsv4lite.text.structured import GrammarCompiler
 
 M = TypeVar("M")
 _SERVE = "dsv4lite.engine.serve"
-_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 class JointFlight:
@@ -60,15 +61,25 @@ class Ranks:
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost; everything else fails by itself then.
+        host: The host's ranks, of which this is the first, and their machines, where they are not this package's.
     """
 
-    def __init__(self, config: EngineConfig, on_loss: Callable[[EngineDeadError], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_loss: Callable[[EngineDeadError], None],
+        host: tuple[HostRanks, Mapping[int, str]] | None = None,
+    ) -> None:
+        self._host: HostRanks | None = None
+        self._machines: Mapping[int, str] = {}
+        if host is not None:
+            self._host, self._machines = host
         self._config = config
         self._layout = config.layout
         self._on_loss = on_loss
         self._phase = "start"
         self._lost: EngineDeadError | None = None
-        self._processes: dict[int, RankProcess] = {}
+        self._processes: dict[int, RankProcess | HostRank] = {}
         self._watch: Watch | None = None
         self._store: Any = None
         self._prospect: Prospect | None = None
@@ -92,24 +103,35 @@ class Ranks:
             DSV4LiteError: What a rank has found wrong.
         """
         stack.callback(self.close)
-        own = [0] if self._config.place_of_ranks == "thread" else []
-        require_devices(self._config)
-        self._store = open_store(_HOST)
         config = bare(self._config)
-        for rank in range(self._layout.world):
-            if rank not in own:
-                self._processes[rank] = RankProcess(rank, _SERVE)
+        if self._host is None:
+            require_devices(self._config)
+            name = _LOOPBACK
+            for rank in range(self._layout.world):
+                if rank > 0 or config.executor == "process":
+                    self._processes[rank] = RankProcess(rank, _SERVE)
+        else:
+            name, found = lead(self._host, self._machines, config.start_timeout_s)
+            self._processes |= found
+        self._store = open_store(name)
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
         for rank, process in self._processes.items():
-            self._send(process.work, Setup(config=config, rank=rank, store=(_HOST, self._store.port)))
+            self._send(process.work, Setup(config=config, rank=rank, store=(name, self._store.port)))
         surveys: dict[int, Survey] = {}
-        if own:
+        if 0 not in self._processes:
             device = device_of(config, 0)
             stack.enter_context(own_stream(device))
             self._prospect = Prospect.of(config, device, several=True)
             surveys[0] = self._prospect.survey
         surveys |= self._gather(Survey)
-        return surveys[0], common_plan(surveys)
+        try:
+            plan = common_plan(surveys)
+            require_fit(plan)
+        except DSV4LiteError as error:
+            for process in self._processes.values():
+                self._send(process.work, portable(error))
+            raise
+        return surveys[0], plan
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Ranks:
         """Load on all ranks, and return when they are ready for steps.
@@ -256,12 +278,11 @@ class Ranks:
         process = self._processes[loss.rank]
         reason = process.fate() if loss.gone else loss.reason
         self._lost = EngineDeadError(
-            f"rank {loss.rank} (process {process.pid}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase
+            f"rank {loss.rank} ({process.where}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase
         )
         self._lost.__cause__ = loss.error
         for other in self._processes.values():
-            other.kill()
-            other.work.hang_up()
+            other.kill(self._lost)
         if self._mesh is not None and self._prospect is not None and self._prospect.numerics.device.type == "cuda":
             self._mesh.abort()
         self._on_loss(self._lost)

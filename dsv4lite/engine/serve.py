@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -27,13 +27,15 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_stream
-from dsv4lite.engine.rank import Prospect, device_of, grammar_compiler
+from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.step import Sampled
 from dsv4lite.engine.wire import PlanReader, Wire
+from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.memory import MemoryPlan
 from dsv4lite.parallel.channel import Channel, Closed, portable
 from dsv4lite.parallel.launch import Pulse, connections, settle_child
+from dsv4lite.parallel.meet import HostRanks, join
 from dsv4lite.parallel.mesh import Mesh, join_store
 from dsv4lite.request import Logprobs
 from dsv4lite.text.tokenizer import Tokenizer
@@ -66,6 +68,7 @@ class Ready:
     """A rank is ready for steps."""
 
 
+_VERDICT_S = 3.0  # how long to wait for the leader to say who was lost
 Change = tuple[Literal["add", "remove", "accept"], tuple[Any, ...]]
 """A method of ``Runner`` and its arguments."""
 
@@ -100,7 +103,7 @@ class Landed:
 def main(work: int, life: int, parent: int) -> None:
     """Be a child process of the engine's; see ``parallel.launch``."""
     channel, pulse_channel = connections(work, life)
-    pulse = Pulse(pulse_channel, lambda reason: os._exit(1), parent)
+    pulse = Pulse(pulse_channel, lambda error: os._exit(1), parent)
     status = 1
     try:
         setup: Setup = channel.receive()
@@ -108,7 +111,9 @@ def main(work: int, life: int, parent: int) -> None:
             device = device_of(setup.config, setup.rank)
             settle_child(device, setup.config.layout.world)
             stack.enter_context(own_stream(device))
-            Follower(setup.config, setup.rank, device, channel, pulse_channel).run(setup.store)
+            follower = Follower(setup.config, setup.rank, device, channel, pulse_channel)
+            follower.get_ready(setup.store)
+            follower.work()
         status = 0
     except Closed:
         pass  # the leader is gone, or ends us
@@ -123,6 +128,10 @@ def main(work: int, life: int, parent: int) -> None:
 class Follower:
     """A rank that runs what the leader plans.
 
+    Attributes:
+        mesh: The ranks, once they have met.
+        prospect: What this one has found.
+
     Args:
         config: Settings.
         rank: Its number.
@@ -135,29 +144,27 @@ class Follower:
         self._config, self._rank, self._device = config, rank, device
         self._work, self._life = work, life
         self._runner: Runner
+        self.mesh: Mesh | None = None
+        self.prospect: Prospect | None = None
         self._reader = PlanReader()
         self._flights: SimpleQueue[Flight | None] = SimpleQueue()
 
-    def run(self, store: tuple[str, int]) -> None:
-        """Get ready, and work until the leader says that it is over.
+    def get_ready(self, store: tuple[str, int]) -> None:
+        """Load everything, together with the other ranks.
 
         Raises:
             Closed: The leader is gone.
-            Exception: Whatever went wrong here, or on the leader's side at the start.
+            DSV4LiteError: What is wrong with this rank, or with the ranks together.
         """
-        self.get_ready(store)
-        self.work()
-
-    def get_ready(self, store: tuple[str, int]) -> None:
-        """Load everything, together with the other ranks."""
         config, rank = self._config, self._rank
         prospect = Prospect.of(config, self._device, rank, several=True)
+        self.prospect = prospect
         self._work.send(prospect.survey)
         answer = self._work.receive()
         if isinstance(answer, BaseException):
             raise answer
         assert isinstance(answer, Go)
-        mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
+        mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
@@ -169,7 +176,11 @@ class Follower:
         self._work.send(progress)
 
     def work(self) -> None:
-        """Run plans until there are no more."""
+        """Run plans until there are no more.
+
+        Raises:
+            Closed: The leader is gone.
+        """
         reporting = self._runner.sampler is not None
         # On a device with a stream of its own somebody else waits for results while the next step is launched.
         apart = threading.Thread(target=self._report, name="dsv4lite-results", daemon=True)
@@ -204,3 +215,76 @@ class Follower:
             return
         except BaseException as error:
             self._life.send(portable(error))
+
+
+class Guest:
+    """A rank of the host that does not lead; made and used in its engine's thread.
+
+    Args:
+        host: The host's ranks.
+    """
+
+    def __init__(self, host: HostRanks) -> None:
+        self._host = host
+        self._lost: EngineDeadError | None = None
+        self._heard = threading.Event()
+        self._follower: Follower | None = None
+
+    def open(self, stack: ExitStack) -> Prospect:
+        """Get ready together with the other ranks; return what this one has found.
+
+        Raises:
+            DSV4LiteError: What is wrong with this rank, or with the ranks together.
+        """
+        config = bare(self._host.config)
+        device = device_of(config, self._host.rank)
+        work, life = join(self._host, config.start_timeout_s)
+        stack.callback(work.close)
+        stack.callback(life.close)
+        stack.enter_context(own_stream(device))
+        self._work = work
+        pulse = Pulse(life, self._lose)
+        stack.callback(pulse.stop)
+        self._life = life
+        try:
+            setup: Setup = work.receive()
+            self._follower = Follower(config, self._host.rank, device, work, life)
+            self._follower.get_ready(setup.store)
+        except BaseException as error:
+            raise self._explained(error) from None
+        assert self._follower.prospect is not None
+        return self._follower.prospect
+
+    def work(self) -> None:
+        """Run what the leader plans, until it closes its engine.
+
+        Raises:
+            EngineDeadError: A rank is lost.
+        """
+        assert self._follower is not None
+        try:
+            self._follower.work()
+        except BaseException as error:
+            raise self._explained(error) from None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what is behind an error."""
+        return error
+
+    def _lose(self, error: EngineDeadError) -> None:
+        """Stop waiting for anybody."""
+        self._lost = error
+        self._heard.set()
+        self._work.hang_up()
+        if self._follower is not None and self._follower.mesh is not None:
+            self._follower.mesh.abort()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return what is behind an error; tell the leader if it is this rank's own."""
+        if isinstance(error, DSV4LiteError):
+            return error
+        if self._lost is None and not isinstance(error, Closed):
+            with suppress(Closed):
+                self._life.send(portable(error))
+        self._heard.wait(_VERDICT_S)
+        return self._lost or error

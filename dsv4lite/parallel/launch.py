@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4lite.errors import ConfigError
+from dsv4lite.errors import ConfigError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed
 
 log = logging.getLogger("dsv4lite.parallel")
@@ -74,6 +74,11 @@ class RankProcess:
         """Number of the process."""
         return self._process.pid
 
+    @property
+    def where(self) -> str:
+        """Where it lives, in words."""
+        return f"process {self.pid}"
+
     def fate(self, wait_s: float = 1.0) -> str:
         """Return what became of a process that has ended, or is about to."""
         try:
@@ -84,9 +89,10 @@ class RankProcess:
             return f"was killed by {_signal_name(-status)}"
         return f"ended with exit status {status}; its messages are on standard error"
 
-    def kill(self) -> None:
+    def kill(self, error: EngineDeadError) -> None:
         """End the process at once."""
         self._process.kill()
+        self.work.hang_up()
 
     def end(self, *, kill: bool) -> None:
         """End the process and forget it: by itself, unless that takes too long or ``kill`` says otherwise."""
@@ -114,11 +120,11 @@ class Pulse:
 
     Args:
         life: Where they go.
-        on_silence: Called in that thread, once, when the other end closed or says goodbye.
+        on_silence: Called in that thread, once, with what the leader says went wrong, or when it is gone.
         parent: Number of the process that started this one, if it did.
     """
 
-    def __init__(self, life: Channel, on_silence: Callable[[str], None], parent: int | None = None) -> None:
+    def __init__(self, life: Channel, on_silence: Callable[[EngineDeadError], None], parent: int | None = None) -> None:
         self._life, self._on_silence, self._parent = life, on_silence, parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsv4lite-pulse", daemon=True)
@@ -133,16 +139,15 @@ class Pulse:
         while not self._stop.is_set():
             try:
                 self._life.send(None)
-                self._on_silence(str(self._life.receive(HEARTBEAT_S)))
-                return
+                error = self._life.receive(HEARTBEAT_S)
             except TimeoutError:
                 if self._parent is None or os.getppid() == self._parent:
                     continue
-                reason = "the engine's process is gone"
+                error = EngineDeadError("the engine's process is gone", phase="step")
             except Closed:
-                reason = "the leader is gone"
+                error = EngineDeadError("the leader is gone", phase="step")
             if not self._stop.is_set():
-                self._on_silence(reason)
+                self._on_silence(error)
             return
 
 

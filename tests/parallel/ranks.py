@@ -26,6 +26,7 @@ from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Mesh
 
 TIMEOUT_S = 60.0
+_LOADED = ("dsv4lite.engine.engine", "tests.e2e.engines", "torch.distributed.device_mesh")  # what most functions need
 
 
 class RankError(AssertionError):
@@ -38,7 +39,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context.set_forkserver_preload([__name__, *_LOADED])
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -71,6 +72,12 @@ class Ranks:
             self.close()
             raise RankError("\n".join(f"--- rank {r}: {what}" for r, (fine, what) in enumerate(answers) if not fine))
         return [torch.load(io.BytesIO(result), weights_only=False) for _, result in answers]
+
+    @property
+    def port(self) -> int:
+        """Of a store that all ranks can use."""
+        port: int = self._store.port
+        return port
 
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()

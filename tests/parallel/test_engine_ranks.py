@@ -21,21 +21,10 @@ from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError, Unsup
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, room_for, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
+from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
 
-VOCAB = SMALL["vocab_size"]
-PROMPTS = prompts_of((5, 250, 506, 506), VOCAB, seed=3)  # most pass the border of a page
-PROMPTS[3][:490] = PROMPTS[2][:490]  # a cached prefix
 ENOUGH_S = 10.0
-
-
-# What four ranks share divides by four.
-SHARED = {**SMALL, "num_attention_heads": 8, "o_groups": 4}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), SHARED)
 
 
 def processes(llm: LLM) -> dict[int, int]:
@@ -47,26 +36,6 @@ def processes(llm: LLM) -> dict[int, int]:
 
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def all_kinds(llm: LLM) -> list[RequestOutput]:
-    """Run requests of every kind, one of which is ended early and one of which comes too late."""
-    greedy = SamplingParams(max_tokens=8, temperature=0, logprobs=3, prompt_logprobs=1, return_routed_experts=True)
-    kinds = [
-        greedy,
-        SamplingParams(max_tokens=8, seed=1, n=3, logprobs=0, presence_penalty=0.5, stop_token_ids=(9,)),
-        SamplingParams(max_tokens=8, seed=2, structured_outputs={"regex": "[a-e]{4,8}"}),
-        SamplingParams(max_tokens=8, seed=3, bad_words_ids=((20, 21), (30,)), min_tokens=3),
-    ]
-    outputs = [
-        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], [replace(kind) for kind in kinds]),
-        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(max_tokens=8, temperature=0, logprobs=3)),
-    ]
-    late = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy, deadline=1e-6)
-    assert late.outputs[0].finish_reason == "deadline"
-    with llm.stream({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=500, ignore_eos=True)) as stream:
-        next(iter(stream))
-    return outputs
 
 
 class Repeat:
@@ -82,36 +51,6 @@ class Repeat:
         pass
 
 
-def assert_same(left: list[RequestOutput], right: list[RequestOutput], tolerance: float = 1e-5) -> None:
-    for a, b in zip(left, right, strict=True):
-        for x, y in zip(a.outputs, b.outputs, strict=True):
-            assert (x.token_ids, x.finish_reason, x.stop_reason) == (y.token_ids, y.finish_reason, y.stop_reason)
-            for p, q in ((x.logprobs, y.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
-                assert (p is None) == (q is None)
-                if p is not None and q is not None:
-                    torch.testing.assert_close(p.sampled, q.sampled, atol=tolerance, rtol=0)
-                    torch.testing.assert_close(p.values, q.values, atol=tolerance, rtol=0)
-            assert (x.routed_experts is None) == (y.routed_experts is None)
-            if x.routed_experts is not None and y.routed_experts is not None:
-                assert torch.equal(x.routed_experts, y.routed_experts)
-
-
-def tight(model: Path, **settings: Any) -> dict[str, Any]:
-    """Settings with so little room that sequences give way to each other."""
-    sizes = {"max_model_len": MODEST["max_model_len"], "max_num_seqs": MODEST["max_num_seqs"]}
-    room = room_for(model, 6, **sizes, speculative=settings.get("speculative"))
-    return {**MODEST, **settings, "kv_cache_memory_bytes": room}
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[RequestOutput]:
-    """What one rank makes of the requests."""
-    with LLM(str(model), **tight(model)) as llm:
-        outputs = all_kinds(llm)
-        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
-    return outputs
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -120,10 +59,8 @@ def expected(model: Path) -> list[RequestOutput]:
         {"expert_parallel_size": 2, "executor": "thread"},
         {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"},
         {"pipeline_parallel_size": 2, "executor": "thread"},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "thread"},
-        {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4},
     ],
-    ids=["process", "tp", "ep", "dp-ep", "pp", "tp-pp", "dp-tp-ep"],
+    ids=["process", "tp", "ep", "dp-ep", "pp"],
 )
 def test_ranks_give_what_one_rank_gives(
     model: Path, expected: list[RequestOutput], settings: dict[str, Any], request: pytest.FixtureRequest

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from dsv4lite.errors import ConfigError
+from dsv4lite.errors import ConfigError, EngineDeadError
 from dsv4lite.parallel import watch
 from dsv4lite.parallel.channel import Channel
 from dsv4lite.parallel.launch import Pulse, RankProcess
@@ -75,7 +75,7 @@ def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None
     stop = threading.Event()
     for rank in (0, 1):
         life.theirs[rank].send(None)
-    pulse = Pulse(life.theirs[0], lambda reason: stop.set())
+    pulse = Pulse(life.theirs[0], lambda error: stop.set())
     assert life.loss() == Loss(rank=1, reason="gave no sign of life for 1 s")  # rank 2 is still starting
     pulse.stop()
     assert not stop.is_set()
@@ -96,11 +96,20 @@ def test_watch_that_is_stopped_loses_nobody(life: Life) -> None:
 
 
 def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
-    reasons: SimpleQueue[str] = SimpleQueue()
+    reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
     pulse = Pulse(life.theirs[0], reasons.put)
     life.watch.stop()
     life.ours[0].close()
-    assert reasons.get(timeout=ENOUGH_S) == "the leader is gone"
+    assert str(reasons.get(timeout=ENOUGH_S)) == "the leader is gone"
+    pulse.stop()
+
+
+def test_pulse_hands_on_what_the_leader_says(life: Life) -> None:
+    reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
+    pulse = Pulse(life.theirs[0], reasons.put)
+    life.ours[0].send(EngineDeadError("rank 1 is lost", rank=1, phase="load"))
+    told = reasons.get(timeout=ENOUGH_S)
+    assert (str(told), told.rank, told.phase) == ("rank 1 is lost", 1, "load")
     pulse.stop()
 
 

@@ -1,0 +1,195 @@
+"""Ranks that the host has started: which one this is, and how the others find the leader.
+
+The host's process groups serve for this only. Work goes over sockets to the leader, collectives over groups of the engine's own,
+which can be given up when a rank is lost without harm to the host's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from dsv4lite.config import EngineConfig
+from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError
+from dsv4lite.layout import AXES
+from dsv4lite.parallel.channel import Channel, Closed, portable
+
+_SETTINGS = {"tp": "tensor", "ep": "expert", "dp": "data", "pp": "pipeline"}
+_TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostRanks:
+    """This rank among those that the host has started.
+
+    Attributes:
+        config: Settings, with the sizes that a device mesh has brought.
+        rank: Number of this rank in the layout.
+        groups: Process groups of the host, which one after the other reach every rank.
+    """
+
+    config: EngineConfig
+    rank: int
+    groups: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> HostRanks:
+        """Find out which rank this is.
+
+        Raises:
+            ConfigError: There are no groups, or their sizes are not those of the layout.
+        """
+        if config.device_mesh is not None:
+            return cls._of_mesh(config, config.device_mesh)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "executor='external' needs the host's ranks: call torch.distributed.init_process_group (torchrun starts them), "
+                "or give device_mesh or process_group"
+            )
+        group = config.process_group or dist.group.WORLD
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ConfigError("this process is not in process_group; only its members make the engine")
+        if size != config.layout.world:
+            raise ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
+        config = replace(config, executor="external", device_mesh=None, process_group=None)
+        return cls(config=config, rank=rank, groups=(group,))
+
+    @classmethod
+    def _of_mesh(cls, config: EngineConfig, mesh: Any) -> HostRanks:
+        names = mesh.mesh_dim_names or ()
+        if not names or set(names) - set(AXES) or {"ep"} < set(names) - {"pp"}:
+            raise ConfigError(
+                f"device_mesh has the dimensions {names}; name them tp, dp and pp, or ep and pp. ep over ranks of tp and dp is a "
+                "setting, expert_parallel_size"
+            )
+        sizes = {}
+        for dimension, name in enumerate(names):
+            setting, size = f"{_SETTINGS[name]}_parallel_size", mesh.size(dimension)
+            if getattr(config, setting) not in (1, size):
+                raise ConfigError(f"{setting}={getattr(config, setting)}, but the dimension {name} of device_mesh has {size} ranks")
+            sizes[setting] = size
+        config = replace(config, executor="external", device_mesh=None, process_group=None, **sizes)
+        layout, at = config.layout, {name: mesh.get_local_rank(name) for name in names}
+        if layout.world != mesh.size():
+            raise ConfigError(f"{layout} needs {layout.world} ranks, and device_mesh has {mesh.size()}")
+        rank = at.get("pp", 0) * layout.stage + at.get("dp", 0) * layout.tp + at.get("tp", 0) + at.get("ep", 0)
+        return cls(config=config, rank=rank, groups=tuple(mesh.get_group(name) for name in names))
+
+    def exchange(self, mine: object) -> dict[int, Any]:
+        """Return what all ranks bring, by rank; all must call this at the same time."""
+        known = {self.rank: mine}
+        for group in self.groups:
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, known, group=group)
+            for part in gathered:
+                known |= part
+        return known
+
+    def agree(self, error: DSV4LiteError | None) -> dict[int, str]:
+        """Tell each other whether all is well.
+
+        Returns:
+            Names of the machines, by rank.
+
+        Raises:
+            DSV4LiteError: What is wrong with a rank, on every rank.
+        """
+        told = self.exchange((socket.gethostname(), None if error is None else portable(error)))
+        for rank, (_, problem) in sorted(told.items()):
+            if problem is not None:
+                raise error if rank == self.rank and error is not None else problem
+        return {rank: name for rank, (name, _) in told.items()}
+
+
+class HostRank:
+    """Another rank of the host, as the leader sees it; see ``RankProcess``."""
+
+    def __init__(self, rank: int, machine: str, pid: int, work: Channel, life: Channel) -> None:
+        self.rank = rank
+        self.where = f"process {pid} on {machine}"
+        self.work, self.life = work, life
+
+    def fate(self) -> str:
+        """Return what became of a rank whose connection ended."""
+        return "has ended, or its machine cannot be reached"
+
+    def kill(self, error: EngineDeadError) -> None:
+        """Tell the rank that the engine is lost; its process is the host's."""
+        try:
+            self.life.send(error)
+        except Closed:
+            return  # it is gone
+        finally:
+            self.work.hang_up()
+
+    def end(self, *, kill: bool) -> None:
+        """Close the connections; what was sent still arrives."""
+        self.work.close()
+        self.life.close()
+
+
+def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tuple[str, dict[int, HostRank]]:
+    """Let the other ranks connect to this one.
+
+    Returns:
+        The name under which they find this machine, and the ranks.
+
+    Raises:
+        EngineDeadError: Not all came in time.
+    """
+    alone = len(set(machines.values())) == 1
+    name, token, others = "127.0.0.1" if alone else socket.gethostname(), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
+    pending: dict[int, dict[int, socket.socket]] = {}
+    pids: dict[int, int] = {}
+    with socket.create_server((name if alone else "", 0)) as server:
+        ranks.exchange((name, server.getsockname()[1], token))
+        until = time.monotonic() + timeout_s
+        while sum(map(len, pending.values())) < 2 * others:
+            server.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                end, _ = server.accept()
+                end.settimeout(max(0.01, until - time.monotonic()))
+                hello = end.recv(_TOKEN_BYTES + 12, socket.MSG_WAITALL)
+            except TimeoutError as error:
+                missing = sorted(set(machines) - {0} - set(pending))
+                raise EngineDeadError(f"ranks {missing} did not connect within {timeout_s:g} s", phase="start") from error
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):
+                end.close()  # a stranger
+                continue
+            rank, kind, pid = (int.from_bytes(hello[_TOKEN_BYTES + i : _TOKEN_BYTES + i + 4], "little") for i in (0, 4, 8))
+            pending.setdefault(rank, {})[kind], pids[rank] = end, pid
+    return name, {r: HostRank(r, machines[r], pids[r], *(_channel(ends[kind]) for kind in (0, 1))) for r, ends in pending.items()}
+
+
+def join(ranks: HostRanks, timeout_s: float) -> tuple[Channel, Channel]:
+    """Connect to the leader; return the connections for work and for signs of life.
+
+    Raises:
+        EngineDeadError: It cannot be reached.
+    """
+    name, port, token = ranks.exchange(None)[0]
+    ends = []
+    for kind in (0, 1):
+        try:
+            end = socket.create_connection((name, port), timeout_s)
+        except OSError as error:
+            raise EngineDeadError(f"the leader cannot be reached at {name}, port {port}: {error}", phase="start") from error
+        end.sendall(token + b"".join(number.to_bytes(4, "little") for number in (ranks.rank, kind, os.getpid())))
+        ends.append(_channel(end))
+    return ends[0], ends[1]
+
+
+def _channel(end: socket.socket) -> Channel:
+    end.settimeout(None)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Channel(Connection(end.detach()))
