@@ -249,7 +249,7 @@ class Runner:
             return Flight(plan=plan, samples=None)
         rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
         first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
-        samples = self._sample(plan, first_row, lambda rows: self.model.logits(_take(streams_TND, rows)))
+        samples = self._sample(plan, first_row, partial(self._logits, streams_TND))
         return Flight(
             plan=plan,
             samples=samples,
@@ -257,6 +257,9 @@ class Runner:
             scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
+
+    def _logits(self, streams_TND: Tensor, rows: list[int]) -> Tensor:
+        return self.model.logits(_take(streams_TND, rows))
 
     def _verify(self, plan: StepPlan, graphs: VerifyGraphs) -> Flight:
         """Start a step that may check guesses from its graph; sample, and guess what follows, behind it."""

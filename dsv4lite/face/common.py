@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from dsv4lite.config import Dtype, EngineConfig, KvCacheDtype, LoadFormat, Progress, Speculative
+from dsv4lite.config import Dtype, EngineConfig, ExecutorKind, KvCacheDtype, LoadFormat, Progress, Speculative
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
 from dsv4lite.face.session import Session
@@ -47,6 +47,18 @@ class EngineSettings(TypedDict, total=False):
     compile_cache_dir: str | None
     dump_dir: str | None
     hf_overrides: Mapping[str, Any]
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    data_parallel_size: int
+    pipeline_parallel_size: int
+    redundant_experts: int | None
+    rebalance_steps: int
+    executor: ExecutorKind
+    device_mesh: Any
+    process_group: Any
+    start_timeout_s: float
+    step_timeout_s: float
+    rank_timeout_s: float
 
 
 class Face:

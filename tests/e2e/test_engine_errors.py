@@ -513,7 +513,7 @@ def test_engine_belongs_to_one_event_loop(model: Path, backend: str) -> None:
 def test_exception_in_a_step_reaches_everybody_with_its_cause(model: Path, overlap: bool, where: str) -> None:
     boom = ZeroDivisionError("the device is on fire")
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **settings: object) -> None:
         raise boom
 
     with overlapping(overlap), plain(model) as llm, ExitStack() as stack:
@@ -526,7 +526,7 @@ def test_exception_in_a_step_reaches_everybody_with_its_cause(model: Path, overl
         if where == "launch":
             runner.launch = fail  # type: ignore[method-assign]
         else:
-            runner.sampler.accept = fail  # type: ignore[method-assign]
+            engine_of(llm)._scheduler.update = fail  # type: ignore[method-assign]
         for stream in streams + queued:
             with pytest.raises(EngineDeadError, match="ZeroDivisionError: the device is on fire") as error:
                 stream.final()
@@ -552,7 +552,7 @@ def test_exception_while_pausing_reaches_everybody(model: Path) -> None:
     """With a step in flight, a pause has to wait for it."""
     boom = ZeroDivisionError("the device is on fire")
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **settings: object) -> None:
         raise boom
 
     with overlapping(True), plain(model) as llm, llm.stream(LONG, some(max_tokens=None)) as stream:
@@ -560,7 +560,7 @@ def test_exception_while_pausing_reaches_everybody(model: Path) -> None:
         engine = engine_of(llm)
 
         def sabotage(engine: Engine) -> None:
-            engine._runner.sampler.accept = fail  # type: ignore[method-assign]
+            engine._scheduler.update = fail  # type: ignore[method-assign]
             engine._set_paused(True)
 
         assert isinstance(engine.call(sabotage).exception(timeout=60), EngineDeadError)
