@@ -41,7 +41,8 @@ class DeviceDrafter(Protocol):
             samples: What was sampled, if anything was.
 
         Returns:
-            Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` from where there are none.
+            Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` from where there are none;
+            ``None`` if none are wanted.
         """
         ...
 
@@ -51,7 +52,6 @@ class DeviceDrafter(Protocol):
         Args:
             batch: A step without a single real token.
             streams_TND: The main model's final streams.
-            first_rows: The row of each sequence's first token.
         """
         ...
 

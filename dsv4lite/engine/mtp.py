@@ -63,19 +63,7 @@ class MtpDrafter:
         first_rows: Sequence[int],
         samples: Samples | None,
     ) -> Tensor | None:
-        """Run the block over a step.
-
-        Args:
-            plan: The step.
-            batch: Its tokens.
-            streams_TND: The main model's final streams.
-            first_rows: The row of each sequence's first token.
-            samples: What was sampled, if anything was.
-
-        Returns:
-            Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there is none; ``None``
-            if none are wanted.
-        """
+        """Run the block over a step; see ``drafters.DeviceDrafter``."""
         device = streams_TND.device
         next_T = batch.token_ids_T.roll(-1)
         ends = zip(plan.sequences, first_rows, strict=True)

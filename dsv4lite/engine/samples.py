@@ -182,7 +182,7 @@ def failure(position: int, *, finite: bool, feasible: bool) -> RequestFailedErro
 
 
 class Arrival:
-    """A device tensor of int32 on its way to the host, which goes on meanwhile."""
+    """A tensor's copy on its way to the host, which goes on meanwhile."""
 
     def __init__(self, x: Tensor) -> None:
         on_gpu = x.device.type == "cuda"
@@ -208,15 +208,9 @@ class Download:
     def __init__(self, integers: Sequence[Tensor], floats: Sequence[Tensor]) -> None:
         packed = torch.cat([*integers, *(x.view(torch.int32) for x in floats)])
         self._num_integers = sum(map(len, integers))
-        self._arrived: torch.cuda.Event | None = None
-        self._packed = packed
-        if packed.device.type == "cuda":
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(packed.device).record_event()
+        self._arrival = Arrival(packed)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the integers (int64) and the floats (float32), each in one row."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._packed[: self._num_integers], self._packed[self._num_integers :].to(torch.int32).view(torch.float32)
+        packed = self._arrival.wait()
+        return packed[: self._num_integers], packed[self._num_integers :].to(torch.int32).view(torch.float32)

@@ -26,7 +26,7 @@ from dsv4lite.kernels.sampling_rows import (
     Needs,
     RowSpace,
 )
-from dsv4lite.kernels.sampling_triton import log_of_shares, share
+from dsv4lite.kernels.sampling_triton import arrive, ascending, log_of_shares, share
 
 ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; who is not through by then is searched for
 _NUM_WARPS = 8
@@ -91,22 +91,15 @@ def _source(line, row, position, logits, edited_logits, best_top, state, vocabul
 
 
 @triton.jit
-def _ascending(x):
-    """Return int32 in the order of the floats; -0.0 equals 0.0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _rank(value, token):
     """Return rank numbers, int64 >= 0: less is better."""
-    return ((0x7FFFFFFF - _ascending(value).to(tl.int64)) << _ID_BITS) | token.to(tl.int64)
+    return ((0x7FFFFFFF - ascending(value).to(tl.int64)) << _ID_BITS) | token.to(tl.int64)
 
 
 @triton.jit
 def _value_of(rank):
-    ascending = (0x7FFFFFFF - (rank >> _ID_BITS)).to(tl.int32)
-    return (ascending ^ ((ascending >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    number = (0x7FFFFFFF - (rank >> _ID_BITS)).to(tl.int32)
+    return (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -162,19 +155,8 @@ def _log_exponential(minus_u):
 def _lap(scaled, token, inside, a, b):
     """Return the race's keys: the largest is that of the winner, the lowest id of several."""
     time = scaled - _log_exponential(_minus_u(token, a, b))
-    key = (_ascending(time).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    key = (ascending(time).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     return tl.where(inside, key, _NOBODY)
-
-
-@triton.jit
-def _arrive(arrivals, row, pieces):
-    """Return whether this program is the last of a row; what all have written can be read then, past the first cache."""
-    tl.debug_barrier()  # everything is written before the thread that counts says so
-    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
-    last = arrived == pieces - 1
-    if last:
-        tl.store(arrivals + row, 0)  # as the next kernel finds it
-    return last
 
 
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -210,10 +192,10 @@ def _edit_kernel(
             x = tl.where(token == tl.load(stops + i), float("-inf"), x)
     tl.store(edited + row * vocabulary + token, x, mask=live)
     # Reference: argmax_finite
-    ascending = tl.where(x == x, _ascending(x), 0x7FFFFFFF)
-    key = (ascending.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    number = tl.where(x == x, ascending(x), 0x7FFFFFFF)
+    key = (number.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     tl.store(partial + row * 2 * pieces + tl.program_id(1), tl.max(key, 0))
-    if _arrive(arrivals, row, pieces):
+    if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
         every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NOBODY, cache_modifier=".cg")
         token_id = 0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF)
@@ -277,7 +259,7 @@ def _race_kernel(
         tl.store(place, _NOBODY)
     if top_p < 1:
         tl.store(place + pieces, tl.sum(tl.where(inside, share(scaled), 0), 0))
-    if _arrive(arrivals, row, pieces):
+    if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
         every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NOBODY, cache_modifier=".cg")
         winner = tl.minimum(0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF), vocabulary - 1)
@@ -349,9 +331,9 @@ def _peaks_kernel(
         return
     piece = tl.program_id(1)
     x = _values(logits, begin, piece * PIECE + tl.arange(0, PIECE), vocabulary, top, temperature, log_min_p, cut)
-    groups = tl.reshape(_ascending(x), (PIECE // _GROUPS, _GROUPS))
+    groups = tl.reshape(ascending(x), (PIECE // _GROUPS, _GROUPS))
     tl.store(peaks + (row * pieces + piece) * _GROUPS + tl.arange(0, _GROUPS), tl.max(groups, 0))
-    if _arrive(arrivals, row, pieces):
+    if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES * _GROUPS)
         used = at < pieces * _GROUPS
         every = tl.load(peaks + row * pieces * _GROUPS + at, mask=used, other=0, cache_modifier=".cg")
@@ -413,7 +395,7 @@ def _best_kernel(
         return
     token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
-    take = (x > float("-inf")) & (_ascending(x) >= tl.load(state + row * _STATE + _REACH).to(tl.int32))
+    take = (x > float("-inf")) & (ascending(x) >= tl.load(state + row * _STATE + _REACH).to(tl.int32))
     found = tl.sum(take.to(tl.int32), 0)
     counter = (state + row * _STATE + _COUNT).to(tl.pointer_type(tl.int32))
     mine = candidates + row * _CANDIDATES
@@ -421,7 +403,7 @@ def _best_kernel(
         # In any order: they are ranked against each other.
         at = tl.atomic_add(counter, found, sem="relaxed", scope="gpu") + tl.cumsum(take.to(tl.int32), 0) - 1
         tl.store(mine + at, _rank(x, token), mask=take & (at < _CANDIDATES))
-    if _arrive(arrivals, row, tl.num_programs(1)):
+    if arrive(arrivals, row, tl.num_programs(1)):
         count = tl.load(counter, cache_modifier=".cg")
         if count > _CANDIDATES:
             count = _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine, PIECE)
@@ -562,7 +544,7 @@ def _score_kernel(
     mine = partial + row * 2 * pieces + tl.program_id(1)
     tl.store(mine, tl.sum(share(x - top), 0))
     tl.store(mine + pieces, tl.sum((x > sampled).to(tl.int64), 0))
-    if _arrive(arrivals, row, pieces):
+    if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
         shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
         better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")

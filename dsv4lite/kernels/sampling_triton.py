@@ -20,6 +20,24 @@ _NUM_WARPS = 4
 
 
 @triton.jit
+def ascending(x):
+    """Return int32 in the order of the floats; -0.0 equals 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def arrive(arrivals, row, pieces):
+    """Return whether this program is the last of a row; what all have written can be read then, past the first cache."""
+    tl.debug_barrier()  # everything is written before the thread that counts says so
+    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+    last = arrived == pieces - 1
+    if last:
+        tl.store(arrivals + row, 0)  # as the next kernel finds it
+    return last
+
+
+@triton.jit
 def _argmax_kernel(
     logits,
     keys,
@@ -37,13 +55,10 @@ def _argmax_kernel(
     token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
     # top, token_ids = logits.max(dim=-1, keepdim=True): -0.0 equals 0.0, and a NaN wins over every number
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    ordered = tl.where(value == value, ascending(value), 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     tl.store(keys + row * pieces + tl.program_id(1), tl.max(key, axis=0))
-    tl.debug_barrier()  # the key is written before the thread that counts says so
-    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == pieces - 1:
+    if arrive(arrivals, row, pieces):
         piece = tl.arange(0, PIECES)
         every = tl.load(keys + row * pieces + piece, mask=piece < pieces, other=-0x8000000000000000, cache_modifier=".cg")
         token_id = 0x7FFFFFFF - (tl.max(every, axis=0) & 0x7FFFFFFF)
@@ -52,7 +67,6 @@ def _argmax_kernel(
         tl.store(token_ids + row, token_id)
         # (top.abs() < float("inf")).squeeze(-1)
         tl.store(finite + row, (tl.abs(best) < float("inf")).to(tl.uint8))
-        tl.store(arrivals + row, 0)  # as the next kernel finds it
 
 
 @triton.jit
@@ -92,9 +106,7 @@ def _score_kernel(
     mine = partial + row * 2 * pieces + tl.program_id(1)
     tl.store(mine, tl.sum(share(value - best), 0))
     tl.store(mine + pieces, tl.sum((value > own).to(tl.int64), 0))
-    tl.debug_barrier()  # both are written before the thread that counts says so
-    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == pieces - 1:
+    if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
         shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
         better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
@@ -103,7 +115,6 @@ def _score_kernel(
         tl.store(logprobs + row, own - best - log_sum)
         tl.store(ranks + row, (1 + tl.sum(better, 0)).to(tl.int32))
         tl.store(log_sums + row, log_sum)
-        tl.store(arrivals + row, 0)  # as the next kernel finds it
 
 
 def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
