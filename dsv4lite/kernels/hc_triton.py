@@ -24,7 +24,7 @@ STREAMS = 4
 _UNIT = 32  # channels
 _PARTS = 8
 _GROUP = 128  # channels that share an FP8 scale
-_MIX_TOKENS = 32  # whose coefficients one program finds; where units have sums of their own, a token's are enough
+_MIX_TOKENS = 32  # whose coefficients one program finds, where there are many; of few, each has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,7 +563,7 @@ def collapse_triton(
     post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
     comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
     units = sums.shape[0] // _PARTS
-    mix_tokens = _mix_tokens(units)
+    mix_tokens = _mix_tokens(tile_for(tokens))
     mixers = triton.cdiv(mixed, mix_tokens)
     groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
     if tokens:
@@ -599,14 +599,14 @@ def collapse_triton(
     return x, codes, scales, post, comb
 
 
-def _mix_tokens(units: int) -> int:
-    """Return how many tokens' coefficients one program finds, from the number of sums of each part."""
-    return 1 if units > 1 else _MIX_TOKENS
+def _mix_tokens(tile: Tile) -> int:
+    """Return how many tokens' coefficients one program finds."""
+    return _MIX_TOKENS if tile.whole else 1
 
 
 def _collapse_warps(groups_tile: int) -> int:
-    """Return how many warps share a token's channels."""
-    return min(8, max(1, groups_tile // 4))
+    """Return how many warps share a token's channels: the coefficients of many tokens want four, too."""
+    return min(8, max(4, groups_tile // 4))
 
 
 def variants() -> list[Variant]:
@@ -659,7 +659,7 @@ def variants() -> list[Variant]:
                         )
                     )
             for rows, fp8 in ((4, False), (24, False), (24, True)):
-                for several in (1, units):
+                for _, tile in reversed(TILES):
                     found.append(
                         Variant(
                             kernel=collapse_kernel,
@@ -677,8 +677,8 @@ def variants() -> list[Variant]:
                                 "ROWS_TILE": triton.next_power_of_2(rows + 1),
                                 "GROUPS_TILE": groups_tile,
                                 "PARTS": _PARTS,
-                                "UNITS": several,
-                                "MIX_TOKENS": _mix_tokens(several),
+                                "UNITS": 1 if tile.whole else units,
+                                "MIX_TOKENS": _mix_tokens(tile),
                                 "ITERS": 20,
                                 "HEAD": rows == 4,
                                 "FP8": fp8,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -129,6 +129,22 @@ def test_mixing_agrees_for_uneven_matrices() -> None:
     _, mix = hc_collapse_ref(x, sums, w.base, w.scale, torch.ones(64, device=DEVICE), **OPTIONS)
     torch.testing.assert_close(post, mix.post, rtol=0, atol=1e-5)
     torch.testing.assert_close(comb, mix.comb, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [256, 4096])
+def test_few_tokens_are_mixed_one_by_a_program(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of many tokens takes a hundred times as long, and a small model's few tokens once waited for one."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **constants: grids.append((*grid, constants["num_warps"]))
+
+    monkeypatch.setattr(hc_triton, "collapse_kernel", Kernel())
+    x, w = streams_of(3, width), weights_of(width)
+    sums = torch.empty(8 * hc_triton._units_of(width), 3, 25, device=DEVICE)
+    collapse_triton(x, sums, w.base, w.scale, torch.ones(width, device=DEVICE), **OPTIONS, fp8=True)
+    assert grids[0][0] == 3 + 3 and grids[0][1] >= 4
 
 
 @shapes
