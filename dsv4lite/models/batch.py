@@ -307,7 +307,7 @@ def make_batch(
 
 
 def make_paged_batch(
-    sequences: Sequence[SequenceInput], rotary: Rotary, device: torch.device, *, deterministic: bool = False
+    sequences: Sequence[SequenceInput], rotary: Rotary, device: torch.device, *, deterministic: bool
 ) -> PagedBatch:
     """Work out a step for the kernels, with one copy to the device."""
     lens = [len(s.token_ids) for s in sequences]

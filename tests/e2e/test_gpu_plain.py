@@ -1,14 +1,15 @@
 """Plain models as whole engines on a CUDA device against the reference path on the CPU: the same greedy tokens, except at ties.
 
 32 prompts of up to three pages, 64 tokens each: chunks beside single tokens, behind cached prefixes, after preemption, from graphs.
-Where a token differs for the first time, the reference's own numbers show that rounding alone decides between the two.
+Where a token differs for the first time, the reference's numbers in float32 show that rounding alone decides between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
 
 pytestmark = pytest.mark.gpu
+
+Tokens = Sequence[Sequence[int]]
 
 DEVICE = "cuda"
 VOCAB = SMALL["vocab_size"]
@@ -43,59 +46,82 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, what the reference path says on the CPU, and how far rounding takes its log-probabilities: of 99 % of them, of all.
+    """A model, and what the reference path makes of it on the CPU in float32.
 
-    It takes some further than others: where it decides which expert or entry is chosen.
+    Attributes:
+        folder: The model; its weights are numbers of ``dtype``.
+        dtype: What it runs in on the GPU.
+        tokens: Greedy ones of each prompt.
+        logprobs: Theirs.
+        ties: Where ``dtype`` rounds: how much less likely the reference path's own choices are where rounding made it depart, in
+            order.
+        rounding: How far rounding takes 99 % of its log-probabilities.
     """
 
     folder: Path
     dtype: str
-    tokens: Sequence[Sequence[int]]
+    tokens: Tokens
     logprobs: Sequence[Tensor]
-    rounding: float
-    most: float
+    ties: Sequence[float] = ()
+    rounding: float = 1e-4
 
     def on_gpu(self, **settings: Any) -> Any:
         given = {"device": DEVICE, "dtype": self.dtype, "max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20, **settings}
         return opened(self.folder, **given)
 
     def check(self, outputs: Sequence[RequestOutput]) -> None:
-        """Assert that tokens are the same up to a tie; in float32 nearly all must be the same altogether."""
-        different = 0
-        for prompt, output, tokens in zip(PROMPTS, outputs, self.tokens, strict=True):
-            got = output.outputs[0].token_ids
-            assert len(got) == len(tokens)
-            first = next((i for i, (a, b) in enumerate(zip(got, tokens, strict=True)) if a != b), None)
+        """Assert that tokens are the same up to a tie; in float32 nearly all must be the same altogether.
+
+        In bfloat16, where a single rounding may decide which experts are chosen, the kernels may depart no more often and no
+        farther than the reference path does in bfloat16, but for chance.
+        """
+        ties = departures(self.folder, self.tokens, [output.outputs[0].token_ids for output in outputs])
+        if self.dtype == "float32":
+            assert len(ties) <= 1 and max(ties, default=0.0) <= 2e-4, ties
+        else:
+            assert len(ties) <= len(self.ties) + 5 and ties[-1] <= 2 * self.ties[-1], (ties, self.ties)
+            assert median(ties) <= 3 * median(self.ties), (ties, self.ties)
+
+
+def departures(folder: Path, tokens: Tokens, others: Tokens) -> list[float]:
+    """Return, in order, how much less likely other tokens are where they depart from ``tokens`` for the first time."""
+    found = []
+    with opened(folder, dtype="float32") as exact:
+        for prompt, ours, theirs in zip(PROMPTS, tokens, others, strict=True):
+            assert len(ours) == len(theirs)
+            first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
             if first is not None:
-                different += 1
-                self.check_tie([*prompt, *tokens[:first]], tokens[first], got[first])
-        assert different <= (1 if self.dtype == "float32" else len(PROMPTS) // 2), different
-
-    def check_tie(self, context: Sequence[int], ours: int, theirs: int) -> None:
-        """Assert that the reference sees no difference between two next tokens but rounding."""
-        with opened(self.folder, dtype=self.dtype) as cpu:
-            a, b = (float(cpu.score(context, [token]).sampled[0]) for token in (ours, theirs))
-        assert a - b <= 2 * self.most, (a, b, self.most)
+                a, b = (float(exact.score([*prompt, *ours[:first]], [choice[first]]).sampled[0]) for choice in (ours, theirs))
+                found.append(a - b)
+    return sorted(found)
 
 
-def scores(llm: LLM, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+def greedy(llm: LLM) -> Tokens:
+    """Return the prompts' completions."""
+    return [output.outputs[0].token_ids for output in llm.generate_batch(PROMPTS, PARAMS)]
+
+
+def scores(llm: LLM, tokens: Tokens) -> list[Tensor]:
     """Return the log-probabilities of given completions of the prompts."""
     return [llm.score(prompt, completion).sampled.cpu() for prompt, completion in zip(PROMPTS, tokens, strict=True)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     config, dtype = MODELS[request.param]
-    folder = write_model(tmp_path_factory.mktemp(request.param), config, seed=4)
-    with opened(folder, dtype=dtype, max_num_seqs=32) as cpu:
-        tokens = [output.outputs[0].token_ids for output in cpu.generate_batch(PROMPTS, PARAMS)]
+    stored = getattr(torch, dtype)
+    folder = write_model(
+        tmp_path_factory.mktemp(request.param), config, seed=4, change=lambda _, tensor: tensor.to(stored).to(tensor.dtype)
+    )
+    with opened(folder, dtype="float32", max_num_seqs=32) as cpu:
+        tokens = greedy(cpu)
         logprobs = scores(cpu, tokens)
-    rounding = most = 1e-4
-    if dtype == "bfloat16":
-        with opened(folder, dtype="float32") as exact:
-            apart = (torch.cat(scores(exact, tokens)) - torch.cat(logprobs)).abs()
-        rounding, most = float(apart.quantile(0.99)), float(apart.max())
-    yield Reference(folder, dtype, tokens, logprobs, rounding, most)
+    if dtype == "float32":
+        return Reference(folder, dtype, tokens, logprobs)
+    with opened(folder, dtype=dtype, max_num_seqs=32) as rounded:
+        apart = (torch.cat(scores(rounded, tokens)) - torch.cat(logprobs)).abs()
+        others = greedy(rounded)
+    return Reference(folder, dtype, tokens, logprobs, departures(folder, tokens, others), float(apart.quantile(0.99)))
 
 
 def test_steps_run_on_pages_and_from_graphs(reference: Reference) -> None:

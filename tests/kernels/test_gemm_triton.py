@@ -178,7 +178,7 @@ def test_only_parts_need_room() -> None:
     out = torch.zeros(3, 5, dtype=torch.bfloat16, device=DEVICE)
     assert all(room is out for room in room_for(1, out))
     parts, whole, counters = room_for(4, out)
-    assert parts.shape == (4, 3, 5) and parts.dtype == torch.float32 and whole is out and counters is counters_of(DEVICE)
+    assert parts.shape == (4, 3, 5) and parts.dtype == torch.float32 and whole is out and counters is counters_of(out.device)
 
 
 def test_counters_suffice_for_every_product_in_parts() -> None:

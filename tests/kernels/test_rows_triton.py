@@ -91,7 +91,8 @@ def test_scales_and_roots_are_exact() -> None:
     assert torch.equal(fp4, quantize_fp4(x, 32)[1][:, 0])
     assert torch.equal(inverses[1:], 2.0 ** (127 - fp4[1:].float()))
     assert torch.equal(rounded, x.bfloat16().float())
-    assert torch.equal(roots[65:], x.abs().amax(1) / 96)
+    # On CUDA torch multiplies by the inverse of a number.
+    assert torch.equal(roots[65:].cpu(), x.abs().amax(1).cpu() / 96)
     torch.testing.assert_close(roots[:64], (x.abs().amax(1) + 1e-20).rsqrt(), rtol=2**-22, atol=0)
     torch.testing.assert_close(roots[64], torch.rsqrt(x.square().mean() + 1e-6), rtol=2**-21, atol=0)
 

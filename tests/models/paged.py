@@ -115,7 +115,7 @@ class PagedModel:
         """Prepare the next tokens of some sequences, single ones first."""
         inputs, rotary = [self.prepare(*part) for part in parts], self.model.rotary
         if self.model.paged:
-            return make_paged_batch(inputs, rotary, self.device)
+            return make_paged_batch(inputs, rotary, self.device, deterministic=self.model.numerics.deterministic)
         return make_batch(inputs, self.model.config, rotary, self.device)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:

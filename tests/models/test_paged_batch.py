@@ -28,7 +28,7 @@ def test_places_of_a_step_are_aligned_whatever_its_lengths(lengths: tuple[int, .
         )
         for i, n in enumerate(lengths)
     ]
-    batch = make_paged_batch(sequences, ROTARY, CPU)
+    batch = make_paged_batch(sequences, ROTARY, CPU, deterministic=False)
     places = [getattr(batch.paging, field.name) for field in fields(batch.paging)]
     tensors = [place for place in places if isinstance(place, Tensor)]
     assert len(tensors) > 8
