@@ -220,6 +220,5 @@ def _not_finite(step: _Step, samples: Samples | RowSamples | None) -> set[int]:
                 ill.add(sequence.seq_id)
             row = end
     if samples is not None:
-        finite, runs = samples.finite.tolist(), samples.runs
-        ill.update(seq_id for seq_id, (a, b) in zip(runs.seq_ids, runs.spans(), strict=True) if not all(finite[a:b]))
+        ill |= samples.ill()
     return ill

@@ -290,7 +290,12 @@ class Runner:
         if self._sampling is not None:
             rows = self._sampling.prepare(plan.sequences)
             out = graphs.sample(self._sampling, len(plan.sequences), rows.needs) if rows.needs else output.out
-            return Flight(plan=plan, samples=self._sampling.finish(out, output.logits, rows, plan.sequences, self._last_token))
+            return Flight(
+                plan=plan,
+                samples=self._sampling.finish(
+                    out, output.logits, rows, plan.sequences, range(len(plan.sequences)), self._last_token
+                ),
+            )
         seq_ids, positions = [s.seq_id for s in plan.sequences], [s.end for s in plan.sequences]
         slots, samples = [s.slot for s in plan.sequences], None
         if self.sampler is not None and self.sampler.takes_best(seq_ids):

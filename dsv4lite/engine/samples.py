@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.sampling_runs import Runs
-from dsv4lite.engine.step import Sampled, SequencePlan
+from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling_rows import HEADER
 from dsv4lite.request import TokenLogprob
@@ -73,6 +73,15 @@ class Samples:
             download=Download((rows.flatten(),), ()),
         )
 
+    def ill(self) -> set[int]:
+        """Return the sequences with logits that are unusable. Waits for the device."""
+        finite = self.finite.tolist()
+        return {s for s, (begin, end) in zip(self.runs.seq_ids, self.runs.spans(), strict=True) if not all(finite[begin:end])}
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Return how many drafts of each sequence are right, and the token behind them, int64 [S] twice; on the device."""
+        return self.runs.ends(self.token_ids)
+
     def to_host(self) -> dict[int, Sampled]:
         """Wait for the tokens; a row that failed has an ``error`` in its place."""
         integers, floats = self.download.wait()
@@ -106,24 +115,22 @@ class RowSamples:
     """One step's tokens as ``sample_rows`` leaves them, on their way to the host.
 
     Attributes:
-        seq_ids: Of the R rows.
+        seq_ids: Of the S sequences.
         sequences: Likewise.
-        out: int32 [lines, B >= R].
-        wanted: Row and number of best tokens of each row that has log-probabilities.
-        hosted: Samples of those rows that the host has sampled.
+        first_rows: Likewise, the row of the first sampled token; one more follows for each draft. Without drafts they are as far
+            apart as the first two.
+        out: int32 [lines, R].
+        wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
+        hosted: Samples of those sequences that the host has sampled.
     """
 
     seq_ids: tuple[int, ...]
     sequences: Sequence[SequencePlan]
+    first_rows: Sequence[int]
     out: Tensor
     wanted: tuple[tuple[int, int], ...]
     hosted: Samples | None
     download: Arrival
-
-    @property
-    def runs(self) -> Runs:
-        """Whose the rows are: one of each sequence."""
-        return Runs.of(self.seq_ids)
 
     @classmethod
     def of(
@@ -131,23 +138,50 @@ class RowSamples:
         out: Tensor,
         seq_ids: tuple[int, ...],
         sequences: Sequence[SequencePlan],
+        first_rows: Sequence[int],
         *,
         wanted: tuple[tuple[int, int], ...] = (),
         hosted: Samples | None = None,
     ) -> RowSamples:
         """Send for as many lines of ``out`` as are wanted."""
         lines = HEADER + 2 * max(k for _, k in wanted) if wanted else 3
-        return cls(seq_ids=seq_ids, sequences=sequences, out=out, wanted=wanted, hosted=hosted, download=Arrival(out[:lines]))
+        download = Arrival(out[:lines])
+        return cls(
+            seq_ids=seq_ids,
+            sequences=sequences,
+            first_rows=first_rows,
+            out=out,
+            wanted=wanted,
+            hosted=hosted,
+            download=download,
+        )
 
-    @property
-    def finite(self) -> Tensor:
-        """Bool [R], false where the model's logits are unusable; on the device."""
-        return self.out[1, : len(self.seq_ids)] != 0
+    def ill(self) -> set[int]:
+        """Return the sequences with logits that are unusable. Waits for the device."""
+        finite = self.out[1].tolist()
+        rows = zip(self.seq_ids, self.sequences, self.first_rows, strict=True)
+        return {seq_id for seq_id, s, row in rows if not all(finite[row : row + 1 + s.drafts])}
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """See ``Samples.ends``; where no sequence has rows that it does not need."""
+        drafts = tuple(d for s in self.sequences for d in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN))
+        return Runs(seq_ids=self.seq_ids, first_rows=(*self.first_rows, len(drafts)), drafts=drafts).ends(self.out[0].long())
 
     def to_host(self) -> dict[int, Sampled]:
         """Wait for the tokens; a row that failed has an ``error`` in its place."""
         lines = self.download.wait()
-        token_ids, finite, feasible = lines[:3, : len(self.seq_ids)].tolist()
+        if any(s.drafts for s in self.sequences):
+            results = self._runs_to_host(lines)
+        else:
+            first = self.first_rows
+            results = self._singles_to_host(lines[:, :: first[1] - first[0] if len(first) > 1 else 1][:, : len(first)])
+        if self.hosted is not None:
+            results.update(self.hosted.to_host())
+        return results
+
+    def _singles_to_host(self, lines: Tensor) -> dict[int, Sampled]:
+        """Return what sequences of one row each have sampled, which nearly all have where nobody guesses."""
+        token_ids, finite, feasible = lines[:3].tolist()
         results = dict(zip(self.seq_ids, map(Sampled, token_ids), strict=True))
         if self.wanted:
             ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
@@ -160,8 +194,34 @@ class RowSamples:
                 error = failure(self.sequences[row].end, finite=bool(finite[row]), feasible=bool(feasible[row]))
                 if error is not None:
                     results[seq_id] = Sampled(token_ids[row], None, error)
-        if self.hosted is not None:
-            results.update(self.hosted.to_host())
+        return results
+
+    def _runs_to_host(self, lines: Tensor) -> dict[int, Sampled]:
+        """Return what each sequence has sampled up to its first wrong draft."""
+        token_ids, finite, feasible = lines[:3].tolist()
+        listed = dict(self.wanted)
+        floats = lines.view(torch.float32)
+        results = {}
+        for i, (seq_id, sequence, first_row) in enumerate(zip(self.seq_ids, self.sequences, self.first_rows, strict=True)):
+            found = []
+            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.drafts :]
+            for place in range(1 + sequence.drafts):
+                row, error, logprob = first_row + place, None, None
+                if not (finite[row] and feasible[row]):
+                    position = sequence.end - sequence.drafts + place
+                    error = failure(position, finite=bool(finite[row]), feasible=bool(feasible[row]))
+                if i in listed and error is None:
+                    end = HEADER + 2 * listed[i]
+                    logprob = TokenLogprob(
+                        logprob=float(floats[4, row]),
+                        rank=int(lines[3, row]),
+                        token_ids=lines[HEADER:end:2, row].clone(),
+                        values=floats[HEADER + 1 : end + 1 : 2, row].clone(),
+                    )
+                found.append(Sampled(token_ids[row], logprob, error))
+                if error is not None or (place < sequence.drafts and token_ids[row] != drafts[place]):
+                    break
+            results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
         return results
 
 

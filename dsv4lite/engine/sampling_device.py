@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.sampling_table import SlotTable
-from dsv4lite.engine.step import SequencePlan
+from dsv4lite.engine.step import UNKNOWN, SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows
 
@@ -22,9 +23,9 @@ class RowNeeds:
     """What a batch of sequences asks for.
 
     Attributes:
-        needs: Of the rows that the table holds.
-        wanted: Row and number of best tokens of each of them that has log-probabilities.
-        hosted: The other rows, which are the ``Sampler``'s.
+        needs: Of the sequences that the table holds.
+        wanted: Sequence, by its place, and number of best tokens of each of them that has log-probabilities.
+        hosted: The other sequences, which are the ``Sampler``'s.
     """
 
     seq_ids: tuple[int, ...]
@@ -34,12 +35,12 @@ class RowNeeds:
 
     @property
     def nothing(self) -> bool:
-        """Whether every row just takes its best token, and nothing else is wanted or kept."""
+        """Whether every sequence just takes its best token, and nothing else is wanted or kept."""
         return not self.needs and not self.hosted
 
 
 class DeviceSampler:
-    """Samples one token for each row of a step; mutable, owned by the engine's thread.
+    """Samples a token for each row of a step, and picks guesses; mutable, owned by the engine's thread.
 
     Args:
         sampler: Knows the sequences, and samples for those that the table cannot hold.
@@ -58,9 +59,7 @@ class DeviceSampler:
 
     def add(self, seq_id: int) -> None:
         """Take in a sequence that the sampler knows."""
-        state = self._sampler.state_of(seq_id)
-        if self._table.holds(state):
-            self._table.add(seq_id, state)
+        self._table.add(seq_id, self._sampler.state_of(seq_id))
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
@@ -88,47 +87,84 @@ class DeviceSampler:
         positions: Tensor,
         last_token: Tensor,
         needs: Needs,
+        run: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Launch what ``needs`` says; see ``sample_rows``. Nothing here asks the host, so that it can be recorded."""
-        return sample_rows(logits, best, slots, positions, self._table.settings, last_token, self._space, needs)
+        return sample_rows(logits, best, slots, positions, self._table.settings, last_token, self._space, needs, run)
+
+    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Guess one token per row: the best one, or where the request draws, the one that its own draw there would take.
+
+        The noise is that of the draw which the guess has to equal, so that the two agree as often as their distributions do.
+        Nothing here asks the host, so that it can be recorded.
+
+        Args:
+            logits: float32 [S, V], of a drafter.
+            slots: int32 [S], of the sequences; -1 for padding.
+            positions: int32 [S], of the token before the guessed one.
+
+        Returns:
+            int64 [S].
+        """
+        drafting = self._table.drafting
+        nowhere = torch.empty(len(drafting), dtype=torch.int64, device=logits.device)
+        best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
+        return sample_rows(logits, best, slots, positions, drafting, nowhere, self._space, needs)[0].long()
 
     def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> RowSamples:
         """Sample the next tokens of some sequences.
 
         Args:
-            logits: float32 [R, V], of the last position of each.
+            logits: float32 [R, V], of the last position of each, and with drafts of the one before each of them, in order.
             sequences: What they ran in this step.
             last_token: int64 [slots + 1], where the tokens are remembered.
         """
         rows = self.prepare(sequences)
-        places = torch.tensor([[s.slot for s in sequences], [s.end - 1 for s in sequences]], dtype=torch.int32, device="cpu")
-        slots, positions = send(places, self._device)
-        out = self.run(logits, argmax_finite(logits), slots, positions, last_token, rows.needs)
-        return self.finish(out, logits, rows, sequences, last_token)
+        each = [(s, place) for s in sequences for place in range(1 + s.drafts)]
+        columns = [
+            [s.slot for s, _ in each],
+            [s.end - 1 - s.drafts + place for s, place in each],
+            [s.token_ids[place - s.drafts - 1] for s, place in each],
+            [place for _, place in each],
+        ]
+        slots, positions, *run = send(torch.tensor(columns, dtype=torch.int32, device="cpu"), self._device)
+        out = self.run(logits, argmax_finite(logits), slots, positions, last_token, rows.needs, (run[0], run[1]))
+        first_rows = [0, *accumulate(1 + s.drafts for s in sequences)][:-1]
+        return self.finish(out, logits, rows, sequences, first_rows, last_token)
 
     def finish(
-        self, out: Tensor, logits: Tensor, rows: RowNeeds, sequences: Sequence[SequencePlan], last_token: Tensor
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: RowNeeds,
+        sequences: Sequence[SequencePlan],
+        first_rows: Sequence[int],
+        last_token: Tensor,
     ) -> RowSamples:
         """Sample what is the host's to sample, and send for the results.
 
         Args:
-            out: From ``run``, at least as many columns as there are sequences.
+            out: From ``run``; the host's tokens are put between the others.
             logits: float32 [R, V] of the same rows.
             rows: From ``prepare``.
             sequences: Of these rows.
+            first_rows: Of each sequence.
             last_token: Where the host's tokens are remembered, too.
         """
-        hosted = self._sample_hosted(logits, rows, sequences, last_token)
-        return RowSamples.of(out, rows.seq_ids, sequences, wanted=rows.wanted, hosted=hosted)
+        hosted = None
+        if rows.hosted:
+            some = [(sequences[i], first_rows[i]) for i in rows.hosted]
+            hosted = self._sample_hosted(out, logits, some, last_token)
+        return RowSamples.of(out, rows.seq_ids, sequences, first_rows, wanted=rows.wanted, hosted=hosted)
 
-    def _sample_hosted(
-        self, logits: Tensor, rows: RowNeeds, sequences: Sequence[SequencePlan], last_token: Tensor
-    ) -> Samples | None:
-        if not rows.hosted:
-            return None
-        some = [sequences[row] for row in rows.hosted]
-        places = torch.tensor([rows.hosted, [s.slot for s in some]], dtype=torch.int64, device="cpu")
-        numbers, slots = send(places, self._device)
-        theirs = self._sampler.sample(logits.index_select(0, numbers), [s.seq_id for s in some], [s.end for s in some])
-        last_token[slots] = theirs.token_ids
+    def _sample_hosted(self, out: Tensor, logits: Tensor, some: Sequence[tuple[SequencePlan, int]], last_token: Tensor) -> Samples:
+        each = [(s, first + place, s.end - s.drafts + place) for s, first in some for place in range(1 + s.drafts)]
+        guesses = [guess for s, _ in some for guess in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
+        drafts = guesses if len(each) > len(some) else None
+        places = torch.tensor([*(row for _, row, _ in each), *(s.slot for s, _ in some)], dtype=torch.int64, device="cpu")
+        numbers, slots = send(places, self._device).split([len(each), len(some)])
+        seq_ids, positions = [s.seq_id for s, _, _ in each], [position for _, _, position in each]
+        theirs = self._sampler.sample(logits.index_select(0, numbers), seq_ids, positions, drafts)
+        out[0, numbers] = theirs.token_ids.int()
+        last_token[slots] = theirs.ends()[1]
         return theirs

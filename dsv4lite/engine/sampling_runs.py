@@ -70,6 +70,15 @@ class Runs:
         right_SK = token_ids[rows_SK.clamp_max(len(token_ids) - 1)] == drafts_SK
         return first_S + right_SK.long().cumprod(1).sum(1)
 
+    def ends(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many drafts of each sequence are right, and the token behind them, int64 [S] twice; nothing waits.
+
+        Args:
+            token_ids: int64 [R], what was sampled.
+        """
+        last_S = self.last_rows(token_ids)
+        return last_S - torch.tensor(self.first_rows[:-1], dtype=torch.int64, device=token_ids.device), token_ids[last_S]
+
     def counting(self, token_ids: Tensor) -> Tensor:
         """Return which rows count, bool [R]."""
         last_S = self.last_rows(token_ids)

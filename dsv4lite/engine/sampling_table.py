@@ -29,12 +29,18 @@ class _Settings:
     state: SequenceState
     needs: Needs
     num_logprobs: int
+    elsewhere: bool
     line: list[float] | None = None
     held: tuple[Tensor, ...] = ()
 
 
 class SlotTable:
     """The settings of all slots; mutable, owned by the engine's thread.
+
+    Attributes:
+        settings: float64 [S + 1, NUM_COLUMNS]; the last line is that of padding.
+        drafting: Likewise, what guesses of each slot's tokens go by: settings that are the same for every token, but ``top_k`` and
+            ``top_p``, which would have to rank. Sequences that are sampled elsewhere are guessed from here, too.
 
     Args:
         slots: S.
@@ -49,13 +55,17 @@ class SlotTable:
         self._seated: dict[int, int] = {}
         neutral = torch.tensor(self._neutral(), dtype=torch.float64, device=device)
         self.settings = neutral.repeat(slots + 1, 1)  # the last line is that of padding
+        self.drafting = self.settings.clone()
 
     def holds(self, state: SequenceState) -> bool:
         """Whether a line can hold what a sequence asked for."""
         return not state.hosted and min(state.params.logprobs or 0, self._vocab_size) <= BEST
 
     def add(self, seq_id: int, state: SequenceState) -> None:
-        """Take in a sequence before its first token, whose settings a line can hold."""
+        """Take in a sequence before its first token; one whose settings no line can hold is sampled elsewhere."""
+        if not self.holds(state):
+            self._sequences[seq_id] = _Settings(state, NOTHING, -1, elsewhere=True)
+            return
         params = state.params
         drawn, ranked = not params.greedy_sampling, 0 < params.top_k < self._vocab_size
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
@@ -73,7 +83,7 @@ class SlotTable:
         needs = NOTHING
         for need, is_wanted in wanted.items():
             needs = needs | need if is_wanted else needs
-        self._sequences[seq_id] = _Settings(state, needs, num_logprobs)
+        self._sequences[seq_id] = _Settings(state, needs, num_logprobs, elsewhere=False)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
@@ -86,7 +96,8 @@ class SlotTable:
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence is sampled from this table."""
-        return seq_id in self._sequences
+        settings = self._sequences.get(seq_id)
+        return settings is not None and not settings.elsewhere
 
     def needs(self, seq_ids: Sequence[int]) -> Needs:
         """Return what a batch of sequences needs; those that are sampled elsewhere need nothing."""
@@ -102,9 +113,13 @@ class SlotTable:
         if not new:
             return
         self._seated.update(new)
-        lines = torch.tensor([[slot, *self._line(seq_id)] for slot, seq_id in new], dtype=torch.float64, device="cpu")
+        lines = torch.tensor(
+            [[slot, *self._line(seq_id), *self._drafting_line(seq_id)] for slot, seq_id in new], dtype=torch.float64, device="cpu"
+        )
         lines = send(lines, self._device)
-        self.settings[lines[:, 0].long()] = lines[:, 1:]
+        slots, settings, drafting = lines.split([1, NUM_COLUMNS, NUM_COLUMNS], dim=1)
+        self.settings[slots[:, 0].long()] = settings
+        self.drafting[slots[:, 0].long()] = drafting
 
     @staticmethod
     def _neutral() -> list[float]:
@@ -115,20 +130,33 @@ class SlotTable:
 
     def _line(self, seq_id: int) -> list[float]:
         settings = self._sequences.get(seq_id)
-        if settings is None:
+        if settings is None or settings.elsewhere:
             return self._neutral()
         if settings.line is None:
             settings.line = self._write(settings)
         return settings.line
 
-    def _write(self, settings: _Settings) -> list[float]:
-        state, params, line = settings.state, settings.state.params, self._neutral()
+    def _drafting_line(self, seq_id: int) -> list[float]:
+        settings = self._sequences.get(seq_id)
+        if settings is None:
+            return self._neutral()
+        line = self._drawing(settings.state)
+        line[Column.EDITS] = 0.0 if settings.line is None else settings.line[Column.EDITS]
+        return line
+
+    def _drawing(self, state: SequenceState) -> list[float]:
+        line, params = self._neutral(), state.params
         if not params.greedy_sampling:
             line[Column.TEMPERATURE] = clamp_temperature(params.temperature)
             line[Column.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        line[Column.STREAM], line[Column.STREAM + 1] = state.stream
+        return line
+
+    def _write(self, settings: _Settings) -> list[float]:
+        state, params, line = settings.state, settings.state.params, self._drawing(settings.state)
+        if not params.greedy_sampling:
             line[Column.TOP_K] = params.top_k if 0 < params.top_k < self._vocab_size else 0
             line[Column.TOP_P] = params.top_p
-        line[Column.STREAM], line[Column.STREAM + 1] = state.stream
         line[Column.NUM_LOGPROBS] = settings.num_logprobs
         line[Column.PROCESSED] = params.logprobs_mode == "processed"
         if state.penalised:

@@ -111,6 +111,7 @@ class RowSpace:
         partial: int64 [R, 2, pieces].
         peaks: int32 [R, pieces * GROUPS].
         candidates: int64 [R, CANDIDATES].
+        single: int32 [R], zeros: the places of rows that are a sequence's only ones.
     """
 
     edited: Tensor
@@ -118,6 +119,7 @@ class RowSpace:
     partial: Tensor
     peaks: Tensor
     candidates: Tensor
+    single: Tensor
 
     @classmethod
     def allocate(cls, rows: int, vocab_size: int, device: torch.device) -> RowSpace:
@@ -130,13 +132,14 @@ class RowSpace:
             partial=torch.empty(rows, 2, pieces, dtype=torch.int64, device=device),
             peaks=torch.empty(rows, pieces * GROUPS, dtype=torch.int32, device=device),
             candidates=torch.empty(rows, CANDIDATES, dtype=torch.int64, device=device),
+            single=torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
 
 def row_bytes(vocab_size: int) -> int:
     """Return the bytes of one row of a ``RowSpace``."""
     pieces = -(-vocab_size // PIECE)
-    return 4 * vocab_size + 8 * (16 + 2 * pieces + CANDIDATES) + 4 * pieces * GROUPS
+    return 4 * vocab_size + 8 * (16 + 2 * pieces + CANDIDATES) + 4 * (pieces * GROUPS + 1)
 
 
 def sample_rows(
@@ -148,8 +151,12 @@ def sample_rows(
     last_token: Tensor,
     space: RowSpace,
     needs: Needs,
+    run: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sample one token for each row, and count it; there are kernels only.
+
+    A sequence may have several rows, one behind the other: each takes for granted that the tokens of those before it are what they
+    guessed, and only rows up to the first wrong guess are counted and remembered.
 
     Args:
         logits: float32 [R, V], contiguous.
@@ -160,6 +167,8 @@ def sample_rows(
         last_token: int64 [S + 1], where the tokens are remembered.
         space: For at least R rows.
         needs: What the rows ask for.
+        run: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which behind a sequence's first
+            row is the guess of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
 
     Returns:
         int32 [HEADER + 2 BEST, R]: token, whether the logits are finite, whether settings leave a token, the token's rank and its
@@ -168,4 +177,4 @@ def sample_rows(
     """
     from dsv4lite.kernels.sampling_rows_triton import sample_rows_triton
 
-    return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs)
+    return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run)

@@ -159,9 +159,9 @@ def _lap(scaled, token, inside, a, b):
     return tl.where(inside, key, _NOBODY)
 
 
-@triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions", "tokens", "places"])
 def _edit_kernel(
-    logits, edited, slots, positions, settings, state, partial, arrivals, last, vocabulary, pieces,
+    logits, edited, slots, positions, tokens, places, settings, state, partial, arrivals, last, vocabulary, pieces,
     PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -177,6 +177,8 @@ def _edit_kernel(
         # Reference: penalize
         counts = tl.multiple_of(occurrences.to(tl.pointer_type(tl.int32)), 16)
         seen = tl.load(counts + token, mask=live, other=0)
+        for back in range(tl.load(places + row)):  # guesses that the row takes for granted
+            seen += (token == tl.load(tokens + row - back)).to(tl.int32)
         count = seen & 0x7FFFFFFF
         repetition = tl.load(line + _REPETITION).to(tl.float32)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
@@ -499,27 +501,37 @@ def _search_kernel(
     tl.store(mine + _CUT, cut)
 
 
-@triton.jit(do_not_specialize=["last", "rows", "vocabulary"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(
+    do_not_specialize=["last", "rows", "vocabulary"],
+    do_not_specialize_on_alignment=["slots", "positions", "tokens", "places"],
+)
 def _finish_kernel(
-    best_top, best_ids, finite, slots, positions, settings, state, last_token, out, last, rows, vocabulary,
+    best_top, best_ids, finite, slots, positions, tokens, places, settings, state, last_token, out, last, rows, vocabulary,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    slot = _slot(slots, row, last)
-    line = settings + slot * _COLUMNS
-    edited = _is_edited(line, tl.load(positions + row))
-    mine = state + row * _STATE
-    top = tl.where(edited, tl.load(mine + _TOP).to(tl.int32).to(tl.float32, bitcast=True), tl.load(best_top + row))
-    feasible = tl.abs(top) < _INF
-    token_id = tl.where(edited, tl.load(mine + _TOP_ID), tl.load(best_ids + row))
-    token_id = tl.where(feasible & (tl.load(line + _TEMPERATURE) > 0), tl.load(mine + _DRAWN), token_id)
-    token_id = tl.minimum(tl.maximum(token_id, 0), vocabulary - 1)
-    tl.store(last_token + slot, token_id)
-    tl.store(out + row, token_id.to(tl.int32))
-    tl.store(out + rows + row, tl.load(finite + row).to(tl.int32))
-    tl.store(out + 2 * rows + row, feasible.to(tl.int32))
-    occurrences = tl.load(line + _OCCURRENCES).to(tl.int64)
-    if occurrences != 0:
-        tl.atomic_add(occurrences.to(tl.pointer_type(tl.int32)) + token_id, 1)
+    if tl.load(places + row) > 0:
+        return
+    more, counts = row < rows, row < rows  # whether there is another row, and whether all guesses so far were right
+    while more:
+        slot = _slot(slots, row, last)
+        line = settings + slot * _COLUMNS
+        edited = _is_edited(line, tl.load(positions + row))
+        mine = state + row * _STATE
+        top = tl.where(edited, tl.load(mine + _TOP).to(tl.int32).to(tl.float32, bitcast=True), tl.load(best_top + row))
+        feasible = tl.abs(top) < _INF
+        token_id = tl.where(edited, tl.load(mine + _TOP_ID), tl.load(best_ids + row))
+        token_id = tl.where(feasible & (tl.load(line + _TEMPERATURE) > 0), tl.load(mine + _DRAWN), token_id)
+        token_id = tl.minimum(tl.maximum(token_id, 0), vocabulary - 1)
+        tl.store(out + row, token_id.to(tl.int32))
+        tl.store(out + rows + row, tl.load(finite + row).to(tl.int32))
+        tl.store(out + 2 * rows + row, feasible.to(tl.int32))
+        tl.store(last_token + slot, token_id, mask=counts)
+        occurrences = tl.load(line + _OCCURRENCES).to(tl.int64)
+        if counts & (occurrences != 0):
+            tl.atomic_add(occurrences.to(tl.pointer_type(tl.int32)) + token_id, 1)
+        row += 1
+        more = tl.load(places + row, mask=row < rows, other=0) > 0
+        counts = counts & (token_id == tl.load(tokens + row, mask=more, other=-1))
 
 
 @triton.jit(do_not_specialize=["last", "pieces", "rows"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -563,9 +575,12 @@ def sample_rows_triton(
     last_token: Tensor,
     space: RowSpace,
     needs: Needs,
+    run: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See ``sampling_rows.sample_rows``."""
     (rows, vocabulary), device = logits.shape, logits.device
+    tokens, places = (slots, space.single) if run is None else run  # of single rows nobody asks what they saw
+    assert tokens.dtype == places.dtype == torch.int32 and tokens.is_contiguous() and places.is_contiguous()
     assert logits.dtype == torch.float32 and logits.is_contiguous() and rows <= min(len(space.state), COUNTERS), logits.shape
     assert slots.dtype == positions.dtype == torch.int32 and slots.is_contiguous() and positions.is_contiguous()
     assert settings.dtype == torch.float64 and settings.is_contiguous() and last_token.dtype == torch.int64
@@ -576,11 +591,12 @@ def sample_rows_triton(
     pieces, last = triton.cdiv(vocabulary, PIECE), len(settings) - 1
     assert (space.edited.data_ptr() - logits.data_ptr()) % 16 == 0
     common = (slots, positions, settings, space.state)
+    placed = (slots, positions, tokens, places, settings, space.state)
     arrivals, grid = counters_of(device), (rows, pieces)
     shape: dict[str, Any] = {"PIECE": PIECE, "PIECES": triton.next_power_of_2(pieces)}
     options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
     if Needs.EDITS in needs:
-        editing = (logits, space.edited, *common, space.partial, arrivals, last, vocabulary, pieces)
+        editing = (logits, space.edited, *placed, space.partial, arrivals, last, vocabulary, pieces)
         _edit_kernel[grid](*editing, **shape, **options)
     source = (logits, space.edited, top)
     if needs & (Needs.DRAWS | Needs.NUCLEI):
@@ -599,7 +615,7 @@ def sample_rows_triton(
     if needs & (Needs.SEARCHES | Needs.NUCLEI):
         block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocabulary))
         _search_kernel[(rows,)](*source, *common, last, vocabulary, BLOCK=block, num_warps=16, enable_fp_fusion=False)
-    ending = (top, best_ids, finite.view(torch.uint8), *common, last_token, out, last, rows, vocabulary)
+    ending = (top, best_ids, finite.view(torch.uint8), *placed, last_token, out, last, rows, vocabulary)
     _finish_kernel[(rows,)](*ending, num_warps=1, enable_fp_fusion=False)
     if Needs.SCORES in needs:
         _score_kernel[grid](*source, *common, space.partial, out, arrivals, last, vocabulary, pieces, rows, **shape, **options)
@@ -616,7 +632,8 @@ def variants() -> list[Variant]:
     pieces = {"PIECE": PIECE, "PIECES": 64}
     partial, arrivals, out = {"partial": "*i64"}, {"arrivals": "*i32"}, {"out": "*i32"}
     ids = {"best_ids": "*i64"}
-    edit = {"logits": "*fp32", "edited": "*fp32", **table, **partial, **arrivals, **sizes}
+    placed = {"slots": "*i32", "positions": "*i32", "tokens": "*i32", "places": "*i32", "settings": "*fp64", "state": "*i64"}
+    edit = {"logits": "*fp32", "edited": "*fp32", **placed, **partial, **arrivals, **sizes}
     found = [Variant(kernel=_edit_kernel, signature=edit, constants=pieces, num_warps=_NUM_WARPS)]
     race = {**source, **ids, **table, **partial, **arrivals, **sizes}
     found.append(Variant(kernel=_race_kernel, signature=race, constants={**pieces, "FIRST": False}, num_warps=_NUM_WARPS))
@@ -628,7 +645,7 @@ def variants() -> list[Variant]:
         found.append(Variant(kernel=_best_kernel, signature=best, constants=constants, num_warps=_NUM_WARPS))
     search = {**source, **table, "last": "i32", "vocabulary": "i32"}
     found.append(Variant(kernel=_search_kernel, signature=search, constants={"BLOCK": _SEARCH_BLOCK}, num_warps=16))
-    finish = {"best_top": "*fp32", **ids, "finite": "*u8", **table, "last_token": "*i64", **out}
+    finish = {"best_top": "*fp32", **ids, "finite": "*u8", **placed, "last_token": "*i64", **out}
     finish |= {"last": "i32", "rows": "i32", "vocabulary": "i32"}
     found.append(Variant(kernel=_finish_kernel, signature=finish, num_warps=1))
     score = {**source, **table, **partial, **out, **arrivals, **sizes, "rows": "i32"}

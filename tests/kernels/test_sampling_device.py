@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples
 from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.step import Sampled, SequencePlan
+from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling_rows import BEST
 from dsv4lite.request import Request, SamplingParams
@@ -27,7 +29,7 @@ class Engine:
     def __init__(self, **settings: dict[str, object]) -> None:
         self.names = list(settings)
         self.samplers = [Sampler(V, DEVICE, 0) for _ in range(2)]
-        self.device = DeviceSampler(self.samplers[0], slots=8, rows=6, vocab_size=V, device=DEVICE)
+        self.device = DeviceSampler(self.samplers[0], slots=8, rows=20, vocab_size=V, device=DEVICE)
         self.last_token = torch.full((9,), -1, dtype=torch.int64, device=DEVICE)
         self.slots = dict(zip(settings, (6, 0, 3, 1, 7), strict=False))
         self.lengths = dict.fromkeys(settings, len(PROMPT))
@@ -37,23 +39,35 @@ class Engine:
                 sampler.add(seq_id, Request(request_id=name, prompt_token_ids=PROMPT, params=params, eos_token_id=1), 0)
             self.device.add(seq_id)
 
-    def step(self, logits: torch.Tensor, names: list[str]) -> tuple[dict[str, Sampled], dict[str, Sampled]]:
+    def step(
+        self, logits: torch.Tensor, names: list[str], drafts: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[dict[str, Sampled], dict[str, Sampled]]:
         """Return what is sampled for some sequences, and what should be."""
+        guesses = [(drafts or {}).get(name, ()) for name in names]
         seq_ids = [self.names.index(name) for name in names]
         plans = [
-            SequencePlan(i, self.slots[name], self.lengths[name] - 1, (0,), (), 0, (), True)
-            for i, name in zip(seq_ids, names, strict=True)
+            SequencePlan(i, self.slots[name], self.lengths[name] - 1, (0, *some), (), 0, (), True, drafts=len(some))
+            for i, name, some in zip(seq_ids, names, guesses, strict=True)
         ]
         samples = self.device.sample(logits, plans, self.last_token)
-        assert samples.runs.seq_ids == tuple(seq_ids) and samples.finite.tolist() == torch.isfinite(logits).all(1).tolist()
+        assert samples.seq_ids == tuple(seq_ids)
         results = samples.to_host()
-        wanted = self.samplers[1].sample(logits, seq_ids, [plan.end for plan in plans]).to_host()
+        rows = [(plan, plan.end - plan.drafts + place) for plan in plans for place in range(1 + plan.drafts)]
+        ill = {plan.seq_id for (plan, _), row in zip(rows, logits, strict=True) if not torch.isfinite(row).all()}
+        assert samples.ill() == ill
+        judged = [guess for some in guesses for guess in (*some, UNKNOWN)]
+        expected = self.samplers[1].sample(logits, [p.seq_id for p, _ in rows], [place for _, place in rows], judged)
+        for ours, theirs in zip(samples.ends(), expected.ends(), strict=True):
+            assert ours.tolist() == theirs.tolist() or samples.ill()
+        wanted = expected.to_host()
         for seq_id, name in zip(seq_ids, names, strict=True):
-            self.lengths[name] += 1
+            found = (results[seq_id], *results[seq_id].after)
+            self.lengths[name] += len(found)
             if results[seq_id].error is None:
-                assert self.last_token[self.slots[name]] == results[seq_id].token_id
+                assert self.last_token[self.slots[name]] == found[-1].token_id
                 for sampler in self.samplers:
-                    sampler.accept(seq_id, results[seq_id].token_id)
+                    for one in found:
+                        sampler.accept(seq_id, one.token_id)
         return {n: results[i] for i, n in zip(seq_ids, names)}, {n: wanted[i] for i, n in zip(seq_ids, names)}
 
 
@@ -82,6 +96,52 @@ def test_device_and_host_share_a_step() -> None:
                 assert ours.values.tolist() == pytest.approx(theirs.values.tolist(), abs=1e-5)
 
 
+def test_rows_behind_guesses_are_sampled_as_if_these_were_right() -> None:
+    """Each token is less likely the more often it was said: what a row takes for granted counts, what was wrong does not."""
+    engine = Engine(
+        penalised={"temperature": 0.0, "frequency_penalty": 1.0, "logprobs": 0},
+        drawn={"temperature": 0.3, "presence_penalty": 1.0, "seed": 1},
+        held={"temperature": 0.0, "min_tokens": 4, "stop_token_ids": (9,)},
+        worded={"temperature": 0.0, "bad_words_ids": ((9, 12),), "frequency_penalty": 0.5},  # the host looks for its words
+        plain={"temperature": 0.0},
+    )
+    row = torch.zeros(V)
+    row[[9, 12, 15, 18]] = torch.tensor([20.0, 19.6, 19.3, 19.1])
+    for drafts in (
+        {"penalised": (9, 12, 15), "drawn": (9, 12), "held": (12, 12), "worded": (9, 15)},
+        {"penalised": (18, 9), "drawn": (12,), "plain": (9,)},
+        {"penalised": (12, 9), "held": (9,), "worded": (12,)},
+    ):
+        logits = row.repeat(len(engine.names) + sum(map(len, drafts.values())), 1).to(DEVICE)
+        got, wanted = engine.step(logits, engine.names, drafts)
+        for name in engine.names:
+            ours, theirs = ([found[name], *found[name].after] for found in (got, wanted))
+            assert [one.token_id for one in ours] == [one.token_id for one in theirs], name
+            for one, other in zip(ours, theirs, strict=True):
+                assert (one.logprob is None) == (other.logprob is None)
+                if one.logprob is not None and other.logprob is not None:
+                    assert one.logprob.token_ids.tolist() == other.logprob.token_ids.tolist()
+                    assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
+    assert engine.lengths["penalised"] - len(PROMPT) == 4 + 1 + 2  # else nothing was tested
+
+
+def test_guesses_take_the_draws_that_judge_them() -> None:
+    engine = Engine(
+        drawn={"seed": 3},
+        narrow={"temperature": 0.5, "min_p": 0.2, "top_k": 1, "frequency_penalty": 2.0},
+        only={"allowed_token_ids": (4, 8), "seed": 5},
+        worded={"bad_words_ids": ((9, 10),), "seed": 6},
+        greedy={"temperature": 0.0, "min_tokens": 3},
+    )
+    logits = normal(6, 3)
+    engine.step(logits[:5].contiguous(), engine.names)
+    slots = torch.tensor([*(engine.slots[name] for name in engine.names), -1], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([3, 3, 3, 3, 3, -1], dtype=torch.int32, device=DEVICE)
+    guesses = engine.device.guess(logits, slots, positions).tolist()
+    assert guesses[:5] == engine.samplers[1].draft(logits[:5], range(5), positions[:5] + 1).tolist()
+    assert 0 <= guesses[5] < V
+
+
 def test_rows_that_fail_say_why() -> None:
     engine = Engine(
         plain={}, impossible={"allowed_token_ids": (1,), "min_tokens": 1}, ill={"temperature": 0.0}, hosted={"logprobs": V}
@@ -102,7 +162,7 @@ def test_a_step_of_best_tokens_needs_no_more_than_these() -> None:
     assert rows.nothing and rows is engine.device.prepare(plans[:2])
     assert not engine.device.prepare(plans).nothing
     out = torch.tensor([[4, 5, 0], [1, 1, 0], [1, 1, 0]], dtype=torch.int32, device=DEVICE)
-    assert RowSamples.of(out, (0, 1), plans[:2]).to_host() == {0: Sampled(4), 1: Sampled(5)}
+    assert RowSamples.of(out, (0, 1), plans[:2], (0, 1)).to_host() == {0: Sampled(4), 1: Sampled(5)}
 
 
 def test_a_sequence_that_left_is_forgotten() -> None:

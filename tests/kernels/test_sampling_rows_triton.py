@@ -236,7 +236,7 @@ def test_sequences_take_their_settings_to_another_slot() -> None:
 
 def test_space_is_as_large_as_it_says() -> None:
     space = RowSpace.allocate(3, V, DEVICE)
-    parts = (space.edited, space.state, space.partial, space.peaks, space.candidates)
+    parts = (space.edited, space.state, space.partial, space.peaks, space.candidates, space.single)
     assert sum(part.nbytes for part in parts) == 3 * row_bytes(V)
 
 
