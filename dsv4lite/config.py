@@ -16,6 +16,7 @@ LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
 ExecutorKind = Literal["auto", "thread", "process", "external"]
+ReplicaPlacement = Literal["prefix", "round_robin"]
 Progress = Callable[["LoadProgress"], None]
 Speculative = Drafter | tuple[Drafter, ...] | Literal["auto"] | None
 
@@ -99,6 +100,8 @@ class EngineConfig:
         tensor_parallel_size: Ranks that share attention's matrices and the vocabulary.
         expert_parallel_size: Ranks that share the routed experts; they run over the ranks of tensor and data parallelism.
         data_parallel_size: Replicas of attention, each with requests and state of its own.
+        data_parallel_placement: The replica that a request goes to, of those with a free place. ``prefix``: that with most of it
+            cached, then that with the fewest sequences. ``round_robin``: each in turn.
         pipeline_parallel_size: Stages of consecutive layers.
         redundant_experts: Places for copies of popular experts in every layer, on all ranks that share experts together; with any
             number, even 0, experts move where they are needed. ``None``: they stay where they are.
@@ -138,6 +141,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_placement: ReplicaPlacement = "prefix"
     pipeline_parallel_size: int = 1
     redundant_experts: int | None = None
     rebalance_steps: int = 3000
@@ -157,6 +161,7 @@ class EngineConfig:
             ("kv_cache_dtype", ("auto", "fp8", "bfloat16", "float32")),
             ("load_format", ("auto", "dummy")),
             ("executor", ("auto", "thread", "process", "external")),
+            ("data_parallel_placement", ("prefix", "round_robin")),
         ):
             value = getattr(self, name)
             if value not in options:

@@ -10,6 +10,8 @@ numbers compare layouts and do not foretell speed. Sequences are short: their st
 
 from __future__ import annotations
 
+from math import pow
+
 from dsv4lite.engine.cache import StateLayout
 from dsv4lite.kernels.rows import page_bytes
 from dsv4lite.models.config import V4Config
@@ -34,16 +36,26 @@ def stage_floor(model: V4Config, numerics: Numerics, share: Share, layout: State
         weights: Bytes of its weights.
         sequences: Of its replica.
     """
-    layers, slots = len(share.layers), model.num_experts // share.mesh.ep.size
+    layers = len(share.layers)
+    state = sequences * layers * (model.window + model.index_topk) * page_bytes(layout.kv, 1)
+    read = weights_read(model, numerics, share, weights, sequences) + state
+    return read / MEMORY_BYTES_S + layers * _collectives(model, share, sequences)
+
+
+def weights_read(model: V4Config, numerics: Numerics, share: Share, weights: int, sequences: float) -> float:
+    """Return the bytes of its weights that a rank needs where every sequence has one token, and experts are chosen evenly.
+
+    Arguments are those of ``stage_floor``; ``sequences`` may be an average over replicas.
+    """
+    slots = model.num_experts // share.mesh.ep.size
     item = _EXPERT_ITEM.get(numerics.resident_experts, numerics.matrix_dtype.itemsize)
     expert = 3 * model.hidden_size * share.expert_width * item
     tokens = sequences * share.gathered
-    used = slots * (1 - (1 - model.experts_per_token / model.num_experts) ** tokens)
-    idle = layers * (slots - used) * expert
+    used = slots * (1 - pow(1 - model.experts_per_token / model.num_experts, tokens))
+    idle = len(share.layers) * (slots - used) * expert
     if share.first:  # of the embedding only the tokens' rows are read
         idle += len(share.vocab) * model.hidden_size * numerics.dtype.itemsize
-    state = sequences * layers * (model.window + model.index_topk) * page_bytes(layout.kv, 1)
-    return (weights - idle + state) / MEMORY_BYTES_S + layers * _collectives(model, share, sequences)
+    return weights - idle
 
 
 def _collectives(model: V4Config, share: Share, sequences: int) -> float:

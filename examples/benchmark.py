@@ -1,11 +1,18 @@
-"""Measure dsv4lite on one GPU: V4-Flash's real layers with random weights, fewer of them, by batch and context.
+"""Measure dsv4lite on one GPU or several: V4's real layers with random weights, fewer of them, by batch and context.
 
     python examples/benchmark.py --layers 8 --batch 1 8 64              # a table
     python examples/benchmark.py --layers 24 --batch 1 --json out.json
     python examples/benchmark.py --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
+    python examples/benchmark.py --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
+    python examples/benchmark.py --model pro --layers 8 --tp 4 --batch 1 8 64
+    python examples/benchmark.py --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
 
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
-part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (3.4 GB a layer).
+part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).
+
+With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``--profile`` lists the kernels of
+one, and how much of a step NCCL's took: moving data, and waiting for the other GPUs. With several ranks it watches rank 0 and needs
+``--executor thread``, which has that rank in this process.
 """
 
 from __future__ import annotations
@@ -16,9 +23,11 @@ import json
 import logging
 import math
 import random
+import resource
 import statistics
 import time
-from collections.abc import Coroutine
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from xml.sax.saxutils import escape
@@ -26,9 +35,20 @@ from xml.sax.saxutils import escape
 import torch
 
 from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
+from dsv4lite.device import choose_device
+from dsv4lite.face.streams import AsyncStream
+from dsv4lite.layout import AXES, Layout
+from dsv4lite.memory import choose_numerics, weight_bytes
+from dsv4lite.models.config import V4Config
+from dsv4lite.models.share import Share
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.steptime import weights_read
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
 COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
+PROFILED_STEPS = 32
 
 
 def flash(layers: int) -> dict[str, Any]:
@@ -54,109 +74,202 @@ def flash(layers: int) -> dict[str, Any]:
     }
 
 
-def floor_bytes(layers: int, batch: int) -> float:
-    """Return the bytes of weights that a decode step must read."""
-    experts = 256 * (1 - (1 - 6 / 256) ** batch)
-    total = 129280 * 4096 * 2.0
-    for layer in range(layers):
-        compressed = 0 if layer < 2 else 35e6 if layer % 2 == 0 else 14e6
-        total += 107e6 + 25e6 + max(5e6, compressed) + 13.4e6 * experts
+def pro(layers: int) -> dict[str, Any]:
+    """Return V4-Pro's configuration with ``layers`` layers, as overrides of another model's."""
+    ratios = [128, 128] + [4, 128] * layers
+    return {
+        **flash(layers),
+        "hidden_size": 7168,
+        "compress_ratios": [*ratios[:layers], 0],
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "o_groups": 16,
+        "n_routed_experts": 384,
+        "moe_intermediate_size": 3072,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 1024,
+    }
+
+
+def shipped(layers: int) -> dict[str, Any]:
+    """Return what changes the configuration of the checkpoint that ships with the package to ``layers`` layers."""
+    return {"num_hidden_layers": layers, "compress_ratios": [*([0, 0] + [4, 128] * layers)[:layers], 0]}
+
+
+MODELS = {"flash": flash, "pro": pro, "shipped": shipped}
+
+
+def floor_bytes(model: V4Config, numerics: Numerics, layout: Layout, batch: int) -> float:
+    """Return the bytes of weights that a decode step must read on one GPU, on one of each stage after the other."""
+    total = 0.0
+    for rank in range(0, layout.world, layout.stage):
+        mesh = Mesh.outline(layout, rank)
+        weights = weight_bytes(model, numerics, mesh, with_mtp=False)
+        total += weights_read(model, numerics, Share.of(model, mesh), weights, batch / layout.dp)
     return total
 
 
-async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
-    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part."""
+def params(count: int) -> SamplingParams:
+    """Return how to generate exactly ``count`` tokens."""
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+async def decode(
+    llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random, kernels: list[dict[str, Any]] | None = None
+) -> dict[str, float]:
+    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part.
+
+    With ``kernels`` some more steps are profiled, their kernels are added to it, and NCCL's seconds of a step are returned, too.
+    """
 
     def prompt() -> list[int]:
         return [rng.randrange(3, 4000) for _ in range(context)]
 
-    def params(count: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
     times, host = [], []
-    others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
-    await asyncio.sleep(0.05)
-    async with llm.stream(prompt(), params(tokens)) as stream:  # the last to start: the others decode by then
-        async for delta in stream:
-            times += [time.perf_counter()] * len(delta.token_ids)
+
+    async def read(stream: AsyncStream, count: int) -> None:
+        while count > 0:
+            delta = await anext(stream)
+            count -= len(delta.token_ids)
+            times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
+
+    longer = tokens + (0 if kernels is None else 20 * PROFILED_STEPS)  # steps go on while the profiler gets ready
+    others = [asyncio.create_task(llm.generate(prompt(), params(longer + 64 + 8 * batch))) for _ in range(batch - 1)]
+    await asyncio.sleep(0.05)
+    async with llm.stream(prompt(), params(longer)) as stream:  # the last to start: the others decode by then
+        await read(stream, tokens)
+        gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
+        found = {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
+        if kernels is not None:
+            with profiled(kernels):
+                await read(stream, PROFILED_STEPS)
+            found["nccl_s"] = communication(kernels) / PROFILED_STEPS
     llm.abort()
     await asyncio.gather(*others)
-    gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
-    return {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
+    return found
 
 
 async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) -> float:
     """Return prompt tokens per second."""
     prompts = [[rng.randrange(3, 4000) for _ in range(length)] for _ in range(count)]
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    await llm.generate_batch(prompts, one)
+    await llm.generate_batch(prompts, params(1))
     return count * length / (time.perf_counter() - started)
 
 
-async def profiled(name: str, work: Coroutine[Any, Any, Any]) -> list[dict[str, Any]]:
-    """Run something; print and return its kernels by the time they take in all."""
+@contextmanager
+def profiled(kernels: list[dict[str, Any]]) -> Iterator[None]:
+    """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        await work
+        yield
         torch.cuda.synchronize()
     rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
-    total = sum(row.device_time_total for row in rows) or 1.0
+    kernels += [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
+
+
+def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
+    """Print the kernels that take the most time."""
+    total = sum(row["us"] for row in kernels) or 1.0
     print(f"{name}: {total / 1e3:.1f} ms on the device\n{'share':>7}{'calls':>8}{'us each':>10}  kernel")
-    for row in rows[:40]:
-        share = row.device_time_total / total
-        print(f"{share:>7.1%}{row.count:>8}{row.device_time_total / row.count:>10.1f}  {row.key[:90]}", flush=True)
-    return [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
+    for row in kernels[:most]:
+        print(f"{row['us'] / total:>7.1%}{row['calls']:>8}{row['us'] / row['calls']:>10.1f}  {row['kernel'][:90]}", flush=True)
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything; print as it comes."""
-    rng = random.Random(0)
-    config = EngineConfig(
+def communication(kernels: list[dict[str, Any]]) -> float:
+    """Return the seconds that kernels of collectives took."""
+    return 1e-6 * sum(row["us"] for row in kernels if row["kernel"].startswith("nccl"))
+
+
+def configured(args: argparse.Namespace) -> EngineConfig:
+    """Return the settings of the engine to measure."""
+    return EngineConfig(
         model=tiny_model(),
-        hf_overrides=flash(args.layers),
+        hf_overrides=MODELS[args.model](args.layers),
         load_format="dummy",
+        device=args.device,
         max_model_len=args.max_model_len,
-        max_num_seqs=max(args.batch),
+        max_num_seqs=-(-max(args.batch) // args.dp),
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         deterministic=args.deterministic,
+        tensor_parallel_size=args.tp,
+        expert_parallel_size=args.ep,
+        data_parallel_size=args.dp,
+        pipeline_parallel_size=args.pp,
+        redundant_experts=args.redundant_experts,
+        executor=args.executor,
+        start_timeout_s=args.timeout,
+        step_timeout_s=args.timeout,
     )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    result: dict[str, Any] = {"device": device, "layers": args.layers, "torch": torch.__version__, "decode": []}
+
+
+async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure a started engine; print as it comes."""
+    rng, config = random.Random(0), llm.config
+    source = ModelSource.open(config)
+    numerics = choose_numerics(config, source, choose_device(config))
+    title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
+    print(title + (f"{'nccl ms':>9}{'us a layer':>12}" if args.profile else ""))
+    for batch in args.batch:
+        floor = floor_bytes(source.model, numerics, config.layout, batch) / BYTES_PER_SECOND
+        for context in args.context:
+            kernels: list[dict[str, Any]] | None = [] if args.profile else None
+            measured = await decode(llm, batch, context, args.tokens, rng, kernels)
+            step = measured["step_s"]
+            result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
+            row = (
+                f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
+                f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}"
+            )
+            if kernels is not None:
+                row += f"{1e3 * measured['nccl_s']:>9.2f}{1e6 * measured['nccl_s'] / args.layers:>12.1f}"
+            print(row, flush=True)
+            if kernels is not None:
+                name = f"decode, batch {batch}, context {context}, {PROFILED_STEPS} steps"
+                result[name] = kernels
+                show(name, kernels, args.profile)
+    for count, length in args.prefill:
+        await prefill(llm, 1, length, rng)
+        rate = await prefill(llm, count, length, rng)
+        result[f"prefill_{count}x{length}"] = rate
+        print(f"prefill {count} x {length}: {rate:,.0f} tokens/s", flush=True)
+    if args.profile and args.prefill:
+        kernels = result["prefill"] = []
+        with profiled(kernels):
+            await prefill(llm, *args.prefill[0], rng)
+        result["prefill_nccl_s"] = communication(kernels)
+        show("prefill {} x {}".format(*args.prefill[0]), kernels, args.profile)
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine and measure it."""
+    config = configured(args)
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    name = f"V4-{args.model.capitalize()}/{args.layers}" + (f", {config.layout}" if config.layout.world > 1 else "")
+    result: dict[str, Any] = {
+        "device": device,
+        "model": name,
+        "layers": args.layers,
+        "ranks": config.layout.world,
+        "torch": torch.__version__,
+        "decode": [],
+    }
     started = time.perf_counter()
     async with AsyncLLM(config) as llm:
         result["start_s"] = time.perf_counter() - started
-        print(f"{device}, V4-Flash/{args.layers}: started in {result['start_s']:.1f} s")
+        print(f"{device}, {name}: started in {result['start_s']:.1f} s")
         plan = llm.memory()
         result["planned_bytes"] = plan.per_device[0].used
-        if torch.cuda.is_available():
-            result["measured_bytes"] = torch.cuda.max_memory_reserved()
         result["concurrent"] = plan.max_concurrency
-        print(f"{plan}\nreserved {result.get('measured_bytes', 0) / 2**30:.2f} GiB")
-        print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
-        for batch in args.batch:
-            for context in args.context:
-                measured = await decode(llm, batch, context, args.tokens, rng)
-                floor = floor_bytes(args.layers, batch) / BYTES_PER_SECOND
-                step = measured["step_s"]
-                result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
-                print(
-                    f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
-                    f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}",
-                    flush=True,
-                )
-                if args.profile:
-                    name = f"decode, batch {batch}, context {context}"
-                    result[name] = await profiled(name, decode(llm, batch, context, 32, rng))
-        if args.profile:
-            result["prefill"] = await profiled("prefill, 8192 tokens", prefill(llm, 1, 8192, rng))
-        for count, length in ((1, 8192), (64, 1024)):
-            await prefill(llm, 1, length, rng)
-            rate = await prefill(llm, count, length, rng)
-            result[f"prefill_{count}x{length}"] = rate
-            print(f"prefill {count} x {length}: {rate:,.0f} tokens/s", flush=True)
+        print(plan)
+        await measure(llm, args, result)
+        if on_gpu:
+            result["measured_bytes"] = torch.cuda.max_memory_reserved()
+            print(f"reserved by this process {result['measured_bytes'] / 2**30:.2f} GiB")
+    result["host_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(f"host memory, most of a rank: {result['host_bytes'] / 2**30:.2f} GiB")
     return result
 
 
@@ -185,7 +298,7 @@ def plot(result: dict[str, Any]) -> str:
     def y(rate: float) -> str:
         return f"{height - bottom - (height - top - bottom) * math.log(rate / low_y) / math.log(high_y / low_y):.1f}"
 
-    title = escape(f"{result['device']}, V4-Flash/{result['layers']}: decoded tokens per second")
+    title = escape(f"{result['device']}, {result['model']}: decoded tokens per second")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="28" font-size="15">{title}</text>',
@@ -210,18 +323,44 @@ def plot(result: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def main() -> None:
+def prompts_of(text: str) -> tuple[int, int]:
+    """Read ``64x1024`` as 64 prompts of 1024 tokens."""
+    count, length = text.split("x")
+    return int(count), int(length)
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(MODELS), default="flash", help="whose shapes (default flash)")
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
+    for axis in AXES:
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"ranks along the axis {axis} (default 1)")
+    parser.add_argument("--redundant-experts", type=int, help="places for copies of popular experts")
+    parser.add_argument("--executor", default="auto", help="where ranks live: thread or process (default auto)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024], help="prompt tokens of each (default 1024)")
     parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
+    sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [(1, 8192), (64, 1024)], "metavar": "COUNTxTOKENS"}
+    parser.add_argument("--prefill", **sizes, help="prompts to prefill (default 1x8192 64x1024)")
+    parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
     parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
-    parser.add_argument("--profile", action="store_true", help="list the kernels by their time")
+    parser.add_argument("--profile", type=int, nargs="?", const=40, default=0, metavar="N", help="list the kernels that take most")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this SVG file")
-    args = parser.parse_args()
+    args = parser.parse_args(line)
+    if args.profile and (args.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("--profile watches a GPU")
+    if args.profile and args.tp * args.ep * args.dp * args.pp > 1 and args.executor != "thread":
+        parser.error("--profile watches this process; with several ranks it needs --executor thread")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     result = asyncio.run(run(args))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

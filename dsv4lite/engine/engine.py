@@ -326,7 +326,7 @@ class Engine:
             )
             for replica in range(config.layout.dp)
         ]
-        return schedulers[0] if len(schedulers) == 1 else Replicas(schedulers)
+        return schedulers[0] if len(schedulers) == 1 else Replicas(schedulers, config.data_parallel_placement)
 
     def _drain(self) -> None:
         """Run what others have asked for; wait for it when there is nothing else to do."""

@@ -1,7 +1,7 @@
 """Several schedulers that act as one: a replica of attention has requests, pages and cached prefixes of its own.
 
-A request goes to the replica that has the longest prefix of it cached, then to the one with the least to do. Replicas that have no
-place free are passed over as long as others have one: a prefix is no reason to wait.
+A request goes to the replica that has the longest prefix of it cached, then to the one with the least to do; or to each in turn.
+Replicas that have no place free are passed over as long as others have one: a prefix is no reason to wait.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from dsv4lite.config import ReplicaPlacement
 from dsv4lite.engine.pages import PoolStats
 from dsv4lite.engine.scheduler import Scheduler, SchedulerStats
 from dsv4lite.engine.sequence import Sequence as Completion
@@ -50,10 +51,12 @@ class Replicas:
 
     Args:
         schedulers: Of each replica; their sequences' ids begin at multiples of ``SEQ_IDS``.
+        placement: Which of them a request goes to.
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+    def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement = "prefix") -> None:
         self._schedulers = tuple(schedulers)
+        self._placement, self._turn = placement, 0
         self._homes: dict[str, Scheduler] = {}
 
     def add(self, request: Request) -> None:
@@ -69,9 +72,11 @@ class Replicas:
         self._homes[request.request_id] = home
 
     def _choose(self, request: Request) -> Scheduler:
-        free = [scheduler for scheduler in self._schedulers if scheduler.has_place()]
-        candidates = free or self._schedulers
-        if len(candidates) == 1:
+        in_turn = (*self._schedulers[self._turn :], *self._schedulers[: self._turn])
+        candidates = [scheduler for scheduler in in_turn if scheduler.has_place()] or in_turn
+        if self._placement == "round_robin":
+            self._turn = (self._schedulers.index(candidates[0]) + 1) % len(self._schedulers)
+        if self._placement == "round_robin" or len(candidates) == 1:
             return candidates[0]
         hits = {id(scheduler): scheduler.cached_prefix(request) for scheduler in candidates}
         return min(candidates, key=lambda scheduler: (-hits[id(scheduler)], scheduler.num_live))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dsv4lite.config import ReplicaPlacement
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.replicas import SEQ_IDS, JointPlan, Replicas
 from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits
@@ -13,13 +14,13 @@ from dsv4lite.errors import ContextLengthError, InvalidRequestError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate
 
 
-def make(replicas: int = 2, *, max_num_seqs: int = 4) -> tuple[Replicas, list[Scheduler]]:
+def make(replicas: int = 2, *, max_num_seqs: int = 4, placement: ReplicaPlacement = "prefix") -> tuple[Replicas, list[Scheduler]]:
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=2048, window=128)
     schedulers = [
         Scheduler(limits, Pools.sized(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
         for i in range(replicas)
     ]
-    return Replicas(schedulers), schedulers
+    return Replicas(schedulers, placement), schedulers
 
 
 def request(name: str, prompt: list[int], **settings: object) -> Request:
@@ -80,6 +81,19 @@ def test_prefix_is_no_reason_to_wait() -> None:
     for i in range(5):
         both.add(request(str(i), [*prefix, 2]))
     assert homes(schedulers, *map(str, range(5))) == [0, 0, 1, 1, 0]
+
+
+def test_round_robin_takes_replicas_in_turn_whatever_they_have_cached() -> None:
+    both, schedulers = make(3, max_num_seqs=2, placement="round_robin")
+    prefix = list(range(300))
+    for i in range(3):
+        both.add(request(str(i), [*prefix, i]))
+        finish(both)
+    both.add(request("both places", [*prefix, 3], n=2))
+    for name in "abcde":
+        both.add(request(name, [*prefix, 4]))
+    assert homes(schedulers, "both places", *"abcde") == [0, 1, 2, 1, 2, 0], "full ones are passed over until all are"
+    both.check()
 
 
 def test_reset_makes_prefixes_of_all_replicas_unreachable() -> None:

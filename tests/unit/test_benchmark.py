@@ -1,27 +1,40 @@
-"""What ``examples/benchmark.py`` draws."""
+"""What ``examples/benchmark.py`` draws, and what it counts."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from examples.benchmark import floor_bytes, plot, ticks
+from dsv4lite.layout import Layout
+from dsv4lite.models.config import parse_config
+from dsv4lite.weights.quant import Numerics
+from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
+from tests import tiny
 
+RESIDENT = Numerics.choose(
+    dtype=torch.bfloat16, quantized=True, deterministic=False, device=torch.device("cuda"), dense_fp8=True, expert_format="fp4"
+)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def floor(layers: int, batch: int, **axes: int) -> float:
+    return floor_bytes(parse_config({**tiny.FLASH, **flash(layers)}), RESIDENT, Layout(**axes), batch)
+
+
 def result(batches: list[int], contexts: list[int]) -> dict[str, Any]:
-    floors = {batch: floor_bytes(8, batch) / 4.3e12 for batch in batches}
+    floors = {batch: floor(8, batch) / 4.3e12 for batch in batches}
     rows = [
         {"batch": batch, "context": context, "step_s": 1.3 * floors[batch] * (1 + context / 65536), "floor_s": floors[batch]}
         for batch in batches
         for context in contexts
     ]
-    return {"device": "An <unusual> & rare GPU", "layers": 8, "decode": rows}
+    return {"device": "An <unusual> & rare GPU", "model": "V4-Flash/8", "decode": rows}
 
 
 def points(element: ElementTree.Element) -> list[tuple[float, float]]:
@@ -61,3 +74,49 @@ def test_a_single_figure_can_be_drawn() -> None:
 
 def test_ticks_are_round() -> None:
     assert ticks(70, 1200) == [100, 200, 500, 1000]
+
+
+def test_shapes_are_those_of_the_releases() -> None:
+    for name, released in (("flash", tiny.FLASH), ("pro", tiny.PRO)):
+        layers = released["num_hidden_layers"]
+        assert parse_config({**tiny.FLASH, **MODELS[name](layers)}) == parse_config(released)
+    assert parse_config({**tiny.FLASH, **pro(4)}).ratios == (128, 128, 4, 128, 0)
+
+
+def test_floor_is_what_layers_and_head_take() -> None:
+    """The sizes of the parts of V4-Flash's layers, in millions of bytes, worked out by hand from its shapes."""
+    for layers, batch in ((8, 1), (8, 64), (43, 8)):
+        experts = 256 * (1 - (1 - 6 / 256) ** batch)
+        expected = 129280 * 4096 * 2.0
+        for layer in range(layers):
+            extra = 5e6 if layer < 2 else 35e6 if layer % 2 == 0 else 14e6
+            expected += 107e6 + 25e6 + extra + 13.4e6 * experts
+        assert floor(layers, batch) == pytest.approx(expected, rel=0.01)
+
+
+def test_floor_of_several_gpus_is_what_one_of_them_reads() -> None:
+    one, all_experts = floor(8, 1), floor(8, 10**6)
+    assert floor(8, 10**6, ep=2) > all_experts / 2 > floor(8, 10**6, tp=4)
+    assert floor(8, 64, dp=2, ep=2) == pytest.approx(floor(8, 64, ep=2)), "the same tokens choose experts"
+    assert floor(8, 1, pp=2) == pytest.approx(one, rel=0.01), "a token goes through one stage after the other"
+
+
+def test_communication_is_the_time_of_collectives() -> None:
+    kernels = [{"kernel": "ncclDevKernel_AllReduce", "us": 30.0}, {"kernel": "gemm", "us": 5.0}, {"kernel": "ncclDev", "us": 2.0}]
+    assert communication(kernels) == pytest.approx(32e-6)
+
+
+def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--model shipped --layers 1 --device cpu --ep 2 --executor thread --batch 1 2 --context 8 --tokens 6 --prefill 2x16"
+    result = asyncio.run(run(arguments([*line.split(), "--max-model-len", "1024"])))
+    assert [row["batch"] for row in result["decode"]] == [1, 2] and result["ranks"] == 2
+    assert all(row["step_s"] > 0 and row["host_s"] > 0 and row["floor_s"] > 0 for row in result["decode"])
+    assert result["prefill_2x16"] > 0 and result["start_s"] > 0 and result["host_bytes"] > 1 << 20
+    assert "V4-Shipped/1, tp=1 ep=2 dp=1 pp=1: started in" in capsys.readouterr().out
+
+
+def test_profile_of_what_cannot_be_watched_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, reason in (("--device cpu", "watches a GPU"), ("--prefill 64", "invalid prompts_of value")):
+        with pytest.raises(SystemExit):
+            arguments([*line.split(), "--profile"])
+        assert reason in capsys.readouterr().err
