@@ -306,7 +306,10 @@ def make_plan(
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     workspace, graphs = _working(config, share.local(model), numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
     if config.layout.world > 1:
-        workspace += exchange_bytes(share.local(model), numerics, config.max_num_batched_tokens, share.gathered)
+        tokens, sampled = config.max_num_batched_tokens, (1 + drafting.max_drafts) * config.max_num_seqs
+        workspace += exchange_bytes(share.local(model), numerics, tokens, share.gathered)
+        if numerics.paged:
+            graphs += exchange_bytes(share.local(model), numerics, min(tokens, sampled), share.gathered)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)

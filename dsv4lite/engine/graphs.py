@@ -23,7 +23,7 @@ from torch import Tensor
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.step import SequencePlan, StepPlan
+from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
@@ -106,10 +106,9 @@ class DecodeGraphs:
         # Of the step that ran last, whichever graph it was.
         self._logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=cache.device)
 
-    def covers(self, plan: StepPlan) -> bool:
+    def covers(self, shape: StepShape) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
-        every = plan.sequences
-        return 0 < len(every) <= self.sizes[-1] and all(len(s.token_ids) == 1 and s.sample and s.score is None for s in every)
+        return shape.decodes and shape.width == 1 and shape.sequences <= self.sizes[-1]
 
     def rehearse(self, size: int) -> Tensor:
         """Run a step of ``size`` sequences that are all padding; return its inputs."""
@@ -140,9 +139,9 @@ class DecodeGraphs:
         """Return which graph runs a step of ``count`` sequences."""
         return GraphShape(size=next(size for size in self.sizes if size >= count), max_model_len=self._max_model_len)
 
-    def replay(self, sequences: Sequence[SequencePlan]) -> DecodeOutput:
+    def replay(self, sequences: Sequence[SequencePlan], shape: StepShape) -> DecodeOutput:
         """Run a step; rows follow the order of ``sequences``, the rest is padding."""
-        size = self.shape_for(len(sequences)).size
+        size = self.shape_for(shape.sequences).size
         if size not in self._captured:
             self.capture(size)
         captured = self._captured[size]
@@ -248,4 +247,6 @@ def decode_batch(
     )
     tokens = torch.where(token_ids < 0, last_token[places], token_ids)
     deterministic = model.numerics.deterministic
-    return PagedBatch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic), places
+    batch = PagedBatch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch.most_tokens = size  # others replay the same graph
+    return batch, places

@@ -40,13 +40,14 @@ def empty_last_token(cache: StateCache) -> Tensor:
     return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
 
 
-def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor) -> Batch | PagedBatch:
+def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch | PagedBatch:
     """Return the step's batch.
 
     Args:
         plan: What to run.
         model: Whose step it is.
         last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
+        most_tokens: As many as the replica has that has the most, of those that share the experts.
     """
     sequences = [
         SequenceInput(
@@ -75,15 +76,20 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor) -> Batch | Paged
     if unknown:
         rows, slots = _pairs(tuple(unknown), numerics.device)
         batch.token_ids_T[rows] = last_token[slots]
+    batch.most_tokens = most_tokens
     return batch
 
 
 def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
-    """Return a step of one sequence without a single real token: it launches everything and changes nothing."""
+    """Return a step of one sequence without a single real token: it launches everything and changes nothing.
+
+    Ranks that share experts run it with equally many.
+    """
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
     batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
     batch.paging.positions_T.fill_(-1)
+    batch.most_tokens = tokens
     return batch
 
 

@@ -125,7 +125,7 @@ class Prospect:
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
             graphs: DecodeGraphs | VerifyGraphs | None = None
             sampling, rows, layout = None, config.max_num_seqs, mesh.layout
-            whole = layout.pp == 1 and (layout.dp == 1 or layout.ep <= layout.tp)  # a step is of this rank's tokens, ids to logits
+            whole = layout.pp == 1 and model.capturable  # a step is of one rank, ids to logits
             if model.paged and device.type == "cuda":
                 if sampler is not None and not drafting.max_drafts and layout.world == 1:  # a row for each sequence
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)

@@ -18,7 +18,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, JointPlan
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
-from dsv4lite.engine.step import Sampled, StepPlan
+from dsv4lite.engine.step import Sampled, StepPlan, StepShape
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.memory import MemoryPlan, require_fit
@@ -89,6 +89,7 @@ class Ranks:
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
         self._hosted: set[int] = set()
+        self._routed: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -189,6 +190,8 @@ class Ranks:
             self._local.add(seq_id, request, index)
         if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
             self._hosted.add(seq_id)
+        if params.return_routed_experts:
+            self._routed.add(seq_id)
         self._changes[replica].append(("add", (seq_id, request, index)))
 
     def remove(self, seq_id: int) -> None:
@@ -196,6 +199,7 @@ class Ranks:
         if self._local is not None:
             self._local.remove(seq_id)
         self._hosted.discard(seq_id)
+        self._routed.discard(seq_id)
         self._changes[seq_id // SEQ_IDS].append(("remove", (seq_id,)))
 
     @property
@@ -213,29 +217,30 @@ class Ranks:
         """Start a step on all ranks; what goes wrong is recorded by engines of one rank only."""
         assert recorder is None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
+        shape = StepShape.of(plans, self._routed) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
         lands: list[Callable[[], Landed]] = []
         for replica, part in enumerate(plans):
-            if part is None and not self._shared:
+            if part is None and shape is None:
                 self._changes[replica] = changes[replica]  # until it has something to do
                 continue
             written = None if part is None else self._writers[replica].write(part)
-            message = encode(Step(changes=tuple(changes[replica]), plan=written))
+            message = encode(Step(changes=tuple(changes[replica]), plan=written, shape=shape))
             for rank, process in self._processes.items():
                 if self._layout.place(rank).dp == replica:
                     self._send_bytes(process.work, message)
             reporter = self._layout.reporter(replica)
             if part is not None and reporter in self._processes:
                 lands.append(partial(self._land, reporter, self._processes[reporter].work.receive))
-        if self._local is not None and (plans[0] is not None or self._shared):
+        if self._local is not None:
             reporter = self._layout.reporter(0)
             with self._in_time(reporter):
-                if plans[0] is None:
-                    self._local.take_part()
-                else:
-                    flight = self._local.launch(plans[0])
+                if plans[0] is not None:
+                    flight = self._local.launch(plans[0], shape=shape)
                     if reporter == 0:
                         lands.insert(0, partial(self._land, reporter, partial(Landed.of, flight)))
+                elif shape is not None:
+                    self._local.take_part(shape)
         return JointFlight(plan, lands)
 
     def _land(self, rank: int, receive: Callable[[], Landed]) -> Landed:

@@ -21,7 +21,7 @@ from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pa
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples, Samples
-from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan
+from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
@@ -206,38 +206,44 @@ class Runner:
                 pp.send(routed_TLK, pp.rank + 1)
         return streams_TND
 
-    def take_part(self) -> None:
-        """Let this rank's experts work for replicas that have something to run, while its own has nothing."""
+    def take_part(self, shape: StepShape) -> None:
+        """Let this rank's experts work for replicas that have something to run, while its own has nothing.
+
+        Args:
+            shape: Of the step of all.
+        """
         if self._balancer is not None:
             self._balancer.step()
-        if self.model.paged:
-            self._run_padding(1)
+        if self._graphs is not None and self._graphs.covers(shape):
+            self._graphs.replay((), shape)
         else:
-            self.model.take_part()
+            self.model.take_part(shape.tokens)
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None) -> Flight:
+    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends.
 
         Args:
             plan: What to run.
             recorder: Looks at the step, and may save it.
+            shape: Of the step of all replicas, where they share experts.
         """
         if self._balancer is not None:
             self._balancer.step()
         config, numerics = self.model.config, self.model.numerics
         apply_copies(plan, self.cache)
-        routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []
-        graphs = self._graphs if self._graphs is not None and self._graphs.covers(plan) and not routing else None
+        shape = shape or StepShape.of((plan,), self._routing)
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
         if recorder is not None:
             recorder.begin(plan, graphs.shape_for(len(plan.sequences)) if isinstance(graphs, DecodeGraphs) else None)
         if isinstance(graphs, VerifyGraphs):
-            return self._verify(plan, graphs)
+            return self._verify(plan, graphs, shape)
         if graphs is not None:
-            return self._replay(plan, graphs)
-        batch = pack(plan, self.model, self._last_token)
+            return self._replay(plan, graphs, shape)
+        batch = pack(plan, self.model, self._last_token, shape.tokens)
+        routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []
         if routing:
-            shape = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
-            batch.routed_TLK = torch.empty(shape, dtype=torch.int16, device=numerics.device)
+            size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
+            batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
         streams_TND = self._forward(batch)
         if recorder is not None:
             recorder.watch(streams_TND)
@@ -261,9 +267,9 @@ class Runner:
     def _logits(self, streams_TND: Tensor, rows: list[int]) -> Tensor:
         return self.model.logits(_take(streams_TND, rows))
 
-    def _verify(self, plan: StepPlan, graphs: VerifyGraphs) -> Flight:
+    def _verify(self, plan: StepPlan, graphs: VerifyGraphs, shape: StepShape) -> Flight:
         """Start a step that may check guesses from its graph; sample, and guess what follows, behind it."""
-        output = graphs.replay(plan.sequences)
+        output = graphs.replay(plan.sequences, shape)
         apply_saves(plan, self.cache)
         rows = [i * output.width for i in range(len(plan.sequences))]
         first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
@@ -283,9 +289,9 @@ class Runner:
         assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
         return self._drafter.draft(plan, batch, streams_TND, first_rows, samples)
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Flight:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
-        output = graphs.replay(plan.sequences)
+        output = graphs.replay(plan.sequences, shape)
         apply_saves(plan, self.cache)
         if self._sampling is not None:
             rows = self._sampling.prepare(plan.sequences)

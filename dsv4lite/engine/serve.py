@@ -29,7 +29,7 @@ from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_stream
 from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
 from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.step import Sampled
+from dsv4lite.engine.step import Sampled, StepShape
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.memory import MemoryPlan
@@ -80,10 +80,12 @@ class Step:
     Attributes:
         changes: Since the last step, in order.
         plan: For the rank's replica; ``None`` if it has nothing to do but to take part with its experts.
+        shape: Of the step of all replicas, where they share experts.
     """
 
     changes: tuple[Change, ...]
     plan: Wire | None
+    shape: StepShape | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +205,10 @@ class Follower:
         for method, arguments in step.changes:
             getattr(self._runner, method)(*arguments)
         if step.plan is None:
-            self._runner.take_part()
+            assert step.shape is not None, "a replica that shares nothing is left alone while it has nothing to do"
+            self._runner.take_part(step.shape)
             return None
-        return self._runner.launch(self._reader.read(step.plan))
+        return self._runner.launch(self._reader.read(step.plan), shape=step.shape)
 
     def _report(self) -> None:
         try:

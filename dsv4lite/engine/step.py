@@ -5,6 +5,7 @@ What exists once per sequence and step is a named tuple, which takes a quarter o
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +102,48 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(len(s.token_ids) for s in self.sequences)
+
+
+class StepShape(NamedTuple):
+    """What several ranks must know alike of a step that they run together, each with sequences of its own or with none.
+
+    Attributes:
+        tokens: Of the replica with the most.
+        sequences: Of the replica with the most.
+        width: Tokens of the longest run.
+        decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
+        in_flight: Some run's token is.
+    """
+
+    tokens: int
+    sequences: int
+    width: int
+    decodes: bool
+    in_flight: bool
+
+    @classmethod
+    def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
+        """Return the shape of a step.
+
+        Args:
+            plans: Of all replicas; ``None`` for those that have nothing to do.
+            routed: Sequences whose experts are wanted.
+        """
+        tokens = sequences = width = 0
+        decodes, in_flight = True, False
+        for plan in plans:
+            if plan is None:
+                continue
+            own = 0
+            for s in plan.sequences:
+                length = len(s.token_ids)
+                own, width = own + length, max(width, length)
+                decodes = decodes and s.sample and s.score is None and length == 1 + s.drafts
+                in_flight = in_flight or s.token_ids[0] == IN_FLIGHT
+            tokens, sequences = max(tokens, own), max(sequences, len(plan.sequences))
+            if routed and decodes:
+                decodes = not any(s.seq_id in routed for s in plan.sequences)
+        return cls(tokens, sequences, width, decodes, in_flight)
 
 
 class Sampled(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.sampling_state import send
-from dsv4lite.engine.step import IN_FLIGHT, SequencePlan, StepPlan
+from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -85,15 +85,12 @@ class VerifyGraphs:
         rows = max((size * width for size, width in self.shapes), default=0)
         self._logits = torch.empty(rows, model.config.vocab_size, dtype=torch.float32, device=cache.device)
 
-    def covers(self, plan: StepPlan) -> bool:
+    def covers(self, step: StepShape) -> bool:
         """Whether a step can be replayed: one known token and guesses of each sequence, and nothing wanted but what follows."""
-        sequences = plan.sequences
-        plain = all(s.decodes and s.sample and s.score is None and s.token_ids[0] != IN_FLIGHT for s in sequences)
-        return plain and self._shape_for(sequences) is not None
+        return step.decodes and not step.in_flight and self._shape_for(step) is not None
 
-    def _shape_for(self, sequences: Sequence[SequencePlan]) -> tuple[int, int] | None:
-        most = max(len(s.token_ids) for s in sequences)
-        return next((shape for shape in self.shapes if shape[0] >= len(sequences) and shape[1] >= most), None)
+    def _shape_for(self, step: StepShape) -> tuple[int, int] | None:
+        return next((shape for shape in self.shapes if shape[0] >= step.sequences and shape[1] >= step.width), None)
 
     def rehearse(self, shape: tuple[int, int]) -> Tensor:
         """Run a step of sequences that are all padding; return its inputs.
@@ -122,9 +119,9 @@ class VerifyGraphs:
             graph.capture_end()
         return graph, output
 
-    def replay(self, sequences: Sequence[SequencePlan]) -> VerifyOutput:
+    def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         """Run a step; the rows of the sequences lie one behind the other, ``width`` of each, those that it does not need empty."""
-        shape = self._shape_for(sequences)
+        shape = self._shape_for(step)
         assert shape is not None, "a step that no graph covers"
         if shape not in self._captured:
             self.capture(shape)
@@ -213,4 +210,6 @@ def verify_batch(inputs: Tensor, tables: Tensor, model: DeepseekV4, width: int, 
     )
     tokens_T = inputs[_COLUMNS : _COLUMNS + width].t().flatten().long()
     deterministic = model.numerics.deterministic
-    return PagedBatch.of(tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = PagedBatch.of(tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch.most_tokens = size * width  # others replay the same graph
+    return batch

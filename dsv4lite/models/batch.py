@@ -130,6 +130,7 @@ class Batch:
         tables_SP: int64, grow pages of each sequence, padded with 0.
         write_rows, write_addresses: Which rows of the step go to which window rows.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+        most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
     """
 
     token_ids_T: Tensor
@@ -145,6 +146,7 @@ class Batch:
     write_rows: Tensor | None
     write_addresses: Tensor
     routed_TLK: Tensor | None = None
+    most_tokens: int | None = None
 
     def entry_addresses(self, block: QueryBlock, entries: Tensor, ratio: int) -> Tensor:
         """Return the addresses of a block's entries, given by index [N, K] or [K]; negative indices stay -1."""
@@ -201,6 +203,7 @@ class PagedBatch:
         group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
         splits: How many programs share a token's rows in attention; results depend on it in their last bits.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+        most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
     """
 
     token_ids_T: Tensor
@@ -211,6 +214,7 @@ class PagedBatch:
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
     routed_TLK: Tensor | None = None
+    most_tokens: int | None = None
 
     @classmethod
     def of(

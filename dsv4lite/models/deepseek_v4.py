@@ -397,9 +397,9 @@ class Block(nn.Module):
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
         if isinstance(batch, PagedBatch):
-            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T)
+            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens)
         else:
-            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK)
+            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, most_tokens=batch.most_tokens)
         streams.leave(y_TD)
 
     def slots(self, prefix: str) -> NamedSlots:
@@ -536,14 +536,21 @@ class DeepseekV4(nn.Module):
             drafter.feed(torch.cat(taps, -1), batch, caches[len(self.layers) :])
         return streams.final()
 
-    def take_part(self) -> None:
-        """Let this rank's experts work on other ranks' tokens, with none of its own; for plain numbers."""
-        numerics = self.numerics
-        nothing_TD = torch.empty(0, self.config.hidden_size, dtype=numerics.dtype, device=numerics.device)
-        nobody_T = torch.empty(0, dtype=torch.int64, device=numerics.device)
+    def take_part(self, most_tokens: int | None = None) -> None:
+        """Let this rank's experts work on other ranks' tokens, with none of its own.
+
+        Args:
+            most_tokens: As many as the others' batches say.
+        """
         for block in self.layers:
             assert isinstance(block, Block)
-            block.ffn(nothing_TD, nobody_T)
+            block.ffn.take_part(most_tokens)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be recorded in a CUDA graph, if it says ``most_tokens``."""
+        dispatchers = (block.ffn.dispatch for block in self.layers if isinstance(block, Block))
+        return self.paged and all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
     def _enter(self, token_ids_T: Tensor) -> Tensor:
         """Return the streams [T, N, D] that tokens begin with."""

@@ -157,7 +157,7 @@ class MoE(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, share: Share, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
-        self.share = share
+        self.share, self.dtype = share, numerics.dtype
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
         tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_width)
         self.placement = share.first_placement(c)
@@ -183,6 +183,7 @@ class MoE(nn.Module):
         routed_TK: Tensor | None = None,
         rounded: Rounded | None = None,
         positions_T: Tensor | None = None,
+        most_tokens: int | None = None,
     ) -> Tensor:
         """Return [T, D].
 
@@ -192,6 +193,7 @@ class MoE(nn.Module):
             routed_TK: Receives the experts chosen.
             rounded: ``x`` in FP8, where somebody has it already.
             positions_T: Negative for padding, which gets no routed experts.
+            most_tokens: As many as the rank has that has the most, of those that share the experts; ``None`` if it is not known.
         """
         c = self.config
         rows: Rows = (x_TD,)
@@ -218,10 +220,17 @@ class MoE(nn.Module):
         if self.dispatch is None:
             return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
         slots_TK = chosen_TK if self.map is None else self.map(chosen_TK)
-        sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward)
+        sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward, most_tokens)
         if shared_TD is not None:
             sums_TD = sums_TD + shared_TD
         return self.share.peers.all_reduce(sums_TD).to(x_TD.dtype)
+
+    def take_part(self, most_tokens: int | None) -> None:
+        """Let this rank's experts work on other ranks' tokens: its own is a single one that nobody wants."""
+        device = self.gate.weight.device
+        nowhere_T = torch.full((1,), -1, dtype=torch.int32, device=device)
+        nothing_TD = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device)
+        self(nothing_TD, torch.zeros_like(nowhere_T, dtype=torch.int64), positions_T=nowhere_T, most_tokens=most_tokens)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()

@@ -126,7 +126,7 @@ class Share:
             peers=self.peers,
             slots_per_rank=slots_per_rank,
             dtype=numerics.dtype,
-            equal_tokens=numerics.paged,
+            recorded=numerics.paged,
         )
         return make_dispatcher(self.dispatcher, ranks)
 

@@ -1,7 +1,7 @@
 """Expert dispatchers: how a token's row comes to the ranks that hold its experts, and their results back.
 
     Local       every rank of ep has the token already; the partial sums of the ranks are the caller's to add
-    AllGather   every rank gets every row, and each its tokens' sums from a reduce-scatter; all shapes are known beforehand
+    AllGather   every rank gets every row, and each its tokens' sums from a reduce-scatter; each sends as many as the fullest
     AllToAll    rows travel to their experts and back, exactly as many as there are; the token's own rank sums them, in the order of
                 its experts, so that the result is that of one rank, bit for bit
 
@@ -31,9 +31,20 @@ LocalExperts = Callable[[Rows, Tensor, Tensor], Tensor]
 
 
 class Dispatcher(Protocol):
-    """Takes tokens to their experts, on every rank of ep at the same time."""
+    """Takes tokens to their experts, on every rank of ep at the same time.
 
-    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+    Attributes:
+        capturable: A call with ``most_tokens`` can be recorded in a CUDA graph: no shape depends on what the device has worked out.
+    """
+
+    @property
+    def capturable(self) -> bool:
+        """See above."""
+        ...
+
+    def __call__(
+        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
+    ) -> Tensor:
         """Return this rank's part of the sums, float32 [T, D].
 
         Args:
@@ -41,7 +52,9 @@ class Dispatcher(Protocol):
             slots_TK: int64, in the order in which experts are added up.
             weight_TK: float32 mixing weights.
             experts: The experts of this rank, to be called with slots counted from its first.
+            most_tokens: As many as the rank of ep has that has the most tokens; ``None`` if it is not known. All are told alike.
         """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,14 +66,14 @@ class ExpertRanks:
         peers: Ranks that work on the same tokens.
         slots_per_rank: Places for experts on each rank of ep.
         dtype: Of what one expert returns for one token.
-        equal_tokens: All ranks of ep have equally many tokens in every step.
+        recorded: Steps are recorded as CUDA graphs if they can be.
     """
 
     ep: Axis
     peers: Axis
     slots_per_rank: int
     dtype: torch.dtype
-    equal_tokens: bool
+    recorded: bool
 
     @property
     def together(self) -> bool:
@@ -83,26 +96,41 @@ class ExpertRanks:
 class Local:
     """No dispatch: every rank runs its own experts on tokens that all of them have."""
 
+    capturable = True
+
     def __init__(self, ranks: ExpertRanks) -> None:
         if not ranks.together:
             raise ConfigError(f"ep={ranks.ep.size} ranks work on different tokens; choose the dispatcher all_gather or all_to_all")
         self._ranks = ranks
 
-    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+    def __call__(
+        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
+    ) -> Tensor:
         return experts(rows, self._ranks.own_slots(slots_TK), weight_TK)
 
 
 class AllGather:
-    """Every rank sees every token; where ranks may have more or fewer, they tell each other first."""
+    """Every rank sees every token; ranks with fewer than the one with the most send empty rows.
+
+    Where nobody says how many that are, they tell each other, which waits for the device.
+    """
+
+    capturable = True
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self._ranks = _whole(ranks)
 
-    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+    def __call__(
+        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
+    ) -> Tensor:
         ranks, tokens = self._ranks, len(slots_TK)
-        own, count = ranks.own_tokens(tokens), -(-tokens // ranks.peers.size)
-        if not ranks.equal_tokens:
-            count = int(ranks.ep.all_gather(torch.tensor([count], dtype=torch.int64, device=slots_TK.device)).max())
+        own = ranks.own_tokens(tokens)
+        if ranks.together:
+            most_tokens = tokens
+        elif most_tokens is None:
+            told = ranks.ep.all_gather(torch.tensor([tokens], dtype=torch.int64, device=slots_TK.device))
+            most_tokens = int(told.max())
+        count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
         packed = _pack((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
@@ -112,12 +140,16 @@ class AllGather:
 
 
 class AllToAll:
-    """Rows travel to their experts only."""
+    """Rows travel to their experts only: the host must know how many before it can launch what comes next."""
+
+    capturable = False
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self._ranks = _whole(ranks)
 
-    def __call__(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+    def __call__(
+        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
+    ) -> Tensor:
         ranks, size = self._ranks, self._ranks.ep.size
         own = ranks.own_tokens(len(slots_TK))
         slots, weights = slots_TK[own], weight_TK[own].flatten()
@@ -150,7 +182,7 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
 
     Args:
         choice: A name in ``DISPATCHERS``, or whatever makes one. ``auto`` is ``local`` where that suffices, else ``all_gather``
-            where shapes must be known beforehand, else ``all_to_all``.
+            where steps are recorded, else ``all_to_all``.
         ranks: Between whom.
 
     Raises:
@@ -159,7 +191,7 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     if not isinstance(choice, str):
         return choice(ranks)
     if choice == "auto":
-        choice = "local" if ranks.together else "all_gather" if ranks.equal_tokens else "all_to_all"
+        choice = "local" if ranks.together else "all_gather" if ranks.recorded else "all_to_all"
     if choice not in DISPATCHERS:
         raise ConfigError(f"dispatcher={choice!r} is not one of auto, {', '.join(DISPATCHERS)}")
     return DISPATCHERS[choice](ranks)

@@ -16,7 +16,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine import rank
 from dsv4lite.engine.cache import LayerCache
 from dsv4lite.engine.mtp import MtpDrafter
-from dsv4lite.engine.step import SequencePlan
+from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import choose_numerics
@@ -164,9 +164,9 @@ class EagerGraphs(VerifyGraphs):
         graph = Replayed(work)
         return graph, graph.first
 
-    def replay(self, sequences: Sequence[SequencePlan]) -> VerifyOutput:
+    def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         self.steps += 1
-        return super().replay(sequences)
+        return super().replay(sequences, step)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -1,17 +1,13 @@
-"""Whole steps with sampling behind them, as they are recorded on a device, against the sampler on the host.
-
-Without a device a recording stands for the work that it repeats; everything else is as it runs there.
-"""
+"""Whole steps with sampling behind them, as they are recorded on a device, against the sampler on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4lite.engine.cache import StateCache, StateSizes
 from dsv4lite.engine.graphs import DecodeGraphs
@@ -24,6 +20,7 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
+from tests.recorded import Recording, without_device
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -43,27 +40,6 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-class Recording:
-    """Stands for a CUDA graph: does the work again, and puts its results where they were."""
-
-    def __init__(self, work: Callable[[], Any], result: Any) -> None:
-        self._work, self._result = work, result
-
-    def replay(self) -> None:
-        put(self._work(), self._result)
-
-
-def put(source: Any, target: Any) -> None:
-    if isinstance(source, Tensor):
-        target.copy_(source)
-    elif is_dataclass(source):
-        for field in fields(source):
-            put(getattr(source, field.name), getattr(target, field.name))
-    else:
-        for one, other in zip(source, target, strict=True):
-            put(one, other)
-
-
 def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Do the work once for its results, and undo what else it did."""
     assert graphs.sampling is not None
@@ -77,10 +53,7 @@ def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, An
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    stream = type("Stream", (), {"synchronize": lambda self: None})
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream())
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    without_device(monkeypatch)
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     with torch.inference_mode():
         yield

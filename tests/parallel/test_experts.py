@@ -46,13 +46,13 @@ class Experts:
         return total
 
 
-def dispatched(mesh: Mesh, name: str, counts: tuple[int, ...], equal: bool) -> tuple[Tensor, Tensor]:
+def dispatched(mesh: Mesh, name: str, counts: tuple[int, ...], most_tokens: int | None) -> tuple[Tensor, Tensor]:
     """Return the sums after adding up over peers, and this rank's part."""
     peers = mesh.tp if mesh.layout.copies == 1 else mesh.ep
     share = SLOTS // mesh.ep.size
-    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, equal_tokens=equal)
+    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, recorded=True)
     experts = Experts(mesh.ep.rank * share, share)
-    part = make_dispatcher(name, ranks)(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), experts)
+    part = make_dispatcher(name, ranks)(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), experts, most_tokens)
     return peers.all_reduce(part.clone()), part
 
 
@@ -61,7 +61,7 @@ def dispatched(mesh: Mesh, name: str, counts: tuple[int, ...], equal: bool) -> t
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_tokens_that_all_ranks_have_get_their_sums(ranks: Ranks, name: str, layout: Layout, count: int) -> None:
     wanted = Experts(0, SLOTS)(*tokens_of(0, count))
-    for whole, part in ranks.run(dispatched, name, (count,), True, layout=layout):
+    for whole, part in ranks.run(dispatched, name, (count,), None, layout=layout):
         assert part.dtype == torch.float32
         torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-5)
         assert name != "all_to_all" or torch.equal(whole, wanted)
@@ -69,9 +69,11 @@ def test_tokens_that_all_ranks_have_get_their_sums(ranks: Ranks, name: str, layo
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, tp=2, ep=4), Layout(dp=4, ep=2)], ids=str)
-@pytest.mark.parametrize("counts", [(5, 5, 5, 5), (0, 9, 1, 4)])
-def test_tokens_of_several_replicas_get_their_sums(ranks: Ranks, name: str, layout: Layout, counts: tuple[int, ...]) -> None:
-    answers = ranks.run(dispatched, name, counts, len(set(counts)) == 1, layout=layout)
+@pytest.mark.parametrize(("counts", "most_tokens"), [((5, 5, 5, 5), 5), ((0, 9, 1, 4), None), ((1, 7, 3, 2), 8)])
+def test_tokens_of_several_replicas_get_their_sums(
+    ranks: Ranks, name: str, layout: Layout, counts: tuple[int, ...], most_tokens: int | None
+) -> None:
+    answers = ranks.run(dispatched, name, counts, most_tokens, layout=layout)
     for rank, (whole, _) in enumerate(answers):
         replica = layout.place(rank).dp
         wanted = Experts(0, SLOTS)(*tokens_of(replica, counts[replica]))
@@ -79,13 +81,13 @@ def test_tokens_of_several_replicas_get_their_sums(ranks: Ranks, name: str, layo
         assert name != "all_to_all" or torch.equal(whole, wanted)
 
 
-def ranks_of(*, ep: int, peers: int, equal: bool = False) -> ExpertRanks:
+def ranks_of(*, ep: int, peers: int, recorded: bool = False) -> ExpertRanks:
     axes = [Axis(name, 0, size, object()) for name, size in (("ep", ep), ("tp", peers))]
-    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, equal_tokens=equal)
+    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, recorded=recorded)
 
 
 @pytest.mark.parametrize(
-    ("ep", "peers", "equal", "chosen"),
+    ("ep", "peers", "recorded", "chosen"),
     [
         (2, 2, False, "local"),
         (2, 4, True, "local"),
@@ -94,8 +96,8 @@ def ranks_of(*, ep: int, peers: int, equal: bool = False) -> ExpertRanks:
         (1, 2, False, "local"),
     ],
 )
-def test_auto_takes_what_the_layout_needs(ep: int, peers: int, equal: bool, chosen: str) -> None:
-    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, equal=equal))) is DISPATCHERS[chosen]
+def test_auto_takes_what_the_layout_needs(ep: int, peers: int, recorded: bool, chosen: str) -> None:
+    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, recorded=recorded))) is DISPATCHERS[chosen]
 
 
 def test_dispatcher_may_be_the_users_own() -> None:

@@ -138,9 +138,9 @@ def test_official_formats_stay_within_their_limits_where_sums_are_cut(
     ids=str,
 )
 def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str) -> None:
-    """The way of a GPU, on the references: rows in pages, experts in tiles; all replicas have equally many tokens."""
-    prompts = tuple(prompt[:70] for prompt in quantized_job.prompts)
-    job = replace(quantized_job, prompts=prompts, cuts=((60, 69), (60, 69)), paged=True)
+    """The way of a GPU, on the references: rows in pages, experts in tiles."""
+    first, second = quantized_job.prompts
+    job = replace(quantized_job, prompts=(first[:70], second[:41]), cuts=((60, 69), (5, 40)), paged=True)
     wanted = on_one_rank(ranks, job)
     answers = ranks.run(logits, replace(job, dispatcher=dispatcher), layout=layout)
     for rank, got in enumerate(answers):

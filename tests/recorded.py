@@ -1,0 +1,41 @@
+"""Recorded steps without a device: a recording stands for the work that it repeats, everything else is as it runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+class Recording:
+    """Stands for a CUDA graph: does the work again, and puts its results where they were."""
+
+    def __init__(self, work: Callable[[], Any], result: Any) -> None:
+        self._work, self._result = work, result
+
+    def replay(self) -> None:
+        put(self._work(), self._result)
+
+
+def put(source: Any, target: Any) -> None:
+    """Copy tensors, and those in tuples and dataclasses, to where others are."""
+    if isinstance(source, Tensor):
+        target.copy_(source)
+    elif is_dataclass(source):
+        for field in fields(source):
+            put(getattr(source, field.name), getattr(target, field.name))
+    else:
+        for one, other in zip(source, target, strict=True):
+            put(one, other)
+
+
+def without_device(patch: pytest.MonkeyPatch) -> None:
+    """Let recorded steps find what they ask of CUDA besides the recordings."""
+    stream = type("Stream", (), {"synchronize": lambda self: None})
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream())
+    patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
