@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match
 from dsv4lite.layout import Layout
 from dsv4lite.speculation import Drafter, check_speculative
+
+if TYPE_CHECKING:
+    from dsv4lite.parallel.experts import DispatcherFactory
 
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -18,6 +23,7 @@ KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
 ExecutorKind = Literal["auto", "thread", "process", "external"]
 ReplicaPlacement = Literal["prefix", "round_robin"]
 Progress = Callable[["LoadProgress"], None]
+ExpertDispatch = Union[Literal["auto", "local", "all_gather", "all_to_all"], "DispatcherFactory"]
 Speculative = Drafter | tuple[Drafter, ...] | Literal["auto"] | None
 
 
@@ -106,6 +112,8 @@ class EngineConfig:
         redundant_experts: Places for copies of popular experts in every layer, on all ranks that share experts together; with any
             number, even 0, experts move where they are needed. ``None``: they stay where they are.
         rebalance_steps: Steps after which they move.
+        dispatcher: How tokens get to experts on other ranks: a name, or what makes a ``parallel.experts.Dispatcher`` of a layer;
+            child processes get it pickled, and do not import the host's ``__main__``.
         executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
@@ -145,6 +153,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     redundant_experts: int | None = None
     rebalance_steps: int = 3000
+    dispatcher: ExpertDispatch = "auto"
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None
@@ -193,6 +202,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
         if self.redundant_experts is not None and self.layout.ep == 1:
             raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
+        self._check_dispatcher()
         for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
@@ -209,6 +219,24 @@ class EngineConfig:
             )
         if layout.world > 1 and self.device.startswith("cuda:") and self.place_of_ranks != "external":
             raise ConfigError(f"device={self.device!r} is one device, but {layout} has {layout.world} ranks; use device='cuda'")
+
+    def _check_dispatcher(self) -> None:
+        given, names = self.dispatcher, ("auto", "local", "all_gather", "all_to_all")
+        if isinstance(given, str):
+            if given not in names:
+                raise ConfigError(f"dispatcher={given!r} must be one of {names}, or make one{near_match(given, names)}")
+            return
+        if not callable(given):
+            raise ConfigError(f"dispatcher={given!r} must be one of {names}, or a callable that makes a Dispatcher of ExpertRanks")
+        if self.place_of_ranks == "external" or (self.place_of_ranks == "thread" and self.layout.world == 1):
+            return
+        remedy = "define it at the top of a module that can be imported, or start the ranks yourself: executor='external'"
+        try:
+            pickled = pickle.dumps(given)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigError(f"dispatcher={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
+        if any(found == "__main__" for _, found, _ in pickletools.genops(pickled)):
+            raise ConfigError(f"dispatcher={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
 
     @property
     def layout(self) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,21 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
 
 
 def weight_bytes(
-    model: V4Config, numerics: Numerics, mesh: Mesh | None = None, *, with_mtp: bool, redundant_experts: int | None = None
+    model: V4Config,
+    numerics: Numerics,
+    mesh: Mesh | None = None,
+    *,
+    with_mtp: bool,
+    dispatcher: str = "auto",
+    redundant_experts: int | None = None,
 ) -> int:
-    """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them."""
-    skeleton = DeepseekV4(
-        model, replace(numerics, device=torch.device("meta")), mesh, redundant_experts=redundant_experts, with_mtp=with_mtp
-    )
+    """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them.
+
+    Raises:
+        ConfigError: The model cannot be shared so.
+    """
+    meta = replace(numerics, device=torch.device("meta"))
+    skeleton = DeepseekV4(model, meta, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
@@ -199,6 +209,13 @@ def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest:
         return reference_workspace(model, tokens, sampled), 0
     workspace = paged_workspace(model, numerics, tokens=tokens, sequences=sampled, longest=longest)
     return workspace, graph_bytes(model, numerics, sequences=sampled, longest=longest)
+
+
+def _exchange(config: EngineConfig, model: V4Config, numerics: Numerics, gathered: int, *, rows: int) -> tuple[int, int]:
+    """Return what several ranks take besides, for steps and for graphs."""
+    tokens, by_expert = config.max_num_batched_tokens, config.dispatcher not in ("auto", "local", "all_gather")
+    exchange = partial(exchange_bytes, model, numerics, gathered=gathered, by_expert=by_expert)
+    return exchange(tokens), exchange(min(tokens, rows * config.max_num_seqs)) if numerics.paged else 0
 
 
 def plan_state(
@@ -302,14 +319,13 @@ def make_plan(
     layout = StateLayout.of(
         model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
     )
-    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, redundant_experts=extra)
+    named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
+    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     workspace, graphs = _working(config, share.local(model), numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
     if config.layout.world > 1:
-        tokens, sampled = config.max_num_batched_tokens, (1 + drafting.max_drafts) * config.max_num_seqs
-        workspace += exchange_bytes(share.local(model), numerics, tokens, share.gathered)
-        if numerics.paged:
-            graphs += exchange_bytes(share.local(model), numerics, min(tokens, sampled), share.gathered)
+        exchanged, recorded = _exchange(config, share.local(model), numerics, share.gathered, rows=1 + drafting.max_drafts)
+        workspace, graphs = workspace + exchanged, graphs + recorded
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)

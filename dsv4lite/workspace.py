@@ -5,6 +5,8 @@ Bytes per token unless said otherwise; D model, N streams, H heads of C channels
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO
@@ -74,7 +76,7 @@ def sampling_bytes(model: V4Config) -> int:
     return _FLOAT * model.vocab_size + row_bytes(model.vocab_size) + kept
 
 
-def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: int) -> int:
+def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: int, *, by_expert: bool = False) -> int:
     """Return what sharing a layer with other ranks takes besides: partial sums, and the rows of others and what becomes of them.
 
     Args:
@@ -82,6 +84,7 @@ def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: i
         numerics: Arithmetic.
         tokens: Most tokens of a step.
         gathered: How many ranks' tokens come together where experts are; 1 if rows do not travel.
+        by_expert: A row travels once for each of its experts, at worst all to the same rank.
     """
     sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one
     if gathered == 1:
@@ -89,6 +92,10 @@ def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: i
     row = (_rounded(model.hidden_size, numerics) or numerics.dtype.itemsize * model.hidden_size) + model.experts_per_token * (
         8 + _FLOAT
     )
+    if by_expert:
+        one, k = replace(model, experts_per_token=1), model.experts_per_token
+        results = (2 * _FLOAT + 2 * numerics.dtype.itemsize) * model.hidden_size  # there and back, and again in their order
+        return tokens * (sums + gathered * k * (2 * row + _experts(one, numerics) + results))
     return tokens * (sums + gathered * (2 * row + _experts(model, numerics) + 2 * _FLOAT * model.hidden_size))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,7 +118,13 @@ class Prospect:
             own = drafting.own
             report, extra = progress or False, config.redundant_experts
             model = self.source.build(
-                self.numerics, mesh, with_mtp=own is not None, redundant_experts=extra, seed=config.seed, progress=report
+                self.numerics,
+                mesh,
+                with_mtp=own is not None,
+                dispatcher=config.dispatcher,
+                redundant_experts=extra,
+                seed=config.seed,
+                progress=report,
             )
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
@@ -272,8 +279,11 @@ def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str
 def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:
     """Return what has to be the same on all ranks, in words."""
     settings = {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.name not in _OWN_TO_A_RANK}
+    given = config.dispatcher
+    named = given if isinstance(given, FunctionType | type) else type(given)
     return {
         **settings,
+        "dispatcher": given if isinstance(given, str) else f"{named.__module__}.{named.__qualname__}",
         "device": device.type,
         "PyTorch": torch.__version__,
         "the model's config": _digest([repr(source.model)]),

@@ -134,14 +134,14 @@ class Runner:
             self.sampler.accept(seq_id, token_id)
 
     def warm_up(self, max_tokens: int, cache_dir: str, progress: Progress | None = None) -> None:
-        """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without graphs.
+        """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
 
         Args:
             max_tokens: Most tokens of a step.
             cache_dir: Where compiled kernels are kept.
             progress: Told of kernels, then of shapes.
         """
-        if self._graphs is None:
+        if self.cache.device.type == "cpu" or not self.model.paged:
             return
         from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where graphs are
 
@@ -150,8 +150,10 @@ class Runner:
                 progress(LoadProgress(phase="warmup", done=done, total=total, unit=unit))
 
         started = time.monotonic()
-        lengths = [*(n for n in _WARM_UP_TOKENS if n < max_tokens), max_tokens]
-        recordings = self._recordings(self._graphs)
+        # Where rows travel, experts get those of several ranks, or one for each expert of a token.
+        each = {1, self.model.share.gathered, self.model.config.experts_per_token if self.model.share.gathered > 1 else 1}
+        lengths = sorted({max_tokens, *(n for rows in each for most in _WARM_UP_TOKENS if (n := -(-most // rows)) < max_tokens)})
+        recordings = [] if self._graphs is None else self._recordings(self._graphs)
         with recording() as wanted:
             for length in lengths:
                 self._run_padding(length)

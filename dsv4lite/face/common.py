@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from dsv4lite.config import Dtype, EngineConfig, ExecutorKind, KvCacheDtype, LoadFormat, Progress, ReplicaPlacement, Speculative
+from dsv4lite.config import (
+    Dtype,
+    EngineConfig,
+    ExecutorKind,
+    ExpertDispatch,
+    KvCacheDtype,
+    LoadFormat,
+    Progress,
+    ReplicaPlacement,
+    Speculative,
+)
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
 from dsv4lite.face.session import Session
@@ -54,6 +64,7 @@ class EngineSettings(TypedDict, total=False):
     pipeline_parallel_size: int
     redundant_experts: int | None
     rebalance_steps: int
+    dispatcher: ExpertDispatch
     executor: ExecutorKind
     device_mesh: Any
     process_group: Any

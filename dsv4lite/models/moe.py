@@ -145,6 +145,8 @@ class ExpertMap(nn.Module):
 
     def forward(self, chosen_TK: Tensor) -> Tensor:
         """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
+        # A pass that only asks which kernels there are leaves unwritten what was chosen.
+        chosen_TK = chosen_TK.clamp(0, len(self.load_E) - 1)
         chosen = chosen_TK.flatten()
         self.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
         turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]

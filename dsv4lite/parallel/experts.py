@@ -154,18 +154,20 @@ class AllToAll:
         own = ranks.own_tokens(len(slots_TK))
         slots, weights = slots_TK[own], weight_TK[own].flatten()
         tokens, per_token = slots.shape
-        pairs = slots.flatten()
+        none = size * ranks.slots_per_rank
+        pairs = slots.flatten().clamp(0, none)  # a pass that only asks which kernels there are leaves slots unwritten
         goal = pairs // ranks.slots_per_rank
-        counts = torch.bincount(goal, minlength=size + 1)[:size]
+        goal = torch.where(goal < size, goal, ranks.ep.rank)  # no expert: padding stays
+        counts = torch.zeros(size, dtype=torch.int64, device=pairs.device).scatter_add_(0, goal, torch.ones_like(goal))
         ones = [1] * size
         send, receive = torch.stack([counts, ranks.ep.all_to_all(counts, ones, ones)]).tolist()
-        order = goal.argsort(stable=True)[: sum(send)]
+        order = goal.argsort(stable=True)
         at = order // per_token
-        parts = (pairs[order] % ranks.slots_per_rank, weights[order], *(row[own][at] for row in rows))
+        parts = (pairs[order], weights[order], *(row[own][at] for row in rows))
         local, mixing, *inputs = _unpack(ranks.ep.all_to_all(_pack(parts), send, receive), parts)
-        results = experts(tuple(inputs), local[:, None], mixing[:, None]).to(ranks.dtype)
+        results = experts(tuple(inputs), ranks.own_slots(local[:, None]), mixing[:, None]).to(ranks.dtype)
         results = ranks.ep.all_to_all(results, receive, send)
-        by_pair = torch.zeros(len(pairs), results.shape[1], dtype=torch.float32, device=results.device)
+        by_pair = torch.empty(len(pairs), results.shape[1], dtype=torch.float32, device=results.device)
         by_pair[order] = results.float()
         total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
         for other in others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,9 +20,11 @@ from dsv4lite.engine.rank import Prospect, common_plan
 from dsv4lite.engine.ranks import Ranks
 from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
+from dsv4lite.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
+from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
 
 ENOUGH_S = 10.0
@@ -73,6 +76,32 @@ def test_ranks_give_what_one_rank_gives(
         assert len(pids) == llm.config.layout.world - (llm.config.place_of_ranks == "thread")
         started = time.monotonic()
     assert time.monotonic() - started < ENOUGH_S and not any(map(is_alive, pids.values()))
+
+
+def test_dispatcher_may_be_the_users_own(model: Path) -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
+    outputs = []
+    for settings in ({}, {"expert_parallel_size": 2, "executor": "thread", "dispatcher": Marked}):
+        with LLM(str(model), **MODEST, **settings) as llm:
+            outputs.append([llm.generate({"prompt_token_ids": PROMPTS[0]}, greedy)])
+            crew = engine_of(llm)._crew
+            if isinstance(crew, Ranks) and crew._local is not None:
+                used = [layer.ffn.dispatch for layer in crew._local.model.layers]
+    assert_same(*outputs)
+    assert all(isinstance(one, Marked) and one.calls == 4 and one.ranks.ep.size == 2 for one in used)
+
+
+def test_dispatcher_that_cannot_be_made_is_named(model: Path) -> None:
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*no dispatcher for ep=2") as caught:
+        with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", dispatcher=refuses) as llm:
+            raise AssertionError(llm)
+    assert caught.value.phase == "load"
+
+
+def test_dispatcher_that_does_not_suit_the_layout_is_refused(model: Path) -> None:
+    settings = {"expert_parallel_size": 2, "data_parallel_size": 2, "dispatcher": "local"}
+    with pytest.raises(ConfigError, match="ranks work on different tokens; choose the dispatcher all_gather or all_to_all"):
+        plan_memory(str(model), device="cpu", **settings)
 
 
 def test_experts_move_while_requests_run(model: Path, expected: list[RequestOutput]) -> None:
@@ -210,12 +239,23 @@ def test_layout_without_devices_is_refused(model: Path) -> None:
         ({"process_group": object(), "executor": "thread"}, "executor='thread' starts ranks of its own"),
         ({"executor": "process", "dump_dir": "somewhere"}, "saved in the engine's own process only"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "is one device, but tp=2"),
+        ({"dispatcher": "all_gathers"}, "did you mean 'all_gather'"),
+        ({"dispatcher": 3}, "dispatcher=3 must be one of"),
+        ({"expert_parallel_size": 2, "dispatcher": lambda ranks: Marked(ranks)}, "cannot be sent to ranks in child processes"),
     ],
 )
 def test_settings_of_ranks_are_checked(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(model="somewhere", **settings)
     assert named in str(caught.value)
+
+
+def test_dispatcher_of_the_main_program_is_refused_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = type("Mine", (Marked,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", mine, raising=False)
+    with pytest.raises(ConfigError, match="is of __main__, which ranks in child processes do not import"):
+        EngineConfig(model="somewhere", executor="process", dispatcher=mine)
+    assert EngineConfig(model="somewhere", executor="external", expert_parallel_size=2, dispatcher=mine).dispatcher is mine
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 # Imports that point upward all the same: for annotations, or once a request asks for it.
 UPWARD = {
+    ("config", "parallel.experts"): "the type of what makes a dispatcher",
     ("request", "text.parse"): "the type of a parsed tool call",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
 }

@@ -1,0 +1,28 @@
+"""Dispatchers of a user's own, in a module that ranks in child processes can import."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4lite.parallel.experts import AllToAll, ExpertRanks, LocalExperts, Rows
+
+
+class Marked(AllToAll):
+    """Does what its base does, and leaves a mark that tests can find."""
+
+    calls: int = 0
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+    def __call__(
+        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
+    ) -> Tensor:
+        self.calls += 1
+        return super().__call__(rows, slots_TK, weight_TK, experts, most_tokens)
+
+
+def refuses(ranks: ExpertRanks) -> AllToAll:
+    """A factory that fails."""
+    raise RuntimeError(f"no dispatcher for ep={ranks.ep.size}")
