@@ -1,12 +1,12 @@
 """Measure what placing requests by their cached prefixes brings: questions about a few documents, on replicas of attention.
 
-    python examples/benchmark_placement.py                              # the shipped checkpoint, two replicas
-    python examples/benchmark_placement.py --layers 8 --dp 2 --documents 32 --document-tokens 8192 --in-flight 32
+    python examples/benchmark_placement.py                              # the shipped checkpoint's shapes, two replicas
+    python examples/benchmark_placement.py --model flash --layers 8 --documents 32 --document-tokens 4096 --in-flight 32
 
-Asks the questions in random order, once with each placement (``data_parallel_placement``), in engines of their own. Prints which
-part of the prompts came from the prefix cache, prompts per second, and how long they waited for their first token. A cached
-document takes one of a replica's snapshots, ``max(16, max_num_seqs)``: with more documents a replica cannot keep all of them.
-``--layers`` is V4-Flash's shapes with random weights; without it the model is the checkpoint that ships with the package.
+Opens an engine for each placement (``data_parallel_placement``) and asks both the same questions in random order, one engine after
+the other, in rounds with other documents. Prints which part of the prompts came from the prefix cache, prompts per second, and how
+long they waited for their first token. A cached document takes one of a replica's snapshots, ``max(16, max_num_seqs)``: with more
+documents a replica cannot keep all of them. Weights are random.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
+from contextlib import ExitStack
 from typing import Any
 
-from benchmark import flash
+from benchmark import MODELS
 
 from dsv4lite import LLM, SamplingParams, tiny_model
+from dsv4lite.config import ReplicaPlacement
 
-PLACEMENTS = ("round_robin", "prefix")
+PLACEMENTS: tuple[ReplicaPlacement, ...] = ("round_robin", "prefix")
 
 
-def workload(args: argparse.Namespace) -> list[list[int]]:
-    """Return the prompts: every question is a document and a few tokens of its own."""
-    rng = random.Random(0)
+def workload(args: argparse.Namespace, seed: int) -> list[list[int]]:
+    """Return the prompts of a round: every question is a document and a few tokens of its own."""
+    rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(16, 4000) for _ in range(count)]
@@ -38,62 +41,93 @@ def workload(args: argparse.Namespace) -> list[list[int]]:
     return prompts
 
 
-def measure(args: argparse.Namespace, placement: str) -> dict[str, Any]:
-    """Ask everything with one placement."""
-    shape: dict[str, Any] = {"hf_overrides": flash(args.layers), "load_format": "dummy"} if args.layers else {}
-    llm = LLM(
+def engine(args: argparse.Namespace, placement: ReplicaPlacement) -> LLM:
+    """Return an engine, not yet started."""
+    return LLM(
         tiny_model(),
-        **shape,
+        hf_overrides=MODELS[args.model](args.layers),
+        load_format="dummy",
         device=args.device,
         data_parallel_size=args.dp,
+        expert_parallel_size=args.ep,
         data_parallel_placement=placement,
         executor=args.executor,
         max_model_len=args.document_tokens + args.question_tokens + args.answer_tokens,
-        max_num_seqs=-(-args.in_flight // args.dp),
+        max_num_seqs=args.in_flight,  # on each replica: a full one is passed over
+        gpu_memory_utilization=0.4,  # there are two engines
         start_timeout_s=args.timeout,
         step_timeout_s=args.timeout,
     )
+
+
+def ask(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Ask everything, and return what is to be added up."""
     answer = SamplingParams(temperature=0, max_tokens=args.answer_tokens, ignore_eos=True, detokenize=False)
-    prompts = workload(args)
-    with llm:
-        llm.generate_batch([[7] * args.document_tokens] * args.dp, answer)  # what happens only once is no part of it
-        before, started = llm.stats(), time.perf_counter()
-        outputs = list(llm.as_completed(prompts, answer, max_in_flight=args.in_flight))
-        took, after = time.perf_counter() - started, llm.stats()
+    before, started = llm.stats(), time.perf_counter()
+    outputs = list(llm.as_completed(prompts, answer, max_in_flight=args.in_flight))
+    took, after = time.perf_counter() - started, llm.stats()
     return {
-        "placement": placement,
-        "hit_rate": (after.cached_tokens - before.cached_tokens) / (after.prompt_tokens - before.prompt_tokens),
-        "prompts_s": len(prompts) / took,
-        "first_token_s": statistics.median(output.timing.first_token for output in outputs),
+        "seconds": [took],
+        "cached": [after.cached_tokens - before.cached_tokens],
+        "tokens": [after.prompt_tokens - before.prompt_tokens],
+        "waits": [output.timing.first_token for output in outputs],
     }
 
 
-def main() -> None:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all placements; print and return a row for each."""
+    found: dict[str, dict[str, list[float]]] = {placement: defaultdict(list) for placement in PLACEMENTS}
+    with ExitStack() as stack:
+        engines = [(placement, stack.enter_context(engine(args, placement))) for placement in PLACEMENTS]
+        for _, llm in engines:
+            ask(llm, [[7] * args.document_tokens] * args.dp, args)  # what happens only once is no part of it
+        for number in range(args.rounds):
+            for placement, llm in engines if number % 2 == 0 else reversed(engines):
+                for name, values in ask(llm, workload(args, number), args).items():
+                    found[placement][name] += values
+    print(f"{'placement':>14}{'from cache':>12}{'prompts/s':>11}{'first token s':>15}")
+    rows = []
+    for placement, sums in found.items():
+        row = {
+            "placement": placement,
+            "hit_rate": sum(sums["cached"]) / sum(sums["tokens"]),
+            "prompts_s": len(sums["waits"]) / sum(sums["seconds"]),
+            "first_token_s": statistics.median(sums["waits"]),
+        }
+        rows.append(row)
+        print(f"{placement:>14}{row['hit_rate']:>12.1%}{row['prompts_s']:>11.2f}{row['first_token_s']:>15.3f}", flush=True)
+    print(f"prompts/s, {rows[1]['placement']} over {rows[0]['placement']}: {rows[1]['prompts_s'] / rows[0]['prompts_s']:.2f}")
+    return rows
+
+
+def arguments(line: list[str] | None = None) -> argparse.Namespace:
+    """Read a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=0, help="of V4-Flash, with random weights (default: the shipped model)")
+    parser.add_argument("--model", choices=tuple(MODELS), default="shipped", help="whose shapes (default shipped)")
+    parser.add_argument("--layers", type=int, default=4, help="how many of its layers (default 4)")
     parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
     parser.add_argument("--dp", type=int, default=2, help="replicas (default 2)")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")
     parser.add_argument("--executor", default="auto", help="where ranks live (default auto)")
-    parser.add_argument("--documents", type=int, default=20, help="prefixes (default 20)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often, with other documents (default 2)")
+    parser.add_argument("--documents", type=int, default=12, help="prefixes (default 12)")
     parser.add_argument("--document-tokens", type=int, default=512, help="tokens of each; 256 are a page (default 512)")
     parser.add_argument("--questions", type=int, default=4, help="questions about each (default 4)")
     parser.add_argument("--question-tokens", type=int, default=32, help="tokens of each (default 32)")
-    parser.add_argument("--answer-tokens", type=int, default=8, help="tokens of an answer (default 8)")
-    parser.add_argument("--in-flight", type=int, default=8, help="questions at the same time (default 8)")
+    parser.add_argument("--answer-tokens", type=int, default=4, help="tokens of an answer (default 4)")
+    parser.add_argument("--in-flight", type=int, default=4, help="questions at the same time (default 4)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
     parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
+    return parser.parse_args(line)
+
+
+def main() -> None:
+    args = arguments()
     print(f"{args.documents} documents of {args.document_tokens} tokens, {args.questions} questions about each, {args.dp} replicas")
-    print(f"{'placement':>14}{'from cache':>12}{'prompts/s':>11}{'first token s':>15}")
-    found = []
-    for placement in PLACEMENTS:
-        row = measure(args, placement)
-        found.append(row)
-        print(f"{placement:>14}{row['hit_rate']:>12.1%}{row['prompts_s']:>11.2f}{row['first_token_s']:>15.3f}", flush=True)
-    print(f"prompts/s, {PLACEMENTS[1]} over {PLACEMENTS[0]}: {found[1]['prompts_s'] / found[0]['prompts_s']:.2f}")
+    rows = measure(args)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

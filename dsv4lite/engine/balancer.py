@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from statistics import mean
 
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.weights.quant import Slot
@@ -35,7 +36,9 @@ class Balancer:
         if self._steps % self._every:
             return
         started = time.monotonic()
-        waiting = self._model.rebalance()
+        waiting, loads = self._model.rebalance()
         if waiting:
             self._refill(waiting)
-        log.info("experts rebalanced: %d matrices read in %.1f s", len(waiting), time.monotonic() - started)
+        before, after = (mean(of_layers) for of_layers in zip(*loads, strict=True))
+        message = "experts rebalanced: the busiest rank had %.2f times the average load, now %.2f; %d matrices read in %.1f s"
+        log.info(message, before, after, len(waiting), time.monotonic() - started)

@@ -609,16 +609,18 @@ class DeepseekV4(nn.Module):
         streams: Tensor = self(batch, caches)
         return streams
 
-    def rebalance(self) -> dict[str, Slot]:
+    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
         """Choose where experts shall be, by how often each was chosen since the last time, and begin to count anew.
 
         Every rank of the stage calls this at the same time, between steps.
 
         Returns:
             The places on this rank that wait for another expert, by the official names of the tensors that belong there. Until all
-            are filled, as at the start, no step may run.
+            are filled, as at the start, no step may run. And for every layer the busiest rank's load over the average: as experts
+            lay, and as they lie now.
         """
         waiting: dict[str, Slot] = {}
+        imbalances: list[tuple[float, float]] = []
         ep, groups = self.share.mesh.ep, ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0))
         for group, name, first in groups:
             for i, part in enumerate(group, first):
@@ -628,8 +630,9 @@ class DeepseekV4(nn.Module):
                 loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
                 ffn.map.load_E.zero_()
                 wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
+                imbalances.append((ffn.placement.imbalance(loads), wanted.imbalance(loads)))
                 waiting.update(ffn.place(wanted, f"{name}.{i}.ffn."))
-        return waiting
+        return waiting, imbalances
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""

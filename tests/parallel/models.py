@@ -95,12 +95,13 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
     blocks = [layer.ffn for layer in model.layers]
     loads = [mesh.ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist() for ffn in blocks]
     uneven = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
-    moved = model.rebalance()
+    moved, imbalances = model.rebalance()
     for slot in moved.values():
         for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
             forget(place)
     reload(Checkpoint.open(str(job.folder)), moved, shards=shards_of(job.config, mesh.layout, mesh.rank))
     even = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
+    assert imbalances[: len(blocks)] == list(zip(uneven, even, strict=True))
     return before, run(model, mesh, job), len(moved), uneven, even
 
 
