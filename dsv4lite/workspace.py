@@ -144,7 +144,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if widens else 0
     projecting = tokens * (heads + outputs) + widened
     padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c, numerics)
-    scoring = tokens * (latents + heads + index_heads + _INT * c.index_topk) + _scores(c, numerics, tokens, longest)
+    chosen = _FLOAT * c.index_heads + _INT * c.index_topk  # head weights, and what they choose
+    scoring = tokens * (latents + heads + index_heads + chosen) + _scores(c, numerics, tokens, longest)
     return whole + max(tokens * widest + padding, projecting, scoring)
 
 

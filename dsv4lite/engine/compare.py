@@ -23,7 +23,7 @@ BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
     **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms", "experts_forward"), 2**-4),
-    "compress_step": 2**-3,
+    **dict.fromkeys(("compress_step", "latent_entries"), 2**-3),
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
 
@@ -57,7 +57,7 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
         return {"chosen": tensors[0], "weights": tensors[1]}
     if op == "choose_paged":
         return {"chosen": _choices(tensors[0], *arguments[2:4])}
-    if op == "latent_norms":
+    if op in ("latent_norms", "latent_entries"):
         *query, fresh_TB = tensors
         fmt = next(a for a in arguments if isinstance(a, RowStore)).format
         rows, row_scales = fresh_TB.split([fmt.data_bytes, fmt.scale_bytes], -1)
@@ -112,7 +112,7 @@ def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Diffe
 
 def _bad_numbers(op: str, x: Tensor) -> int:
     """Count numbers that are not finite, but for what accumulators hold where nothing has come yet: -inf."""
-    good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
+    good = x < math.inf if op in ("compress", "compress_step", "latent_entries") else x.isfinite()
     return int((~good).sum())
 
 

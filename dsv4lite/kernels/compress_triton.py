@@ -62,19 +62,21 @@ def _store_set(carry, at, mask, p, t, w, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store_carry(
-    carry, at, mask, closed, p, t, w, lower_p, lower_t, lower_w, A: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
-    """Store what is carried after a token, and return it."""
+def _turn(closed, p, t, w, lower_p, lower_t, lower_w, ROWS: tl.constexpr):
+    """Return what is carried after a token: all of it if its group stays open."""
     closed = closed != 0
     # after = torch.stack([where(is_open, done, last_lower), where(is_open, last_lower, fresh)]); without overlap, lower is fresh
     fresh_p, fresh_t, fresh_w = _empty(ROWS)
     p, t, w = _choose(closed, lower_p, lower_t, lower_w, p, t, w)
     lower_p, lower_t, lower_w = _choose(closed, fresh_p, fresh_t, fresh_w, lower_p, lower_t, lower_w)
+    return p, t, w, lower_p, lower_t, lower_w
+
+
+@triton.jit
+def _store_carry(carry, at, mask, p, t, w, lower_p, lower_t, lower_w, A: tl.constexpr, WIDTH: tl.constexpr):
     _store_set(carry, at, mask, p, t, w, WIDTH)
     if A == 2:
         _store_set(carry + 3 * WIDTH, at, mask, lower_p, lower_t, lower_w, WIDTH)
-    return p, t, w, lower_p, lower_t, lower_w
 
 
 @triton.jit
@@ -207,62 +209,63 @@ def _store_entry(
 
 
 @triton.jit
-def _single_kernel(
-    projected,
-    ape,
-    norm_weight,
-    carry,
-    memory,
-    cos,
-    sin,
-    positions,
-    slots,
-    copies,
-    grow,
-    num_copies,
-    row_stride,
-    page_stride,
-    pages,
-    eps,
-    A: tl.constexpr,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    PLACES: tl.constexpr,
-    LOG: tl.constexpr,
-    KIND: tl.constexpr,
-    ROPE: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    """One program per sequence, whose number is that of its only token."""
-    token = tl.program_id(0)
-    position = tl.load(positions + token)
-    slot = tl.load(slots + token).to(tl.int64)
-    if (position >= 0) & (slot >= 0):
+def advance(
+    sequence, projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
+    num_copies, row_stride, page_stride, pages, eps,
+    A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
+    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Take a sequence's tokens one after the other: store the entries that close, then what is carried, also before each draft."""
+    slot = tl.load(slots + sequence).to(tl.int64)
+    length = tl.load(lens + sequence)
+    position = tl.load(first + sequence)
+    row = tl.load(rows + sequence)
+    guesses = tl.load(drafts + sequence)
+    copy = tl.load(copies + sequence)
+    real = (slot >= 0) & (position >= 0) & (length > 0)
+    if real:
         at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
         mask = at < WIDTH
         carry += slot * num_copies * (A * 3 * WIDTH)
-        before = carry + tl.load(copies + token) * (A * 3 * WIDTH)
-        phase = position % RATIO
-        closed = phase == RATIO - 1
+        before = carry + copy * (A * 3 * WIDTH)
         UPPER: tl.constexpr = (A - 1) * WIDTH
         low_p, low_t, low_w = _empty(ROWS)
-        p, t, w = _carried(before, at, mask, slot >= 0, WIDTH)
-        score, value = _token(projected + UPPER, ape + UPPER, at, mask, row_stride, token, phase, A * WIDTH)
+        p, t, w = _carried(before, at, mask, real, WIDTH)
         if A == 2:
-            low_p, low_t, low_w = _carried(before + 3 * WIDTH, at, mask, slot >= 0, WIDTH)
-            low_score, low_value = _token(projected, ape, at, mask, row_stride, token, phase, A * WIDTH)
-            low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, low_score, low_value)
-        p, t, w = _accumulate(p, t, w, score, value)
+            low_p, low_t, low_w = _carried(before + 3 * WIDTH, at, mask, real, WIDTH)
         tl.debug_barrier()  # the same program has read what it now overwrites
-        total, weighted = t, w
-        _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
-        if closed:
-            row = grow + token.to(tl.int64) * pages
-            _store_entry(
-                total, weighted, norm_weight, memory, row, cos, sin, token, position, page_stride, eps, at, mask, RATIO, WIDTH,
-                ROWS, PLACES, LOG, KIND, ROPE, GPU,
-            )  # fmt: skip
+        for i in range(length):
+            token = row + i
+            phase = (position + i) % RATIO
+            score, value = _token(projected + UPPER, ape + UPPER, at, mask, row_stride, token, phase, A * WIDTH)
+            p, t, w = _accumulate(p, t, w, score, value)
+            if A == 2:
+                score, value = _token(projected, ape, at, mask, row_stride, token, phase, A * WIDTH)
+                low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, score, value)
+            closed = phase == RATIO - 1
+            if closed:
+                _store_entry(
+                    t, w, norm_weight, memory, grow + sequence.to(tl.int64) * pages, cos, sin, token, position + i, page_stride,
+                    eps, at, mask, RATIO, WIDTH, ROWS, PLACES, LOG, KIND, ROPE, GPU,
+                )  # fmt: skip
+            p, t, w, low_p, low_t, low_w = _turn(closed, p, t, w, low_p, low_t, low_w, ROWS)
+            guess = i + 1 + guesses - length
+            if guess >= 0:
+                _store_carry(carry + guess * (A * 3 * WIDTH), at, mask, p, t, w, low_p, low_t, low_w, A, WIDTH)
+
+
+@triton.jit
+def _single_kernel(
+    projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
+    num_copies, row_stride, page_stride, pages, eps,
+    A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
+    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence."""
+    advance(
+        tl.program_id(0), projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
+        num_copies, row_stride, page_stride, pages, eps, A, RATIO, WIDTH, ROWS, PLACES, LOG, KIND, ROPE, GPU,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -367,7 +370,8 @@ def _carry_kernel(
                 low_p, low_t, low_w, projected, ape, at, mask, row_stride, from_row, row + 1, start % RATIO, A * WIDTH, STAGES
             )
         tl.debug_barrier()  # the same program has read what it now overwrites
-        p, t, w, low_p, low_t, low_w = _store_carry(carry, at, mask, closed, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS)
+        p, t, w, low_p, low_t, low_w = _turn(closed, p, t, w, low_p, low_t, low_w, ROWS)
+        _store_carry(carry, at, mask, p, t, w, low_p, low_t, low_w, A, WIDTH)
         UPPER: tl.constexpr = (A - 1) * WIDTH
         for guess in range(1, guesses + 1):
             phase = (position + guess) % RATIO
@@ -376,10 +380,8 @@ def _carry_kernel(
             if A == 2:
                 score, value = _token(projected, ape, at, mask, row_stride, row + guess, phase, A * WIDTH)
                 low_p, low_t, low_w = _accumulate(low_p, low_t, low_w, score, value)
-            copy = carry + guess * (A * 3 * WIDTH)
-            p, t, w, low_p, low_t, low_w = _store_carry(
-                copy, at, mask, phase == RATIO - 1, p, t, w, low_p, low_t, low_w, A, WIDTH, ROWS
-            )
+            p, t, w, low_p, low_t, low_w = _turn(phase == RATIO - 1, p, t, w, low_p, low_t, low_w, ROWS)
+            _store_carry(carry + guess * (A * 3 * WIDTH), at, mask, p, t, w, low_p, low_t, low_w, A, WIDTH)
 
 
 def _kind(fmt: RowFormat) -> int:
@@ -390,6 +392,31 @@ def _kind(fmt: RowFormat) -> int:
         return 3
     assert isinstance(fmt, Fp4Key | Fp8Key) and fmt.width & (fmt.width - 1) == 0, fmt
     return 1 if isinstance(fmt, Fp4Key) else 2
+
+
+def entry_sizes(ratio: int, store: RowStore, rope: int, hadamard: bool) -> dict[str, int]:
+    """Return what kernels are compiled for that pool ``ratio`` tokens into rows of a store."""
+    fmt, width = store.format, store.format.width
+    if isinstance(fmt, PlainRow):
+        assert not hadamard and width % 2 == 0 and rope <= width, width
+    else:
+        assert width % 64 == 0 and rope == 64 and (not hadamard or width & (width - 1) == 0), width
+    assert ratio & (ratio - 1) == 0, ratio
+    return {
+        "A": 2 if ratio == OVERLAP_RATIO else 1,
+        "RATIO": ratio,
+        "WIDTH": width,
+        "ROWS": triton.next_power_of_2(triton.cdiv(width, 64)),
+        "PLACES": store.rows_per_page,
+        "LOG": width.bit_length() - 1 if hadamard else 0,
+        "KIND": _kind(fmt),
+        "ROPE": rope,
+    }
+
+
+def memory_of(store: RowStore) -> Tensor:
+    """Return a store's memory as kernels see it: bytes, or plain rows in their dtype."""
+    return store.memory.view(store.format.dtype) if isinstance(store.format, PlainRow) else store.memory
 
 
 def compress_step_triton(
@@ -406,39 +433,28 @@ def compress_step_triton(
     hadamard: bool,
 ) -> None:
     """See ``compress.compress_step``; widths of packed rows are multiples of 64, of which 64 channels rotate."""
-    tokens, width, sets = projected.shape[0], norm_weight.shape[0], 2 if ratio == OVERLAP_RATIO else 1
-    fmt, memory, rope = store.format, store.memory, 2 * cos_T.shape[1]
-    if isinstance(fmt, PlainRow):
-        memory = memory.view(fmt.dtype)
-        assert not hadamard and width % 2 == 0 and rope <= width, width
-    else:
-        assert width % 64 == 0 and rope == 64 and (not hadamard or width & (width - 1) == 0), width
+    tokens, width, rope = projected.shape[0], norm_weight.shape[0], 2 * cos_T.shape[1]
+    sizes, memory = entry_sizes(ratio, store, rope, hadamard), memory_of(store)
+    sets = sizes["A"]
     assert projected.dtype == torch.float32 and projected.stride(1) == 1 and projected.shape[1] >= 2 * sets * width
-    assert width == fmt.width and ape.shape == (ratio, sets * width) and ape.is_contiguous() and ratio & (ratio - 1) == 0
+    assert width == store.format.width and ape.shape == (ratio, sets * width) and ape.is_contiguous()
     assert carry.shape[2:] == (sets, 3, width) and carry.is_contiguous()
     assert cos_T.shape == sin_T.shape and len(cos_T) == tokens and cos_T.is_contiguous() and sin_T.is_contiguous()
     if tokens == 0:
         return
-    rows, stages = triton.next_power_of_2(triton.cdiv(width, 64)), min(STAGES, ratio + 1)
-    shape = {"A": sets, "RATIO": ratio, "WIDTH": width}
-    entry = {
-        "ROWS": rows,
-        "PLACES": store.rows_per_page,
-        "LOG": width.bit_length() - 1 if hadamard else 0,
-        "KIND": _kind(fmt),
-        "ROPE": rope,
-        "GPU": projected.is_cuda,
-        "num_warps": _warps(width),
-    }
+    stages = min(STAGES, ratio + 1)
+    shape = {name: sizes[name] for name in ("A", "RATIO", "WIDTH")}
+    entry = {**sizes, "GPU": projected.is_cuda, "num_warps": _warps(width)}
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.carry_S
     strides = (projected.stride(0), memory.stride(0), grow.stride(0), eps)
-    places = (projected, ape, norm_weight, carry, memory, cos_T, sin_T, paging.positions_T)
+    places = (projected, ape, norm_weight, carry, memory, cos_T, sin_T)
     if paging.singles:
-        _single_kernel[(tokens,)](*places, slots, copies, grow, carry.shape[1], *strides, **shape, **entry, enable_fp_fusion=False)
+        runs = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S, grow)
+        _single_kernel[(tokens,)](*places, *runs, carry.shape[1], *strides, **entry, enable_fp_fusion=False)
         return
-    of_sequences = (paging.sequence_T, slots, copies, paging.first_S, grow, tokens, carry.shape[1])
+    of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens, carry.shape[1])
     grid = (triton.cdiv(tokens, ratio),)
-    _entry_kernel[grid](*places, *of_sequences, *strides, **shape, **entry, STAGES=stages, enable_fp_fusion=False)
+    _entry_kernel[grid](*places, *of_tokens, *strides, **entry, STAGES=stages, enable_fp_fusion=False)
     _carry_kernel[(len(paging.slots_S), triton.cdiv(width, 64 * CARRY_ROWS))](
         projected,
         ape,
@@ -470,7 +486,6 @@ def variants() -> list[Variant]:
     where = dict.fromkeys(("positions", "sequences", "slots", "copies", "first", "grow"), "*i32")
     sizes = dict.fromkeys(("num_copies", "row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
     signature = floats | {"memory": "*u8", "cos": "*fp32", "sin": "*fp32"} | where | sizes
-    single = {name: kind for name, kind in signature.items() if name not in ("sequences", "first")}
     carry = {name: floats[name] for name in ("projected", "ape", "carry")}
     carry |= dict.fromkeys(("slots", "copies", "first", "rows", "lens", "drafts"), "*i32")
     carry |= {"num_copies": "i32", "row_stride": "i32"}
@@ -480,7 +495,8 @@ def variants() -> list[Variant]:
         shape = {"A": 2 if ratio == OVERLAP_RATIO else 1, "RATIO": ratio, "WIDTH": width}
         entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "ROPE": 64, "GPU": True}
         here = signature | {"memory": "*fp32" if kind == 3 else "*u8", "tokens": "i32"}
-        alone, warps = {name: here[name] for name in single}, _warps(width)
+        alone = {name: kind for name, kind in here.items() if name not in ("positions", "sequences", "tokens")}
+        alone, warps = alone | dict.fromkeys(("rows", "lens", "drafts"), "*i32"), _warps(width)
         found.append(Variant(kernel=_single_kernel, signature=alone, constants=entry, num_warps=warps))
         entry = {**entry, "STAGES": min(STAGES, ratio + 1)}
         found.append(Variant(kernel=_entry_kernel, signature=here, constants=entry, num_warps=warps))

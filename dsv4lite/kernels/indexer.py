@@ -78,7 +78,9 @@ def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
     return union_U[first:], mask_NU[:, first:]
 
 
-def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int) -> Tensor:
+def choose_paged(
+    iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, weight_scale: float = 1.0
+) -> Tensor:
     """Return the entries that each token attends to, int32 [T, top_k] ascending, as many tokens at a time as scores have room for.
 
     See ``index_scores_paged`` and ``select_paged``.
@@ -89,7 +91,7 @@ def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Pag
     for begin in range(0, tokens, round_tokens):
         part = slice(begin, min(begin + round_tokens, tokens))
         select_paged(  # which alone holds the scores: there is no room for those of two rounds
-            index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, begin=begin),
+            index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, weight_scale, begin=begin),
             paging,
             top_k,
             PAGE_TOKENS // keys.rows_per_page,
@@ -100,17 +102,26 @@ def choose_paged(iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Pag
 
 
 def index_scores_paged(
-    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, *, begin: int = 0
+    iq_NHC: Tensor,
+    weights_NH: Tensor,
+    keys: RowStore,
+    paging: Paging,
+    top_k: int,
+    entries_max: int,
+    weight_scale: float = 1.0,
+    *,
+    begin: int = 0,
 ) -> Tensor:
     """Score the visible entries of tokens ``begin`` to ``begin + N`` of a step.
 
     Args:
         iq_NHC: bfloat16 index queries, already rounded to FP4; on plain keys as they are, in the keys' dtype.
-        weights_NH: Head weights in the same dtype, any stride.
+        weights_NH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
         keys: Packed FP4 or plain index keys.
         paging: Where the tokens and keys are.
         top_k: Tokens that see no more entries than this need no scores.
         entries_max: Most entries that any token sees, as far as the host knows.
+        weight_scale: See ``weights_NH``.
         begin: First token.
 
     Returns:
@@ -119,14 +130,22 @@ def index_scores_paged(
     if use_triton(iq_NHC):
         from dsv4lite.kernels.indexer_triton import index_scores_paged_triton
 
-        return index_scores_paged_triton(iq_NHC, weights_NH, keys, paging, top_k, entries_max, begin)
-    return index_scores_paged_ref(iq_NHC, weights_NH, keys, paging, entries_max, begin=begin)
+        return index_scores_paged_triton(iq_NHC, weights_NH, keys, paging, top_k, entries_max, begin, weight_scale)
+    return index_scores_paged_ref(iq_NHC, weights_NH, keys, paging, entries_max, weight_scale, begin=begin)
 
 
 def index_scores_paged_ref(
-    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, entries_max: int, *, begin: int = 0
+    iq_NHC: Tensor,
+    weights_NH: Tensor,
+    keys: RowStore,
+    paging: Paging,
+    entries_max: int,
+    weight_scale: float = 1.0,
+    *,
+    begin: int = 0,
 ) -> Tensor:
     """See ``index_scores_paged``; scores every entry of every token, one token at a time."""
+    weights_NH = weights_NH.to(iq_NHC.dtype) * weight_scale
     scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
     visible_N = _visible(paging, PAGE_TOKENS // keys.rows_per_page, begin, len(iq_NHC)).tolist()
     for n, count in enumerate(visible_N):

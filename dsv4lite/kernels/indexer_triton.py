@@ -117,8 +117,8 @@ def _plain_keys(
 
 @triton.jit
 def _query(
-    iq, weights, row, weight_stride, H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr,
-    GPU: tl.constexpr,
+    iq, weights, row, weight_stride, weight_scale,
+    H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return a token's queries [HEADS, PADDED] and the weights of its heads, float32."""
     head = tl.arange(0, HEADS)
@@ -129,7 +129,14 @@ def _query(
     q = tl.load(iq + (row * H + head[:, None]) * CHANNELS + channel[None, :], mask=inside, other=0.0)
     if not GPU:
         q = q.to(tl.float32)
-    return q, tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
+    # Reference: weights_NH.to(iq_NHC.dtype) * weight_scale
+    weight = tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
+    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
+    if WIDE:
+        weight = weight * weight_scale
+    else:
+        weight = _round(_round(weight, GPU) * weight_scale, GPU)
+    return q, weight
 
 
 @triton.jit
@@ -160,6 +167,7 @@ def _scores_kernel(
     begin,
     count,
     columns,
+    weight_scale,
     H: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -197,7 +205,7 @@ def _scores_kernel(
             needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                 row = token + tl.zeros((), tl.int64)
-                q, weight = _query(iq, weights, row, weight_stride, H, HEADS, CHANNELS, PADDED, GPU)
+                q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, GPU)
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
                 out = scores + row * columns + at
@@ -354,7 +362,14 @@ def _select_wide_kernel(
 
 
 def index_scores_paged_triton(
-    iq_NHC: Tensor, weights_NH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, begin: int
+    iq_NHC: Tensor,
+    weights_NH: Tensor,
+    keys: RowStore,
+    paging: Paging,
+    top_k: int,
+    entries_max: int,
+    begin: int,
+    weight_scale: float = 1.0,
 ) -> Tensor:
     """See ``indexer.index_scores_paged``."""
     (count, heads, channels), fmt = iq_NHC.shape, keys.format
@@ -364,7 +379,7 @@ def index_scores_paged_triton(
         return scores
     memory, groups = keys.memory, 0
     if isinstance(fmt, PlainRow):
-        assert fmt.width == channels and fmt.dtype == iq_NHC.dtype == weights_NH.dtype, (fmt, iq_NHC.dtype)
+        assert fmt.width == channels and fmt.dtype == iq_NHC.dtype, (fmt, iq_NHC.dtype)
         memory = memory.view(fmt.dtype)
     else:
         assert isinstance(fmt, Fp4Key) and fmt.width == channels and channels & (channels - 1) == 0, fmt
@@ -389,6 +404,7 @@ def index_scores_paged_triton(
         begin,
         count,
         entries_max,
+        weight_scale,
         H=heads,
         HEADS=max(16, triton.next_power_of_2(heads)),
         GROUPS=groups,
@@ -479,12 +495,12 @@ def variants() -> list[Variant]:
     found = []
     pointers = {
         "iq": "*bf16",
-        "weights": "*bf16",
+        "weights": "*fp32",
         "keys": "*u8",
         **dict.fromkeys(("positions", "sequences", "first_rows", "lens", "grow"), "*i32"),
         "scores": "*bf16",
     }
-    sizes = dict.fromkeys(("grow_columns", "weight_stride", "begin", "count", "columns"), "i32")
+    sizes = dict.fromkeys(("grow_columns", "weight_stride", "begin", "count", "columns"), "i32") | {"weight_scale": "fp32"}
     for heads, tokens in product((64, 16), (1, TOKENS)):
         constants = {
             "H": heads,

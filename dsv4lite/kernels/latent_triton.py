@@ -15,7 +15,12 @@ from dsv4lite.kernels.rows_triton import bf16, fp8_scale, inverse_rms, rotate, s
 
 
 @triton.jit
-def _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK: tl.constexpr, GROUPS: tl.constexpr, GPU: tl.constexpr):
+def query_latent(
+    latent, q_norm, q_codes, q_scales, t, positions, row_stride, eps, RANK: tl.constexpr, GROUPS: tl.constexpr, GPU: tl.constexpr
+):
+    """Norm and quantize the query latent of token ``t``."""
+    position = tl.load(positions + t)
+    latent += t * row_stride
     # quantize_fp8(rms_norm(latent_TK[:, :rank], q_norm, eps), QUERY_GROUP)
     group = tl.arange(0, GROUPS)
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -30,68 +35,81 @@ def _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK: tl.co
 
 
 @triton.jit
-def _latent_kernel(
-    latent,
-    q_norm,
-    kv_norm,
-    cos,
-    sin,
-    q_codes,
-    q_scales,
-    fresh,
-    memory,
-    positions,
-    sequences,
-    first,
-    lens,
-    window_pages,
-    window_first,
-    row_stride,
-    page_stride,
-    pages,
-    window_tokens,
-    eps,
-    RANK: tl.constexpr,
-    QUERY_GROUPS: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PLACES: tl.constexpr,
-    FRESH_ROW: tl.constexpr,
+def kv_latent(
+    latent, kv_norm, cos, sin, fresh, memory, t, positions, sequences, first, lens, window_pages, window_first,
+    row_stride, page_stride, pages, window_tokens, eps,
+    RANK: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, FRESH_ROW: tl.constexpr,
     GPU: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
+):  # fmt: skip
+    """Norm, rotate and pack the kv row of token ``t``, and keep it in the window."""
     position = tl.load(positions + t)
     real = position >= 0
     latent += t * row_stride
+    WIDTH: tl.constexpr = NOPE + ROPE
+    at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = at < WIDTH
+    x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    weight = tl.load(kv_norm + at, mask=inside, other=0.0)
+    pair = tl.arange(0, ROPE // 2)
+    c = tl.load(cos + t * (ROPE // 2) + pair)
+    s = tl.load(sin + t * (ROPE // 2) + pair)
+    # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
+    sequence = tl.load(sequences + t).to(tl.int64)
+    kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
+    index = position // PLACES - tl.load(window_first + sequence)
+    page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
+    # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
+    y = bf16(x * inverse_rms(x, eps, WIDTH) * weight, GPU)
+    last = tl.arange(0, ROWS)[:, None] == NOPE // 64
+    y = rotate(y, c[None, :], s[None, :], last, ROWS, 64, GPU)
+    # fresh_TB = torch.cat(window.format.pack(kv_TC), -1); window.write(page * rows + position % rows, kv_TC)
+    DATA: tl.constexpr = NOPE + 2 * ROPE
+    SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
+    fresh += t * FRESH_ROW
+    store_kv(y, fresh, fresh + DATA, t, ROWS, NOPE, ROPE)
+    place = tl.maximum(position, 0) % PLACES
+    home = memory + page * page_stride
+    store_kv(y, home + place * DATA, home + PLACES * DATA + place * SCALES, page, ROWS, NOPE, ROPE)
+
+
+@triton.jit
+def _latent_kernel(
+    latent, q_norm, kv_norm, cos, sin, q_codes, q_scales, fresh, memory,
+    positions, sequences, first, lens, window_pages, window_first, row_stride, page_stride, pages, window_tokens, eps,
+    RANK: tl.constexpr, QUERY_GROUPS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+    PLACES: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _query_part(latent, q_norm, q_codes, q_scales, t, position, eps, RANK, QUERY_GROUPS, GPU)
+        query_latent(latent, q_norm, q_codes, q_scales, t, positions, row_stride, eps, RANK, QUERY_GROUPS, GPU)
     else:
-        WIDTH: tl.constexpr = NOPE + ROPE
-        at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
-        inside = at < WIDTH
-        x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
-        weight = tl.load(kv_norm + at, mask=inside, other=0.0)
-        pair = tl.arange(0, ROPE // 2)
-        c = tl.load(cos + t * (ROPE // 2) + pair)
-        s = tl.load(sin + t * (ROPE // 2) + pair)
-        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
-        sequence = tl.load(sequences + t).to(tl.int64)
-        kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
-        index = position // PLACES - tl.load(window_first + sequence)
-        page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
-        # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
-        y = bf16(x * inverse_rms(x, eps, WIDTH) * weight, GPU)
-        last = tl.arange(0, ROWS)[:, None] == NOPE // 64
-        y = rotate(y, c[None, :], s[None, :], last, ROWS, 64, GPU)
-        # fresh_TB = torch.cat(window.format.pack(kv_TC), -1); window.write(page * rows + position % rows, kv_TC)
-        DATA: tl.constexpr = NOPE + 2 * ROPE
-        SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
-        fresh += t * FRESH_ROW
-        store_kv(y, fresh, fresh + DATA, t, ROWS, NOPE, ROPE)
-        place = tl.maximum(position, 0) % PLACES
-        home = memory + page * page_stride
-        store_kv(y, home + place * DATA, home + PLACES * DATA + place * SCALES, page, ROWS, NOPE, ROPE)
+        kv_latent(
+            latent, kv_norm, cos, sin, fresh, memory, t, positions, sequences, first, lens, window_pages, window_first,
+            row_stride, page_stride, pages, window_tokens, eps, RANK, NOPE, ROPE, ROWS, PLACES, FRESH_ROW, GPU,
+        )  # fmt: skip
+
+
+def latent_sizes(rank: int, fmt: Fp8Kv) -> dict[str, int]:
+    """Return what kernels of the latents are compiled for; rows that start at 16 bytes are read faster."""
+    return {
+        "RANK": rank,
+        "QUERY_GROUPS": triton.next_power_of_2(triton.cdiv(rank, 128)),
+        "NOPE": fmt.nope,
+        "ROPE": fmt.rope,
+        "ROWS": triton.next_power_of_2(fmt.width // 64),
+        "FRESH_ROW": triton.cdiv(fmt.data_bytes + fmt.scale_bytes, 16) * 16,
+    }
+
+
+def room_for_latents(latent_TK: Tensor, rank: int, fmt: Fp8Kv) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where the query latents, their scales and the packed kv rows go."""
+    tokens, device = latent_TK.shape[0], latent_TK.device
+    assert fmt.nope % 64 == 0 and fmt.rope == 64, fmt
+    assert latent_TK.dtype == torch.bfloat16 and latent_TK.shape[1] == rank + fmt.width and latent_TK.stride(1) == 1
+    q_codes = torch.empty(tokens, rank, dtype=torch.float8_e4m3fn, device=device)
+    q_scales = torch.empty(tokens, triton.cdiv(rank, 128), dtype=torch.uint8, device=device)
+    fresh_TB = torch.empty(tokens, latent_sizes(rank, fmt)["FRESH_ROW"], dtype=torch.uint8, device=device)
+    return q_codes, q_scales, fresh_TB[:, : fmt.data_bytes + fmt.scale_bytes]
 
 
 def latent_norms_triton(
@@ -107,15 +125,9 @@ def latent_norms_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``latent.latent_norms``; the format is Fp8Kv with 64 rotated channels after a multiple of 64 others."""
     fmt, tokens, rank = window.format, latent_TK.shape[0], q_norm.shape[0]
-    assert isinstance(fmt, Fp8Kv) and fmt.nope % 64 == 0 and fmt.rope == 64, fmt
-    assert latent_TK.dtype == torch.bfloat16 and latent_TK.shape[1] == rank + fmt.width and latent_TK.stride(1) == 1
+    assert isinstance(fmt, Fp8Kv), fmt
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, fmt.rope // 2)
-    groups = triton.cdiv(rank, 128)
-    q_codes = torch.empty(tokens, rank, dtype=torch.float8_e4m3fn, device=latent_TK.device)
-    q_scales = torch.empty(tokens, groups, dtype=torch.uint8, device=latent_TK.device)
-    row_bytes = fmt.data_bytes + fmt.scale_bytes
-    fresh_row = triton.cdiv(row_bytes, 16) * 16  # rows that start at 16 bytes are read faster
-    fresh_TB = torch.empty(tokens, fresh_row, dtype=torch.uint8, device=latent_TK.device)[:, :row_bytes]
+    q_codes, q_scales, fresh_TB = room_for_latents(latent_TK, rank, fmt)
     if tokens:
         _latent_kernel[(tokens, 2)](
             latent_TK,
@@ -138,13 +150,8 @@ def latent_norms_triton(
             paging.window_SP.stride(0),
             window_tokens,
             eps,
-            RANK=rank,
-            QUERY_GROUPS=triton.next_power_of_2(groups),
-            NOPE=fmt.nope,
-            ROPE=fmt.rope,
-            ROWS=triton.next_power_of_2(fmt.width // 64),
+            **latent_sizes(rank, fmt),
             PLACES=window.rows_per_page,
-            FRESH_ROW=fresh_row,
             GPU=latent_TK.is_cuda,
             num_warps=4,
             enable_fp_fusion=False,
@@ -162,16 +169,7 @@ def variants() -> list[Variant]:
         Variant(
             kernel=_latent_kernel,
             signature=signature,
-            constants={
-                "RANK": rank,
-                "QUERY_GROUPS": triton.next_power_of_2(rank // 128),
-                "NOPE": nope,
-                "ROPE": 64,
-                "ROWS": triton.next_power_of_2(nope // 64 + 1),
-                "PLACES": 64,
-                "FRESH_ROW": triton.cdiv(nope + 136, 16) * 16,
-                "GPU": True,
-            },
+            constants={**latent_sizes(rank, Fp8Kv(nope, 64)), "PLACES": 64, "GPU": True},
         )
         for rank, nope in ((1024, 448), (1536, 448), (128, 64))
     ]

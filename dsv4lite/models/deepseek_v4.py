@@ -22,6 +22,7 @@ from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quant
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
+from dsv4lite.kernels.latent_entries import latent_entries
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard
@@ -203,7 +204,8 @@ class Attention(nn.Module):
             self._compress(projected, batch, cache)
             if self.kind == "csa":
                 iq_THC = query[:, self.heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
-                index = (self._round_index(rope(iq_THC, *angles)), self._index_weights(projected, x_TD.dtype))
+                weights_TH = projected[:, -c.index_heads :].to(x_TD.dtype) * self._index_scale
+                index = (self._round_index(rope(iq_THC, *angles)), weights_TH)
         o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
         return self.project_out(rope(o_THC, *angles, inverse=True))
 
@@ -217,17 +219,26 @@ class Attention(nn.Module):
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, projected = self._enter(x_TD, rounded)
-        qr_TR, qr_scales, fresh_TB = latent_norms(latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, paging, c.window)
+        # Which numbers are rounded otherwise must not depend on how many tokens there are.
+        together = projected is not None and self.numerics.quantized and not self.numerics.deterministic
+        qr_scales: Tensor | None
+        if together and projected is not None:
+            qr_TR, qr_scales, fresh_TB = self._enter_together(latent, projected, angles, batch, cache)
+        else:
+            norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
+            qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
         query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
         heads = (self.heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
         q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
         del query
+        if self.ratio and not together:
+            projected = self._compress_paged(x_TD, projected, batch, cache)
         selected_TK: Tensor | None = None
-        if self.ratio:
-            weights_TH, count = self._compress_paged(x_TD, projected, batch, cache), batch.max_tokens // self.ratio
-            if iq_THC is not None and count > c.index_topk:
-                assert isinstance(cache.keys, RowStore) and weights_TH is not None
-                selected_TK = choose_paged(iq_THC, weights_TH, cache.keys, paging, c.index_topk, count)
+        count = batch.max_tokens // max(self.ratio, 1)
+        if iq_THC is not None and count > c.index_topk:
+            assert isinstance(cache.keys, RowStore) and projected is not None
+            weights = (projected[:, -c.index_heads :], cache.keys, paging, c.index_topk, count, self._index_scale)
+            selected_TK = choose_paged(iq_THC, *weights)
         return paged_attention(
             q_THC,
             fresh_TB,
@@ -249,8 +260,23 @@ class Attention(nn.Module):
             return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
         return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
 
+    def _enter_together(
+        self, latent: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor], batch: PagedBatch, cache: LayerCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do ``latent_norms`` and ``_compress_paged`` at once, for few tokens."""
+        c, pool, window = self.config, self.compressor, cache.window
+        assert isinstance(window, RowStore) and isinstance(cache.entries, RowStore) and cache.carry is not None
+        latents = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, batch.paging, c.window)
+        group = (projected, *batch.group_rope_T[self.ratio], self.ratio)
+        entries = (pool.ape, pool.norm, cache.carry, cache.entries)
+        if self.kind != "csa":
+            return latent_entries(*latents, *group, *entries)
+        key_pool = self.key_compressor
+        assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
+        return latent_entries(*latents, *group, *entries, key_pool.ape, key_pool.norm, cache.key_carry, cache.keys)
+
     def _compress_paged(self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
-        """Store the entries that close and the index keys of a csa layer; return the weights [T, Hi] of its index heads."""
+        """Store the entries that close and the index keys of a csa layer; return what weights of index heads come from."""
         group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
         assert isinstance(cache.entries, RowStore) and cache.carry is not None
         if projected is None:
@@ -262,7 +288,7 @@ class Attention(nn.Module):
         assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
         part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
         self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
-        return self._index_weights(projected, x_TD.dtype)
+        return projected[:, -self.config.index_heads :].contiguous()  # nobody needs the rest of so many rows
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
@@ -279,10 +305,9 @@ class Attention(nn.Module):
     def _round_index(self, iq_THC: Tensor) -> Tensor:
         return self.key_format.simulate(hadamard(iq_THC)) if self.numerics.quantized else iq_THC
 
-    def _index_weights(self, projected: Tensor, dtype: torch.dtype) -> Tensor:
-        c = self.config
-        scale: float = (c.index_dim * c.index_heads) ** -0.5
-        return projected[:, -c.index_heads :].to(dtype) * scale
+    @property
+    def _index_scale(self) -> float:
+        return float((self.config.index_dim * self.config.index_heads) ** -0.5)
 
     def _attend(
         self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None

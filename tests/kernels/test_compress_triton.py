@@ -13,7 +13,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.compress_triton import compress_step_triton, variants  # noqa: E402
+from dsv4lite.kernels.compress_triton import compress_step_triton, entry_sizes, memory_of, variants  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -159,6 +159,14 @@ def test_step_without_tokens_changes_nothing() -> None:
     run.step([0], 0, False)
     run.step([0], 2, False)
     assert torch.equal(run.carry, before) and (run.store.memory == 0xA5).all()
+
+
+def test_entries_are_seen_as_their_store_has_them() -> None:
+    keys, plain = (RowStore(fmt, 2, 64, DEVICE) for fmt in (Fp4Key(128), PlainRow(100, torch.bfloat16)))
+    assert memory_of(keys) is keys.memory and memory_of(plain).shape == (2, 6400)
+    sizes = entry_sizes(4, keys, 64, True)
+    assert (sizes["A"], sizes["WIDTH"], sizes["ROWS"], sizes["PLACES"], sizes["LOG"]) == (2, 128, 2, 64, 7)
+    assert entry_sizes(128, plain, 8, False)["ROWS"] == 2 and entry_sizes(128, plain, 8, False)["A"] == 1
 
 
 def test_variants_name_the_arguments_of_the_kernel() -> None:
