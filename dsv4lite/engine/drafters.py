@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dsv4lite.engine.cache import LayerCache, StateCache
 from dsv4lite.engine.mtp import MtpDrafter
-from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.samples import Samples
-from dsv4lite.engine.step import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
+from dsv4lite.engine.step import NO_PAGE, UNKNOWN, SequencePlan, StepPlan, StepShape
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.dspark import DraftBlock, Drafts
@@ -21,11 +21,12 @@ from dsv4lite.speculation import MTP, DSpark
 
 
 class DeviceDrafter(Protocol):
-    """What guesses on the device."""
+    """What guesses on the device: on every rank that has a part of the drafter, at the same time."""
 
     def draft(
         self,
         plan: StepPlan,
+        shape: StepShape,
         batch: Batch | PagedBatch,
         streams_TND: Tensor,
         first_rows: Sequence[int],
@@ -35,14 +36,24 @@ class DeviceDrafter(Protocol):
 
         Args:
             plan: The step.
+            shape: Of the step of all replicas, where they share experts.
             batch: Its tokens.
             streams_TND: The main model's final streams.
             first_rows: The row of each sequence's first token.
-            samples: What was sampled, if anything was.
+            samples: What was sampled, if anything was, on the rank that does so.
 
         Returns:
             Drafts int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` from where there are none;
-            ``None`` if none are wanted.
+            ``None`` if none are wanted. They count on the rank that samples.
+        """
+        ...
+
+    def take_part(self, shape: StepShape, most_tokens: int) -> None:
+        """Let this rank's experts work for replicas that draft, while its own has nothing to run.
+
+        Args:
+            shape: Of the step of all.
+            most_tokens: As the others' batches say.
         """
         ...
 
@@ -56,12 +67,12 @@ class DeviceDrafter(Protocol):
         ...
 
 
-def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache, sampler: Sampler) -> DeviceDrafter:
+def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache, peers: Peers) -> DeviceDrafter:
     """Return the drafter that a setting names."""
     if isinstance(own, MTP):
-        return MtpDrafter(model, cache.layers[-1], sampler, own.k)
+        return MtpDrafter(model, cache.layers[-1], peers, own.k)
     caches = cache.layers[model.config.num_hidden_layers :]
-    return BlockDrafter(model=model, caches=caches, sampler=sampler, settings=own, max_sequences=cache.sizes.slots)
+    return BlockDrafter(model=model, caches=caches, peers=peers, settings=own, max_sequences=cache.sizes.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,13 +85,14 @@ class BlockDrafter:
 
     model: DeepseekV4
     caches: Sequence[LayerCache]
-    sampler: Sampler
+    peers: Peers
     settings: DSpark
     max_sequences: int
 
     def draft(
         self,
         plan: StepPlan,
+        shape: StepShape,
         batch: Batch | PagedBatch,
         streams_TND: Tensor,
         first_rows: Sequence[int],
@@ -90,29 +102,37 @@ class BlockDrafter:
         drafter = self.model.dspark
         assert drafter is not None
         count = min(self.settings.k, plan.max_drafts)
-        if samples is None or not count:
-            return None
         plans = [s for s in plan.sequences if s.sample]
+        if not plans or not count:
+            self.take_part(shape, shape.tokens)
+            return None
         seq_ids, settings = [s.seq_id for s in plans], self.settings
-        last_S = samples.runs.last_rows(samples.token_ids)
-        next_S = last_S + self._int64([s.end - s.drafts - first for s, first in zip(plans, samples.runs.first_rows, strict=False)])
+        behind_S, tokens_S = self.peers.ends(len(plans), samples)
+        next_S = behind_S + self._int64([s.end - s.drafts for s in plans])
 
         def pick(logits_SV: Tensor, place: int) -> Tensor:
-            return self.sampler.draft(logits_SV, seq_ids, (next_S + 1 + place).int())
+            return self.peers.told(self.peers.choose(logits_SV, seq_ids, (next_S + 1 + place).int()))
 
         out: Drafts = drafter(
-            samples.token_ids[last_S],
+            tokens_S,
             self._where(plans, next_S),
             self.caches,
             self.model.embed,
             self.model.head,
             pick,
+            shape.sequences,
         )
         drafts_SK = out.token_ids_SG[:, :count]
         if settings.min_confidence:
             holds_SK = (out.confidence_SG[:, :count] >= settings.min_confidence).long().cumprod(1).bool()
             drafts_SK = torch.where(holds_SK, drafts_SK, UNKNOWN)
         return drafts_SK
+
+    def take_part(self, shape: StepShape, most_tokens: int) -> None:
+        """See ``DeviceDrafter``."""
+        assert self.model.dspark is not None
+        if shape.max_drafts and self.model.share.gathered > 1:
+            self.model.dspark.take_part(shape.sequences)
 
     def run_padding(self, batch: PagedBatch, streams_TND: Tensor) -> None:
         """See ``DeviceDrafter``; as many blocks as have about as many rows as the step."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.cache import WINDOW_PAGE, LayerCache
-from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.samples import Samples
-from dsv4lite.engine.step import UNKNOWN, SequencePlan, StepPlan
+from dsv4lite.engine.step import UNKNOWN, SequencePlan, StepPlan, StepShape
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -31,11 +31,13 @@ class _Ends:
         plans: Of the S sequences.
         sequences: Their places in the step.
         positions_S: int64, position of the last token that counts.
+        most: Where replicas share experts, sequences of the one with the most.
     """
 
     plans: tuple[SequencePlan, ...]
     sequences: tuple[int, ...]
     positions_S: Tensor
+    most: int
 
 
 class MtpDrafter:
@@ -44,20 +46,21 @@ class MtpDrafter:
     Args:
         model: With its MTP block.
         cache: The block's window.
-        sampler: Knows how each sequence draws.
+        peers: The ranks that share it, one of which chooses.
         num_drafts: Most drafts in a row.
     """
 
-    def __init__(self, model: DeepseekV4, cache: LayerCache, sampler: Sampler, num_drafts: int) -> None:
+    def __init__(self, model: DeepseekV4, cache: LayerCache, peers: Peers, num_drafts: int) -> None:
         assert len(model.mtp) > 0 and num_drafts > 0
         self._model = model
         self._cache = cache
-        self._sampler = sampler
+        self._peers = peers
         self._num_drafts = num_drafts
 
     def draft(
         self,
         plan: StepPlan,
+        shape: StepShape,
         batch: Batch | PagedBatch,
         streams_TND: Tensor,
         first_rows: Sequence[int],
@@ -72,32 +75,36 @@ class MtpDrafter:
             rows, token_ids = torch.tensor(known, dtype=torch.int64, device=device).unbind(dim=1)
             next_T[rows] = token_ids
         count = min(plan.max_drafts, self._num_drafts)
-        if samples is None:
-            self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
-            return None
         every = tuple((i, s) for i, s in enumerate(plan.sequences) if s.sample)
-        # The row of a step and the row of the logits are as far apart at the last token that counts as at a run's first one.
+        if not every:
+            self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
+            self._work_for_others(count - 1, shape.sequences)
+            return None
+        behind_S, tokens_S = self._peers.ends(len(every), samples)
         begins = [first_rows[i] + len(s.token_ids) - 1 - s.drafts for i, s in every]
-        last_S = samples.runs.last_rows(samples.token_ids)
-        behind_S = last_S - torch.tensor(samples.runs.first_rows[:-1], dtype=torch.int64, device=device)
         rows_S = torch.tensor(begins, dtype=torch.int64, device=device) + behind_S
-        next_T[rows_S] = samples.token_ids[last_S]
+        next_T[rows_S] = tokens_S
         streams_TND = self._model.mtp_forward(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
-        starts = torch.tensor([s.end - 1 - s.drafts for _, s in every], dtype=torch.int64, device=device)
         if not count:
             return None
-        lasts = _Ends(plans=tuple(s for _, s in every), sequences=tuple(i for i, _ in every), positions_S=starts + behind_S)
+        starts = torch.tensor([s.end - 1 - s.drafts for _, s in every], dtype=torch.int64, device=device)
+        lasts = _Ends(
+            plans=tuple(s for _, s in every),
+            sequences=tuple(i for i, _ in every),
+            positions_S=starts + behind_S,
+            most=shape.sequences,
+        )
         return self._chain(streams_TND[rows_S], batch, lasts, count)
 
     def _chain(self, streams_SND: Tensor, batch: Batch | PagedBatch, ends: _Ends, count: int) -> Tensor:
         """Draft from the block's streams at the last positions that count."""
         seq_ids, run = [s.seq_id for s in ends.plans], self._run_paged if isinstance(batch, PagedBatch) else self._run
-        drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (ends.positions_S + 2).int())
+        drafts_S = self._peers.choose(self._model.mtp_logits(streams_SND), seq_ids, (ends.positions_S + 2).int())
         found = [drafts_S]
         for ahead in range(1, count):
             positions_S = ends.positions_S + ahead
-            streams_SND, room_S = run(streams_SND, drafts_S, positions_S, batch, ends)
-            drafts_S = self._sampler.draft(self._model.mtp_logits(streams_SND), seq_ids, (positions_S + 2).int())
+            streams_SND, room_S = run(streams_SND, self._peers.told(drafts_S), positions_S, batch, ends)
+            drafts_S = self._peers.choose(self._model.mtp_logits(streams_SND), seq_ids, (positions_S + 2).int())
             found.append(torch.where(room_S, drafts_S, UNKNOWN))
         return torch.stack(found, dim=1)
 
@@ -114,10 +121,11 @@ class MtpDrafter:
         members = [i for i, (s, page) in enumerate(zip(ends.plans, pages, strict=True)) if page < len(s.window_pages)]
         room_S = torch.zeros(len(pages), dtype=torch.bool, device=device)
         if not members:
+            self._work_for_others(1, ends.most)
             return streams_SND, room_S
         room_S[members] = True
         chained = make_batch([_place(ends.plans[i], positions[i]) for i in members], self._model.config, self._model.rotary, device)
-        chained.token_ids_T = tokens_S[members]
+        chained.token_ids_T, chained.most_tokens = tokens_S[members], ends.most
         streams_SND = streams_SND.clone()
         streams_SND[members] = self._model.mtp_forward(streams_SND[members], chained, self._cache)
         return streams_SND, room_S
@@ -152,7 +160,19 @@ class MtpDrafter:
         chained = PagedBatch.of(
             tokens_S, paging, self._model.rotary, max_tokens=batch.max_tokens, deterministic=numerics.deterministic
         )
+        chained.most_tokens = ends.most
         return self._model.mtp_forward(streams_SND, chained, self._cache), room_S
+
+    def take_part(self, shape: StepShape, most_tokens: int) -> None:
+        """See ``drafters.DeviceDrafter``."""
+        self._work_for_others(1, most_tokens)
+        self._work_for_others(min(shape.max_drafts, self._num_drafts) - 1, shape.sequences)
+
+    def _work_for_others(self, passes: int, most_tokens: int) -> None:
+        """Take part in passes that this replica has nothing for, where replicas share the block's experts."""
+        if self._model.share.gathered > 1:
+            for _ in range(passes):
+                self._model.mtp_take_part(most_tokens)
 
     def run_padding(self, batch: PagedBatch, streams_TND: Tensor) -> None:
         """Launch what drafting behind a step without a single real token launches."""

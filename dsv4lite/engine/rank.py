@@ -18,6 +18,7 @@ from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
@@ -86,10 +87,10 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
-        if drafting.own is not None and config.layout.world > 1:
+        if isinstance(drafting.own, DSpark) and (config.layout.tp > 1 or config.layout.pp > 1):
             raise UnsupportedError(
-                f"speculative={config.speculative!r} with {config.layout}: the model's own drafter works on a single rank; "
-                "use one rank, NGram(), a Speculator of your own, or None"
+                f"speculative={config.speculative!r} with {config.layout}: DSpark needs tp=1 and pp=1; "
+                "share the model by ep and dp, or use NGram(), a Speculator of your own, or None"
             )
         survey = Survey(
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
@@ -145,9 +146,8 @@ class Prospect:
                     graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             drafter = None
-            if own is not None:
-                assert sampler is not None, "a model's own drafter works on a single rank only"
-                drafter = make_drafter(own, model, cache, sampler)
+            if own is not None and model.share.last:
+                drafter = make_drafter(own, model, cache, Peers(model.share.peers, sampler, device))
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)

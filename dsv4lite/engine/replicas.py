@@ -42,7 +42,7 @@ class JointPlan:
 
     @property
     def max_drafts(self) -> int:
-        """Most guesses of a run."""
+        """Guesses that each run could have, of all plans alike."""
         return max(plan.max_drafts for plan in self.plans if plan is not None)
 
 

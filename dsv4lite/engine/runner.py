@@ -20,7 +20,7 @@ from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.samples import RowSamples, Samples
+from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.kernels.sampling import token_logprobs
@@ -43,14 +43,14 @@ class Flight:
         samples: Tokens of the sequences that sample, on the device.
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
-        drafts: Guesses int64 [S, K] of what follows, on the device, ``UNKNOWN`` from where there are none.
+        drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
     """
 
     plan: StepPlan
     samples: Samples | RowSamples | None
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    drafts: Tensor | None = None
+    drafts: Arrival | None = None
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
@@ -61,7 +61,7 @@ class Flight:
             return results
         return {
             seq_id: sampled._replace(drafts=tuple(takewhile(lambda token_id: token_id != UNKNOWN, drafts)))
-            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.tolist(), strict=True)
+            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True)
         }
 
 
@@ -216,10 +216,13 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
+        tokens = shape.tokens
         if self._graphs is not None and self._graphs.covers(shape):
-            self._graphs.replay((), shape)
+            tokens = len(self._graphs.replay((), shape).logits)
         else:
-            self.model.take_part(shape.tokens)
+            self.model.take_part(tokens)
+        if self._drafter is not None:
+            self._drafter.take_part(shape, tokens)
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends.
@@ -252,7 +255,7 @@ class Runner:
         apply_saves(plan, self.cache)
         if not self.model.share.last:
             slots = [s.slot for s in plan.sequences if s.sample]
-            if slots and not any(s.drafts for s in plan.sequences):
+            if slots:
                 self._remember(slots, None)
             return Flight(plan=plan, samples=None)
         rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
@@ -261,7 +264,7 @@ class Runner:
         return Flight(
             plan=plan,
             samples=samples,
-            drafts=self._draft(plan, batch, streams_TND, rows, samples),
+            drafts=self._draft(plan, shape, batch, streams_TND, rows, samples),
             scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
@@ -276,20 +279,22 @@ class Runner:
         rows = [i * output.width for i in range(len(plan.sequences))]
         first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
         samples = self._sample(plan, first_row, partial(_take, output.logits))
-        return Flight(plan=plan, samples=samples, drafts=self._draft(plan, output.batch, output.streams, rows, samples))
+        return Flight(plan=plan, samples=samples, drafts=self._draft(plan, shape, output.batch, output.streams, rows, samples))
 
     def _draft(
         self,
         plan: StepPlan,
+        shape: StepShape,
         batch: Batch | PagedBatch,
         streams_TND: Tensor,
         first_rows: list[int],
         samples: Samples | RowSamples | None,
-    ) -> Tensor | None:
+    ) -> Arrival | None:
         if self._drafter is None:
             return None
         assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
-        return self._drafter.draft(plan, batch, streams_TND, first_rows, samples)
+        drafts = self._drafter.draft(plan, shape, batch, streams_TND, first_rows, samples)
+        return None if drafts is None or samples is None else Arrival(drafts)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
@@ -316,7 +321,12 @@ class Runner:
         return Flight(plan=plan, samples=samples)
 
     def _remember(self, slots: list[int], samples: Samples | None) -> None:
-        """Keep sampled tokens where the next step finds them, on every rank that has these sequences."""
+        """Keep sampled tokens where the next step finds them, on every rank that has these sequences.
+
+        Steps that may check guesses have no token in flight: they are planned when the results of the last one are known.
+        """
+        if self.cache.layout.copies > 1:
+            return
         device = self._last_token.device
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=device) if samples is None else samples.token_ids
         token_ids = self._replica.broadcast(token_ids, self._sampling_rank)

@@ -113,6 +113,7 @@ class StepShape(NamedTuple):
         width: Tokens of the longest run.
         decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
         in_flight: Some run's token is.
+        max_drafts: Guesses that are wanted of what follows.
     """
 
     tokens: int
@@ -120,6 +121,7 @@ class StepShape(NamedTuple):
     width: int
     decodes: bool
     in_flight: bool
+    max_drafts: int = 0
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -129,7 +131,7 @@ class StepShape(NamedTuple):
             plans: Of all replicas; ``None`` for those that have nothing to do.
             routed: Sequences whose experts are wanted.
         """
-        tokens = sequences = width = 0
+        tokens = sequences = width = max_drafts = 0
         decodes, in_flight = True, False
         for plan in plans:
             if plan is None:
@@ -141,9 +143,10 @@ class StepShape(NamedTuple):
                 decodes = decodes and s.sample and s.score is None and length == 1 + s.drafts
                 in_flight = in_flight or s.token_ids[0] == IN_FLIGHT
             tokens, sequences = max(tokens, own), max(sequences, len(plan.sequences))
+            max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts)
 
 
 class Sampled(NamedTuple):

@@ -613,6 +613,12 @@ class DeepseekV4(nn.Module):
         mtp.block(streams, batch, cache)
         return streams.final()
 
+    def mtp_take_part(self, most_tokens: int, depth: int = 0) -> None:
+        """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        mtp.block.ffn.take_part(most_tokens)
+
     def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
         mtp = self.mtp[depth]

@@ -176,6 +176,7 @@ class DSparkDrafter(nn.Module):
         embed: Tensor,
         head: Matrix,
         pick: Pick = _best,
+        most_sequences: int | None = None,
     ) -> Drafts:
         """Draft behind each sequence's newest token.
 
@@ -185,8 +186,10 @@ class DSparkDrafter(nn.Module):
             caches: One for each stage.
             embed, head: Of the main model.
             pick: Chooses a draft from its logits; by default the best one.
+            most_sequences: Where several replicas share experts, those of the one with the most; ``None`` if it is not known.
         """
-        h_SGD = self._backbone(anchors_S, where, caches, embed)
+        most_tokens = None if most_sequences is None else most_sequences * self.block
+        h_SGD = self._backbone(anchors_S, where, caches, embed, most_tokens)
         sequences, rows = h_SGD.shape[:2]
         normed_TD = rms_norm(h_SGD.flatten(0, 1), self.norm, self.config.norm_eps)
         logits_SGV = linear(normed_TD, head, torch.float32).view(sequences, rows, -1)
@@ -200,7 +203,15 @@ class DSparkDrafter(nn.Module):
         confidence_SG = torch.sigmoid((features * self.confidence[0]).sum(-1))
         return Drafts(token_ids_SG=torch.stack(drafts, 1), logits_SGV=logits_SGV, confidence_SG=confidence_SG)
 
-    def _backbone(self, anchors_S: Tensor, where: DraftBlock, caches: Sequence[LayerCache], embed: Tensor) -> Tensor:
+    def take_part(self, most_sequences: int) -> None:
+        """Let this rank's experts work on other ranks' blocks, with none of its own."""
+        for stage in self.stages:
+            assert isinstance(stage, Block)
+            stage.ffn.take_part(most_sequences * self.block)
+
+    def _backbone(
+        self, anchors_S: Tensor, where: DraftBlock, caches: Sequence[LayerCache], embed: Tensor, most_tokens: int | None
+    ) -> Tensor:
         """Return what the last stage makes of the blocks, before the norm, [S, G, D]."""
         c, rounded = self.config, self.numerics.quantized and self.numerics.paged
         ids_SG = anchors_S[:, None].repeat(1, self.block)
@@ -214,7 +225,7 @@ class DSparkDrafter(nn.Module):
             streams.leave(self._attend(stage.attn, x_TD, x_rounded, where, cache))
             x_TD, x_rounded = streams.enter(stage.hc_ffn.weights, stage.ffn_norm)
             positions_T = where.own.positions_T if self.numerics.paged else None
-            streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, positions_T))
+            streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, positions_T, most_tokens))
         h_TD = hc_head(streams.final(), self.hc_head.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
         return h_TD.view(len(anchors_S), self.block, -1)
 

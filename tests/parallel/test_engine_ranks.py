@@ -18,11 +18,10 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.rank import Prospect, common_plan
 from dsv4lite.engine.ranks import Ranks
-from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
+from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
@@ -57,7 +56,7 @@ class Repeat:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"executor": "process", "speculative": MTP(2)},
+        {"executor": "process"},
         {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
         {"expert_parallel_size": 2, "executor": "thread"},
         {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"},
@@ -211,12 +210,6 @@ def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_pa
     with pytest.raises(CheckpointError), LLM(str(tmp_path), **MODEST, executor="process"):
         pass
     assert (children(), sockets(), threading.active_count()) == before
-
-
-def test_drafts_of_the_model_are_refused_for_several_ranks(model: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"MTP\(k=1.*\) with tp=1 ep=2"):
-        with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", speculative=MTP()) as llm:
-            raise AssertionError(llm)
 
 
 def test_layout_without_devices_is_refused(model: Path) -> None:

@@ -1,0 +1,140 @@
+"""Guessing ahead on several ranks: the tokens of one rank without it, and the guesses of one rank with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4lite.config import tiny_model
+from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.engine.ranks import Ranks
+from dsv4lite.errors import EngineDeadError, UnsupportedError
+from dsv4lite.llm import LLM
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP, Drafter, DSpark, NGram
+from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
+from tests.e2e.test_drafters import REFRESHED
+from tests.parallel.requests import all_kinds, assert_same, tight
+
+ENOUGH_S = 10.0
+TWO = MTP(2, adaptive=False)
+FOUR = MTP(4, adaptive=False)
+BOTH = (NGram(2, min_n=1, adaptive=False), MTP(3, adaptive=False))
+# One sequence: what is guessed then depends on nothing but the text.
+(PROBE,) = prompts_of((70,), SMALL["vocab_size"], seed=5)
+PROBING = SamplingParams(max_tokens=24, seed=1, temperature=0.6, ignore_eos=True, allowed_token_ids=(9, 10, 11))
+
+
+def guessed(llm: LLM) -> tuple[tuple[int, ...], int, int]:
+    """Return the first text of an engine, and how many guesses it took and how many were right."""
+    output = llm.generate({"prompt_token_ids": PROBE}, PROBING)
+    usage, stats = output.usage, llm.stats().speculation
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (stats.drafted, stats.accepted)
+    return output.token_ids, usage.drafted_tokens, usage.accepted_tokens
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[Any, tuple[tuple[int, ...], int, int]]:
+    """What one rank guesses."""
+    found = {}
+    for speculative in (TWO, FOUR, BOTH):
+        with LLM(str(model), **MODEST, speculative=speculative) as llm:
+            found[speculative] = guessed(llm)
+        assert found[speculative][1] > found[speculative][2] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "speculative"),
+    [
+        ({"tensor_parallel_size": 2, "executor": "process"}, TWO),
+        ({"expert_parallel_size": 2, "executor": "thread"}, BOTH),
+        ({"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}, FOUR),
+        ({"pipeline_parallel_size": 2, "executor": "thread"}, TWO),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "thread"}, FOUR),
+    ],
+    ids=["tp-process", "ep", "dp-ep", "pp", "tp-pp"],
+)
+def test_block_on_several_ranks_guesses_as_on_one_and_changes_no_token(
+    model: Path,
+    expected: list[RequestOutput],
+    alone: dict[Any, tuple[tuple[int, ...], int, int]],
+    settings: dict[str, Any],
+    speculative: Drafter | tuple[Drafter, ...],
+) -> None:
+    """One request by itself; then all kinds, of which some give way, some are aborted, and some find their prefix cached."""
+    with LLM(str(model), **tight(model, **settings, speculative=speculative)) as llm:
+        assert guessed(llm) == alone[speculative]
+        assert_same(all_kinds(llm), expected)
+        assert llm.stats().cached_tokens > 0
+        engine_of(llm).check().result(ENOUGH_S)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "settings", "speculative"),
+    [
+        ({"tensor_parallel_size": 2, "executor": "thread"}, {"tensor_parallel_size": 2, "executor": "thread"}, TWO),
+        ({}, {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}, "auto"),  # which changes no sum
+    ],
+    ids=["tp", "dp-ep"],
+)
+def test_trained_block_changes_no_bit_in_deterministic_mode(
+    baseline: dict[str, Any], settings: dict[str, Any], speculative: Any
+) -> None:
+    """In the official formats, where many guesses are right."""
+    prompts = ["def add(a, b):\n    return", "The quick brown fox. The quick brown"]
+    params = [SamplingParams(max_tokens=8, temperature=0, logprobs=3), SamplingParams(max_tokens=8, seed=1, logprobs=3)]
+    outputs = []
+    for layout, setting in ((baseline, None), (settings, speculative)):
+        with LLM(tiny_model(), **MODEST, **layout, deterministic=True, speculative=setting) as llm:
+            outputs.append(llm.generate_batch(prompts, params))
+            stats = llm.stats().speculation
+    assert_same(*outputs, tolerance=0)
+    assert stats.accepted > 1
+
+
+def test_experts_of_the_block_move_with_the_others(
+    model: Path, expected: list[RequestOutput], alone: dict[Any, tuple[tuple[int, ...], int, int]]
+) -> None:
+    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
+    with LLM(str(model), **MODEST, **settings) as llm:
+        ranks = engine_of(llm)._crew
+        assert isinstance(ranks, Ranks) and ranks._local is not None
+        experts = ranks._local.model.mtp[0].block.ffn
+        before = experts.placement
+        assert guessed(llm) == alone[TWO]
+        assert experts.placement != before
+        assert_same(all_kinds(llm), expected)
+
+
+def test_block_drafter_is_refused_where_it_cannot_be_shared(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, REFRESHED)
+    with (
+        pytest.raises(UnsupportedError, match=r"DSpark\(k=4.* with tp=2 .*needs tp=1 and pp=1; share the model by ep and dp"),
+        LLM(str(folder), **MODEST, tensor_parallel_size=2, executor="thread", speculative=DSpark(4)) as llm,
+    ):
+        raise AssertionError(llm)
+
+
+def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"tensor_parallel_size": 2, "executor": "thread", "speculative": TWO}
+    with LLM(str(model), **MODEST, **settings) as llm:
+        ranks, chain, calls = engine_of(llm)._crew, MtpDrafter._chain, iter(range(3))
+        assert isinstance(ranks, Ranks)
+        pid = ranks._processes[1].pid
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls, None) is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            return chain(*args)
+
+        monkeypatch.setattr(MtpDrafter, "_chain", interrupted)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL") as caught:
+                llm.generate({"prompt_token_ids": PROBE}, PROBING)
+            assert caught.value.rank == 1 and caught.value.phase == "step"
