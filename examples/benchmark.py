@@ -119,7 +119,8 @@ async def decode(
 ) -> dict[str, float]:
     """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part.
 
-    With ``kernels`` some more steps are profiled, their kernels are added to it, and NCCL's seconds of a step are returned, too.
+    With ``kernels`` some more steps are profiled, and their kernels are added to it; NCCL's seconds of a step are returned, too,
+    and its share of what all kernels take.
     """
 
     def prompt() -> list[int]:
@@ -143,8 +144,13 @@ async def decode(
         found = {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
         if kernels is not None:
             with profiled(kernels):
-                await read(stream, PROFILED_STEPS)
-            found["nccl_s"] = communication(kernels) / PROFILED_STEPS
+                begun = llm.stats().steps
+                while llm.stats().steps < begun + PROFILED_STEPS:  # there may be tokens from before
+                    await read(stream, 1)
+                torch.cuda.synchronize()
+                steps = llm.stats().steps - begun
+            found["nccl_s"] = communication(kernels) / steps
+            found["nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
     llm.abort()
     await asyncio.gather(*others)
     return found
@@ -163,7 +169,6 @@ def profiled(kernels: list[dict[str, Any]]) -> Iterator[None]:
     """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield
-        torch.cuda.synchronize()
     rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
     kernels += [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
 
@@ -210,7 +215,7 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
     title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
-    print(title + (f"{'nccl ms':>9}{'us a layer':>12}" if args.profile else ""))
+    print(title + (f"{'nccl ms':>9}{'share':>8}{'us a layer':>12}" if args.profile else ""))
     for batch in args.batch:
         floor = floor_bytes(source.model, numerics, config.layout, batch) / BYTES_PER_SECOND
         for context in args.context:
@@ -223,10 +228,11 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
                 f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}"
             )
             if kernels is not None:
-                row += f"{1e3 * measured['nccl_s']:>9.2f}{1e6 * measured['nccl_s'] / args.layers:>12.1f}"
+                each = 1e6 * measured["nccl_s"] / args.layers
+                row += f"{1e3 * measured['nccl_s']:>9.2f}{measured['nccl_share']:>8.1%}{each:>12.1f}"
             print(row, flush=True)
             if kernels is not None:
-                name = f"decode, batch {batch}, context {context}, {PROFILED_STEPS} steps"
+                name = f"decode, batch {batch}, context {context}"
                 result[name] = kernels
                 show(name, kernels, args.profile)
     for count, length in args.prefill:
@@ -238,7 +244,8 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
         kernels = result["prefill"] = []
         with profiled(kernels):
             await prefill(llm, *args.prefill[0], rng)
-        result["prefill_nccl_s"] = communication(kernels)
+            torch.cuda.synchronize()
+        result["prefill_nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
         show("prefill {} x {}".format(*args.prefill[0]), kernels, args.profile)
 
 

@@ -144,7 +144,7 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, moves: Moves) -> dict
 
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start an engine and measure it; print and return the figures."""
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists():  # which is written last
         started = time.perf_counter()
         write_skewed(folder, args)
         print(f"checkpoint written in {time.perf_counter() - started:.1f} s", flush=True)
@@ -209,12 +209,19 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or shall be kept")
+    parser.add_argument("--prepare", action="store_true", help="write the checkpoint, and do no more")
     parser.add_argument("--json", help="write the figures to this file")
-    return parser.parse_args(line)
+    args = parser.parse_args(line)
+    if args.prepare and args.folder is None:
+        parser.error("--prepare needs --folder")
+    return args
 
 
 def main() -> None:
     args = arguments()
+    if args.prepare:
+        write_skewed(args.folder, args)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         result = asyncio.run(run(args, args.folder or Path(scratch)))
     if args.json:
