@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculativ
 from dsv4lite.steptime import stage_floor
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.workspace import exchange_bytes, graph_bytes, paged_workspace, reference_workspace
+from dsv4lite.workspace import exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
@@ -201,21 +200,23 @@ def weight_bytes(
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, *, rows: int) -> tuple[int, int]:
-    """Return the bytes of the workspace and of graphs, where a sequence samples from up to so many rows of a step."""
-    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, share: Share, rows: int) -> tuple[int, int]:
+    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from up to so many rows of a step."""
+    tokens, sequences, local = config.max_num_batched_tokens, config.max_num_seqs, share.local(model)
     sampled = min(tokens, rows * sequences)
-    if not numerics.paged:
-        return reference_workspace(model, tokens, sampled), 0
-    workspace = paged_workspace(model, numerics, tokens=tokens, sequences=sampled, longest=longest)
-    return workspace, graph_bytes(model, numerics, sequences=sampled, longest=longest)
-
-
-def _exchange(config: EngineConfig, model: V4Config, numerics: Numerics, gathered: int, *, rows: int) -> tuple[int, int]:
-    """Return what several ranks take besides, for steps and for graphs."""
-    tokens, by_expert = config.max_num_batched_tokens, config.dispatcher not in ("auto", "local", "all_gather")
-    exchange = partial(exchange_bytes, model, numerics, gathered=gathered, by_expert=by_expert)
-    return exchange(tokens), exchange(min(tokens, rows * config.max_num_seqs)) if numerics.paged else 0
+    workspace, graphs = reference_workspace(local, tokens, sampled), 0
+    if numerics.paged:
+        workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest)
+        graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
+    recorded = sampled if numerics.paged else 0
+    if config.layout.world > 1:
+        by_expert = config.dispatcher not in ("auto", "local", "all_gather")
+        workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert)
+        graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert)
+    if config.layout.pp > 1:
+        workspace += hop_bytes(local, numerics, tokens)
+        graphs += hop_bytes(local, numerics, recorded)
+    return workspace, graphs
 
 
 def plan_state(
@@ -322,10 +323,7 @@ def make_plan(
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
-    workspace, graphs = _working(config, share.local(model), numerics, longest or model.max_positions, rows=1 + drafting.max_drafts)
-    if config.layout.world > 1:
-        exchanged, recorded = _exchange(config, share.local(model), numerics, share.gathered, rows=1 + drafting.max_drafts)
-        workspace, graphs = workspace + exchanged, graphs + recorded
+    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, 1 + drafting.max_drafts)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
@@ -427,12 +425,11 @@ def _best_plan(config: EngineConfig, source: ModelSource, numerics: Numerics, de
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
         shares = [Share.of(source.model, Mesh.outline(layout, rank)) for rank in firsts]
         alone, full = (
-            sum(_floor(source.model, numerics, share, plan, count) for share, plan in zip(shares, plans, strict=True))
-            for count in (1, config.max_num_seqs)
+            [_floor(source.model, numerics, share, plan, count) for share, plan in zip(shares, plans, strict=True)]
+            for count in (1, -(-config.max_num_seqs // layout.pp))
         )
-        found.append(
-            (LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=plan.kv_tokens * layout.dp, alone_s=alone, full_s=full), plan)
-        )
+        kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
+        found.append((LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=kv_tokens, alone_s=sum(alone), full_s=full_s), plan))
     # More replicas do more in a step.
     found.sort(key=lambda pair: (not pair[0].fits, pair[0].full_s / pair[0].layout.dp, -pair[0].kv_tokens))
     return replace(found[0][1], layouts=tuple(layout for layout, _ in found))

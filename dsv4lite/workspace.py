@@ -99,6 +99,11 @@ def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: i
     return tokens * (sums + gathered * (2 * row + _experts(model, numerics) + 2 * _FLOAT * model.hidden_size))
 
 
+def hop_bytes(model: V4Config, numerics: Numerics, tokens: int) -> int:
+    """Return what a stage of a pipeline keeps besides: streams as they came, and those of the step before, on their way from it."""
+    return 2 * tokens * numerics.dtype.itemsize * model.streams * model.hidden_size
+
+
 def _held(model: V4Config, numerics: Numerics) -> int:
     """Return what lives during a whole pass: streams, the embedding that they began with, angles, and what says who is where."""
     angles = 2 * (2 + len({ratio for ratio in model.ratios if ratio})) * model.rope_dim // 2 * _FLOAT

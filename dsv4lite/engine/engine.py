@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -94,13 +95,14 @@ class Engine:
 
     Args:
         config: Settings.
-        overlap: Plan and launch a step before the results of the previous one are looked at. Default: on CUDA, where the device
-            works meanwhile; on a CPU there is nobody to work meanwhile.
+        overlap: Plan and launch a step before the results of the previous one are looked at: with a pipeline, of the one by as many
+            steps before as it has stages. Default: on CUDA, where the device works meanwhile; on a CPU there is nobody to.
     """
 
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
+        self._most_in_flight = 0  # between two steps
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -113,7 +115,7 @@ class Engine:
         self._paused = False
         self._stats = EngineStats()
         self._outbox: list[SequenceUpdate] = []
-        self._in_flight: Flight | JointFlight | None = None
+        self._in_flight: deque[Flight | JointFlight] = deque()
         self._routed: dict[int, _Routed] = {}
         self._guesses: Guesses | None = None
         self._no_grammars = ""
@@ -275,7 +277,7 @@ class Engine:
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting.max_drafts)
         # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
         overlap = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
-        self._overlap = overlap and self._guesses is None
+        self._most_in_flight = config.layout.pp - 1 + (overlap and self._guesses is None)
         self._inform(survey, plan, tokenizer)
 
     def _recruit(self) -> Alone | Ranks | Guest:
@@ -315,6 +317,7 @@ class Engine:
             prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             max_drafts=max_drafts,
+            stages=config.layout.pp,
         )
         propose = None if self._guesses is None else self._guesses.propose
         schedulers = [
@@ -333,7 +336,7 @@ class Engine:
         block, timeout = not self._scheduler.has_work(), None
         if self._paused and not block:
             block, timeout = True, _PAUSED_POLL_S
-        if block and self._in_flight is None:
+        if block and not self._in_flight:
             self._flush()
             self._look()
             if timeout is None:
@@ -349,7 +352,7 @@ class Engine:
                 return
 
     def _step(self) -> None:
-        """Launch the next step, then look at the results of the previous one (without overlap: of this one)."""
+        """Launch the next step, then look at the results of the oldest one if there are more in flight than there may be."""
         started = time.perf_counter()
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
@@ -359,9 +362,11 @@ class Engine:
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
-        overlap = self._overlap and recorder is None
-        previous, self._in_flight = (self._in_flight, flight) if overlap else (flight, None)
-        if previous is not None:
+        if flight is not None:
+            self._in_flight.append(flight)
+        most = self._most_in_flight if recorder is None and flight is not None else 0
+        if len(self._in_flight) > most:
+            previous = self._in_flight.popleft()
             launched = time.perf_counter()
             results = previous.results()
             landed = time.perf_counter()
@@ -375,7 +380,7 @@ class Engine:
                 guesses.count(ran, results, ended - started)
                 sampled += sum(len(one.after) for one in results.values())
             self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
-        elif flight is None and self._scheduler.has_work():
+        elif not self._in_flight and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 
     def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
@@ -480,9 +485,9 @@ class Engine:
         self._paused = paused
 
     def _settle(self) -> None:
-        """Wait for the step in flight."""
-        if self._in_flight is not None:
-            flight, self._in_flight = self._in_flight, None
+        """Wait for the steps in flight."""
+        while self._in_flight:
+            flight = self._in_flight.popleft()
             try:
                 self._land(flight, flight.results())
             except Exception as error:
@@ -527,7 +532,7 @@ class Engine:
 
     def _free(self) -> None:
         """Drop tensors, and answer those who still wait."""
-        self._in_flight = None
+        self._in_flight.clear()
         self._routed.clear()
         self._guest = None
         for part in ("_runner", "_crew", "_scheduler", "_recorder"):  # a guest has not all of them

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one per number of sequences, replayed with nothing but a small copy to the device in front.
 
 A graph covers a whole step of single tokens: which token each sequence has (the one sampled last, if the host does not know it
-yet), where its rows lie, the model, and the best token of each row. Where more is asked for than best tokens, a graph of its own
+yet), where its rows lie, the model, and the best token of each row. That of a pipeline's stage covers its layers, from the streams
+that have come to those that go. Where more is asked for than best tokens, a graph of its own
 samples behind it: one for each size and each set of settings that need kernels of their own, recorded when it is first needed.
 Places beyond the step's sequences are padding.
 
@@ -67,7 +68,7 @@ class DecodeOutput:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    output: DecodeOutput
+    output: DecodeOutput | Tensor
     samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
@@ -103,8 +104,15 @@ class DecodeGraphs:
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.sizes = graph_sizes(max_num_seqs)
-        # Of the step that ran last, whichever graph it was.
-        self._logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=cache.device)
+        # Of the step that ran last, whichever graph it was: streams as they come from the stage before, and what leaves this one.
+        share, config, device = model.share, model.config, cache.device
+        streams = (max_num_seqs, config.streams, config.hidden_size)
+        self._before = None if share.first else torch.zeros(streams, dtype=model.numerics.dtype, device=device)
+        self._leaving = (
+            torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device=device)
+            if share.last
+            else torch.empty(streams, dtype=model.numerics.dtype, device=device)
+        )
 
     def covers(self, shape: StepShape) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
@@ -115,7 +123,7 @@ class DecodeGraphs:
         inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)
         inputs[0] = 0
         output = self._forward(inputs)
-        if self.sampling is not None:
+        if self.sampling is not None and isinstance(output, DecodeOutput):
             self._sample(self.sampling, inputs, output, EVERYTHING)
         return inputs
 
@@ -139,8 +147,13 @@ class DecodeGraphs:
         """Return which graph runs a step of ``count`` sequences."""
         return GraphShape(size=next(size for size in self.sizes if size >= count), max_model_len=self._max_model_len)
 
-    def replay(self, sequences: Sequence[SequencePlan], shape: StepShape) -> DecodeOutput:
-        """Run a step; rows follow the order of ``sequences``, the rest is padding."""
+    def streams_before(self, shape: StepShape) -> Tensor:
+        """Return where a step wants to find the streams [B, N, D] of the stage before, those of padding included."""
+        assert self._before is not None, "the first stage begins with tokens"
+        return self._before[: self.shape_for(shape.sequences).size]
+
+    def replay(self, sequences: Sequence[SequencePlan], shape: StepShape) -> DecodeOutput | Tensor:
+        """Run a step; rows follow the order of ``sequences``, the rest is padding. Stages but the last return streams [B, N, D]."""
         size = self.shape_for(shape.sequences).size
         if size not in self._captured:
             self.capture(size)
@@ -153,6 +166,7 @@ class DecodeGraphs:
     def sample(self, sampling: DeviceSampler, count: int, needs: Needs) -> Tensor:
         """Sample from what ``replay`` has just left for ``count`` sequences; return what ``sample_rows`` returns."""
         captured = self._captured[self.shape_for(count).size]
+        assert isinstance(captured.output, DecodeOutput)
         if needs not in captured.samplings:
             work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
             captured.samplings[needs] = self._record(work)
@@ -170,10 +184,14 @@ class DecodeGraphs:
         rows = rows.pin_memory().to(self._cache.device, non_blocking=True)
         self._tables[rows[:, 0].long(), :width] = rows[:, 1:]
 
-    def _forward(self, inputs: Tensor) -> DecodeOutput:
+    def _forward(self, inputs: Tensor) -> DecodeOutput | Tensor:
         """One step on ``inputs`` of ``decode_inputs``."""
+        size = inputs.shape[1]
         batch, places = decode_batch(inputs, self._tables, self.last_token, self._model, self._max_model_len)
-        logits = self._model.logits(self._model(batch, self._cache.layers), out=self._logits[: inputs.shape[1]])
+        streams = self._model(batch, self._cache.layers, None if self._before is None else self._before[:size])
+        if not self._model.share.last:
+            return self._leaving[:size].copy_(streams)
+        logits = self._model.logits(streams, out=self._leaving[:size])
         best = argmax_finite(logits)
         _, token_ids, finite = best
         self.last_token.index_copy_(0, places.long(), token_ids)

@@ -246,5 +246,5 @@ class Holdings:
         pools.window.check(
             Counter(i for s in holders for i in s.window if i != NO_PAGE), Counter(i for c in pins for i in c.window)
         )
-        pools.slots.check(Counter(s.slot for s in holders), Counter())
+        pools.slots.check(Counter(s.slot for s in holders if s.slot != NO_SLOT), Counter())
         pools.snapshots.check(Counter(), Counter(c.snapshot for c in pins))

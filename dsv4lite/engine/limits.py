@@ -14,6 +14,7 @@ class SchedulerLimits:
     Attributes:
         window: Tokens that sliding-window attention sees, the token itself included.
         max_drafts: Most guesses in one run.
+        stages: Of the pipeline that runs the steps: so many are worked on at a time.
     """
 
     max_num_seqs: int
@@ -23,6 +24,7 @@ class SchedulerLimits:
     prefix_checkpoint_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_drafts: int = 0
+    stages: int = 1
 
     @property
     def window_pages(self) -> int:

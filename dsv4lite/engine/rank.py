@@ -132,17 +132,16 @@ class Prospect:
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
             graphs: DecodeGraphs | VerifyGraphs | None = None
-            sampling, rows, layout = None, config.max_num_seqs, mesh.layout
-            whole = layout.pp == 1 and model.capturable  # a step is of one rank, ids to logits
+            sampling, rows = None, config.max_num_seqs
             if model.paged and device.type == "cuda":
-                if sampler is not None and not drafting.max_drafts and layout.world == 1:  # a row for each sequence
+                if sampler is not None and not drafting.max_drafts:  # a row for each sequence
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
-                if whole and most:
+                if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
                     graphs = VerifyGraphs(
                         model, cache, max_num_seqs=rows, max_model_len=longest, max_drafts=most, max_tokens=tokens
                     )
-                elif whole:
+                elif model.capturable and not most:
                     graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             drafter = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,8 @@ from dsv4lite.parallel.mesh import Mesh, open_store
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.request import Logprobs, Request
 from dsv4lite.text.structured import GrammarCompiler
+
+log = logging.getLogger("dsv4lite.engine")
 
 M = TypeVar("M")
 _SERVE = "dsv4lite.engine.serve"
@@ -151,7 +154,9 @@ class Ranks:
                 self._local = self._prospect.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:
                 raise self.explain(error) from error
-        self._gather(Ready, progress)
+        for rank, ready in sorted(self._gather(Ready, progress).items()):
+            if ready.warmed:
+                log.info("rank %d: %s", rank, ready.warmed)
         self._phase = "step"
         return self
 

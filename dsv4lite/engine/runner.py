@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -21,12 +21,14 @@ from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pa
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
-from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
+from dsv4lite.engine.sampling_state import send
+from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.pipeline import Hop, TokenRelay
 from dsv4lite.request import Logprobs, Request
 
 log = logging.getLogger("dsv4lite.engine")
@@ -70,6 +72,7 @@ class Runner:
 
     Attributes:
         hosted: Sequences that are to be told their tokens, see ``accept``.
+        warmed: What ``warm_up`` has done, in words.
 
     Args:
         model: This rank's part of the model.
@@ -95,17 +98,16 @@ class Runner:
         self._balancer = balancer
         self.cache = cache
         self.sampler = sampler
-        self._mesh = mesh = mesh or Mesh.single()
-        assert mesh.replica is not None
-        self._replica = mesh.replica
-        self._sampling_rank = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
+        mesh = mesh or Mesh.single()
         self._graphs = graphs
         self._sampling = graphs.sampling if isinstance(graphs, DecodeGraphs) else None
         self._drafter = drafter
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
+        self._hop, self._relay = Hop(mesh.pp), TokenRelay(mesh, self._last_token)
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
         self.hosted: set[int] = set()
+        self.warmed = ""
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
@@ -143,7 +145,7 @@ class Runner:
         """
         if self.cache.device.type == "cpu" or not self.model.paged:
             return
-        from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where graphs are
+        from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where kernels are
 
         def tell(unit: str, done: int, total: int) -> None:
             if progress is not None:
@@ -169,14 +171,22 @@ class Runner:
         for done, (_, capture) in enumerate(recordings):
             capture()
             tell("shapes", len(lengths) + done + 1, total)
-        log.info(
-            "warm-up: %.1f s to find %d kernels, %.1f s to compile or load them, %.1f s to run them, %.1f s to record %d graphs",
-            *(recorded - started, len(wanted), prepared - recorded, ran - prepared, time.monotonic() - ran, len(recordings)),
+        padding_place = len(self._last_token) - 1
+        self._relay.begin([padding_place])  # connects the ranks
+        self._relay.await_tokens({padding_place})
+        layers = self.model.share.layers
+        self.warmed = (
+            f"warm-up of layers {layers.start} to {layers.stop - 1}: {recorded - started:.1f} s to find {len(wanted)} kernels, "
+            f"{prepared - recorded:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
+            f"{time.monotonic() - ran:.1f} s to record {len(recordings)} graphs"
         )
+        log.info(self.warmed)
 
     @staticmethod
-    def _recordings(graphs: DecodeGraphs | VerifyGraphs) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
+    def _recordings(graphs: DecodeGraphs | VerifyGraphs | None) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
         """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
+        if graphs is None:
+            return []
         if isinstance(graphs, VerifyGraphs):
             return [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
         return [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
@@ -191,21 +201,19 @@ class Runner:
 
     def _forward(self, batch: Batch | PagedBatch) -> Tensor:
         """Run this stage's layers; return the streams [T, N, D] after them."""
-        pp, model, routed_TLK = self._mesh.pp, self.model, batch.routed_TLK
+        model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
+        rest = () if routed_TLK is None else (routed_TLK,)
         if not model.share.first:
             shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
-            before_TND = pp.receive(torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device), pp.rank - 1)
-            if routed_TLK is not None:
-                pp.receive(routed_TLK, pp.rank - 1)
+            before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
+            self._hop.take((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
         streams_TND: Tensor = model(batch, self.cache.layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
-            pp.send(streams_TND, pp.rank + 1)
-            if routed_TLK is not None:
-                pp.send(routed_TLK, pp.rank + 1)
+            self._hop.pass_on((streams_TND, *rest))
         return streams_TND
 
     def take_part(self, shape: StepShape) -> None:
@@ -218,7 +226,8 @@ class Runner:
             self._balancer.step()
         tokens = shape.tokens
         if self._graphs is not None and self._graphs.covers(shape):
-            tokens = len(self._graphs.replay((), shape).logits)
+            output = self._graphs.replay((), shape)
+            tokens = len(output if isinstance(output, Tensor) else output.logits)
         else:
             self.model.take_part(tokens)
         if self._drafter is not None:
@@ -235,6 +244,8 @@ class Runner:
         if self._balancer is not None:
             self._balancer.step()
         config, numerics = self.model.config, self.model.numerics
+        if self._relay.busy:
+            self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
         graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
@@ -254,9 +265,7 @@ class Runner:
             recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
         if not self.model.share.last:
-            slots = [s.slot for s in plan.sequences if s.sample]
-            if slots:
-                self._remember(slots, None)
+            self._remember([s for s in plan.sequences if s.sample])
             return Flight(plan=plan, samples=None)
         rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
         first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
@@ -298,39 +307,40 @@ class Runner:
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
-        output = graphs.replay(plan.sequences, shape)
+        sequences = plan.sequences
+        if not self.model.share.first:
+            self._hop.take((graphs.streams_before(shape),))
+        output = graphs.replay(sequences, shape)
         apply_saves(plan, self.cache)
-        if self._sampling is not None:
-            rows = self._sampling.prepare(plan.sequences)
-            out = graphs.sample(self._sampling, len(plan.sequences), rows.needs) if rows.needs else output.out
-            return Flight(
-                plan=plan,
-                samples=self._sampling.finish(
-                    out, output.logits, rows, plan.sequences, range(len(plan.sequences)), self._last_token
-                ),
-            )
-        seq_ids, positions = [s.seq_id for s in plan.sequences], [s.end for s in plan.sequences]
-        slots, samples = [s.slot for s in plan.sequences], None
-        if self.sampler is not None and self.sampler.takes_best(seq_ids):
-            samples = Samples.best(seq_ids, positions, output.out)
-            if self._replica.size == 1:
-                return Flight(plan=plan, samples=samples)
+        samples: Samples | RowSamples | None = None
+        if isinstance(output, Tensor):
+            self._hop.pass_on((output.clone(),))  # the next replay may come before they are sent
+        elif self._sampling is not None:
+            rows = self._sampling.prepare(sequences)
+            out = graphs.sample(self._sampling, shape.sequences, rows.needs) if rows.needs else output.out
+            samples = self._sampling.finish(out, output.logits, rows, sequences, range(len(sequences)), self._last_token)
         elif self.sampler is not None:
-            samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
-        self._remember(slots, samples)
+            seq_ids, positions = [s.seq_id for s in sequences], [s.end for s in sequences]
+            if self.sampler.takes_best(seq_ids):
+                samples = Samples.best(seq_ids, positions, output.out)
+            else:
+                samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
+                self._write(sequences, samples)
+        self._remember(sequences)
         return Flight(plan=plan, samples=samples)
 
-    def _remember(self, slots: list[int], samples: Samples | None) -> None:
-        """Keep sampled tokens where the next step finds them, on every rank that has these sequences.
+    def _write(self, sequences: Sequence[SequencePlan], samples: Samples) -> None:
+        """Keep sampled tokens where the next step finds them."""
+        places = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device="cpu")
+        self._last_token[send(places, self._last_token.device)] = samples.token_ids
+
+    def _remember(self, sequences: Sequence[SequencePlan]) -> None:
+        """Let every rank that has these sequences have the tokens that were sampled for them.
 
         Steps that may check guesses have no token in flight: they are planned when the results of the last one are known.
         """
-        if self.cache.layout.copies > 1:
-            return
-        device = self._last_token.device
-        token_ids = torch.empty(len(slots), dtype=torch.int64, device=device) if samples is None else samples.token_ids
-        token_ids = self._replica.broadcast(token_ids, self._sampling_rank)
-        self._last_token[torch.tensor(slots, dtype=torch.int64, device="cpu").to(device, non_blocking=True)] = token_ids
+        if sequences and self.cache.layout.copies == 1:
+            self._relay.begin([s.slot for s in sequences])
 
     def _sample(
         self, plan: StepPlan, first_row: dict[int, int], logits_of: Callable[[list[int]], Tensor]
@@ -343,15 +353,17 @@ class Runner:
         rows = [first_row[s.seq_id] + position - s.start for s, places in each for position in places]
         seq_ids = [s.seq_id for s, places in each for _ in places]
         positions = [position + 1 for _, places in each for position in places]
-        logits, samples = logits_of(rows), None  # every rank has a part in the logits
+        logits = logits_of(rows)  # every rank has a part in the logits
+        samples: Samples | RowSamples | None = None
         if len(rows) > len(sampling):
             drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
             return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
         if self._sampling is not None:
-            return self._sampling.sample(logits, sampling, self._last_token)
-        if self.sampler is not None:
+            samples = self._sampling.sample(logits, sampling, self._last_token)
+        elif self.sampler is not None:
             samples = self.sampler.sample(logits, seq_ids, positions)
-        self._remember([s.slot for s in sampling], samples)
+            self._write(sampling, samples)
+        self._remember(sampling)
         return samples
 
     def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, Moves
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
+from dsv4lite.engine.micro_batches import choose_group
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
 from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
@@ -73,10 +74,10 @@ class _Draft:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, recompute preemption, a prefix cache and one step of overlap.
+    """Continuous batching with chunked prefill, recompute preemption, a prefix cache, micro-batches and one step of overlap.
 
-    ``schedule`` makes a plan and ``update`` takes its results, in the same order. One more plan may be made before the results of
-    the last one are there. Not thread-safe.
+    ``schedule`` makes a plan and ``update`` takes its results, in the same order. As many plans as there are stages may be
+    outstanding, and one more, by which those who run steps are told ahead what comes next. Not thread-safe.
 
     Args:
         limits: Settings.
@@ -266,7 +267,8 @@ class Scheduler:
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
-        assert len(self._outstanding) < (2 if self._propose is None else 1), "update() of the plan before the last one is missing"
+        most = self._limits.stages + (self._propose is None)
+        assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
         draft = _Draft(now, self._limits.max_num_batched_tokens, self._limits.max_drafts if max_drafts is None else max_drafts)
@@ -303,15 +305,17 @@ class Scheduler:
                 self._holdings.release(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
+        guessed = [seq for seq in self._sliding if seq.in_flight and self._propose is not None]  # how far they got is unknown yet
         for seq in self._sliding:
-            if seq.state is State.RUNNING:
+            if seq.state is State.RUNNING and seq not in guessed:
                 self._holdings.slide(seq)
-        self._sliding.clear()
+        self._sliding = guessed
 
     def _plan_running(self, draft: _Draft) -> None:
         """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
         running = self._running.items
-        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running])
+        resting = self._resting() if self._limits.stages > 1 else ()
+        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running if seq.seq_id not in resting])
         spare = max(0, draft.room - singles)
         guesses = min(spare // 2, singles * draft.max_drafts)
         prefill_room = spare - guesses
@@ -320,6 +324,8 @@ class Scheduler:
             seq = running[i]
             i += 1
             if seq.in_flight and seq.may_wait and (self._needs_host is None or self._needs_host(seq)):
+                continue
+            if seq.seq_id in resting:
                 continue
             start = seq.num_computed
             end = start + 1
@@ -346,6 +352,14 @@ class Scheduler:
                 self._plan(seq, end, draft, drafts)
             else:  # everybody else comes first; it keeps what it has until somebody needs that
                 draft.crowded = True
+
+    def _resting(self) -> set[int]:
+        """Return which sequences that decode do not run in the next step: it is others' turn, or their tokens are on the way."""
+        most = 1 if self._propose is None else 0  # tokens in flight: guesses follow known ones
+        decoding = {s.seq_id: s.in_flight > most for s in self._running if s.in_flight or len(s.tokens) - s.num_computed == 1}
+        under_way = [[part.seq_id for part in plan.sequences if part.sample] for plan in self._outstanding]
+        group = choose_group(list(decoding), under_way, self._limits.stages)
+        return {seq_id for seq_id, early in decoding.items() if early}.union(decoding.keys() - group)
 
     def _drafts(self, seq: Sequence, room: int) -> tuple[int, ...]:
         """Return at most ``room`` guesses of what follows the last token of a sequence, which gets the pages for them.
@@ -568,7 +582,7 @@ class Scheduler:
                 break
         if finish is not None:
             self._close(seq)
-        elif part.drafts:
+        elif part.drafts and seq.state is State.RUNNING:  # else it was preempted meanwhile
             seq.carry = len(token_ids) - 1
             self._holdings.rewind(seq, part.start + len(token_ids))
         seq.drafts = sampled.drafts
@@ -626,8 +640,8 @@ class Scheduler:
         self._waiting.add(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's state away. A token of its own that is in flight still arrives, before it can start again."""
-        assert seq.pending is None
+        """Take a running sequence's state away. Tokens of its own that are in flight still arrive, before it can start again."""
+        self._holdings.drop_pending(seq)
         self._running.remove(seq)
         self._holdings.release(seq)
         self._enqueue(seq)
@@ -638,7 +652,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert that every id is free, or held or cached by exactly those who think so, and every sequence in its one place."""
         running = self._running.items
-        self._holdings.check(running)
+        self._holdings.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
         assert len(unforked) == self._num_unforked
@@ -655,7 +669,8 @@ class Scheduler:
         for queue in (running, self._waiting.items):
             assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
         for seq in self._live.values():
-            assert 0 <= seq.in_flight <= len(self._outstanding), f"sequence {seq.seq_id} has {seq.in_flight} tokens in flight"
+            most = min(2, len(self._outstanding))
+            assert 0 <= seq.in_flight <= most, f"sequence {seq.seq_id} has {seq.in_flight} tokens in flight"
         assert len(running) <= self._limits.max_num_seqs
         alive = Counter(seq.request.request_id for seq in self._live.values())
         assert alive == Counter({request_id: group.open for request_id, group in self._groups.items()}), "a request is lost"

@@ -46,7 +46,7 @@ class Sequence:
         last_run: Length of prompt and completion after whose state nothing is left to do.
         end_ids: Tokens that end it, once there are enough others.
         num_computed: Tokens whose state exists once the steps planned so far have run.
-        in_flight: Sampled tokens whose ids did not arrive yet: 0, 1, or between ``schedule`` and the ``update`` before it 2.
+        in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
         quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
             are not the last.
         carry: The copy of its carry that holds at ``num_computed``.

@@ -65,7 +65,13 @@ class Go:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank is ready for steps."""
+    """A rank is ready for steps.
+
+    Attributes:
+        warmed: What it has done for that, in words.
+    """
+
+    warmed: str
 
 
 _VERDICT_S = 3.0  # how long to wait for the leader to say who was lost
@@ -172,7 +178,7 @@ class Follower:
             tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
             grammars, _ = grammar_compiler(tokenizer, prospect.source.model.vocab_size)
         self._runner = prospect.build(answer.plan, mesh, grammars, self._tell if rank == 0 else None)
-        self._work.send(Ready())
+        self._work.send(Ready(warmed=self._runner.warmed))
 
     def _tell(self, progress: LoadProgress) -> None:
         self._work.send(progress)

@@ -3,7 +3,8 @@
 An axis of size 1 does nothing and needs no torch.distributed. Others hold a process group, which may be the host's own or one that
 ``Mesh.from_store`` makes besides any default group; nothing here is ever initialised for the process as a whole.
 
-Collectives return once the result can be used by the current stream. Rows are the first dimension.
+Collectives return once the result can be used by the current stream; those that ``begin`` return at once. Rows are the first
+dimension.
 """
 
 from __future__ import annotations
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
 
 Group = Any
 """A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """A tensor on its way."""
+
+    tensor: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Let the current stream, or on a CPU the caller, wait; return the tensor."""
+        self.work.wait()
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,17 +110,23 @@ class Axis:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return what the rank ``source`` along the axis gives; ``x``, of the same shape everywhere, is overwritten with it."""
-        if self.size == 1:
-            return x
+        return self.begin_broadcast(x, source).wait() if self.size > 1 else x
+
+    def begin_broadcast(self, x: Tensor, source: int) -> Transfer:
+        """Begin a broadcast, and let the stream, or on a CPU the caller, go on; ``x`` must be left alone until it has ended."""
         x = x.contiguous()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._group.broadcast([_plain(x)], options).wait()
-        return x
+        return Transfer(x, self._group.broadcast([_plain(x)], options))
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank along the axis, which must ``receive`` it."""
-        self._group.send([_plain(x.contiguous())], to, 0).wait()
+        self.begin_send(x, to).wait()
+
+    def begin_send(self, x: Tensor, to: int) -> Transfer:
+        """Begin to send, and let the stream, or on a CPU the caller, go on; ``x`` must be left alone until it is sent."""
+        x = x.contiguous()
+        return Transfer(x, self._group.send([_plain(x)], to, 0))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fill a contiguous tensor with what a rank along the axis sends."""

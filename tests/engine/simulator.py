@@ -64,8 +64,8 @@ class Truth:
 
 
 class Device:
-    def __init__(self, window: int) -> None:
-        self.window = window
+    def __init__(self, window: int, stages: int = 1) -> None:
+        self.window, self.stages = window, stages
         self.epoch = 0
         self.truths: dict[int, Truth] = {}
         self.next_step = 0
@@ -143,7 +143,7 @@ class Device:
     def check_reads(self, part: SequencePlan) -> None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         if part.token_ids == (-1,):
-            assert truth.sampled_in == self.next_step - 2 and start == len(truth.tokens) - 1
+            assert 2 <= self.next_step - truth.sampled_in <= 1 + self.stages and start == len(truth.tokens) - 1
         else:
             known = end - part.drafts
             assert list(part.token_ids[: known - start]) == truth.tokens[start:known] and known > start
@@ -233,7 +233,8 @@ class Harness:
         """``right`` decides whether a guess of the next token is right; without it nothing is guessed."""
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
         self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
-        self.device = Device(limits.window)
+        self.device = Device(limits.window, limits.stages)
+        self.most_outstanding = limits.stages - 1 + self.overlap
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -292,7 +293,7 @@ class Harness:
         idle = not self.outstanding
         plan = self.plan()
         assert plan or not idle or not self.scheduler.has_work(), "stuck"
-        if self.outstanding and (plan is None or not self.overlap or len(self.outstanding) == 2):
+        if self.outstanding and (plan is None or len(self.outstanding) > self.most_outstanding):
             self.settle()
         self.scheduler.check()
         return plan
@@ -306,7 +307,7 @@ class Harness:
         self.device.epoch += 1
 
     def drain(self) -> None:
-        if len(self.outstanding) == 2:
+        while len(self.outstanding) > self.most_outstanding:
             self.settle()
         for _ in range(100_000):
             if not self.scheduler.has_work() and not self.outstanding:

@@ -86,7 +86,7 @@ class Traffic:
         )
 
 
-def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None) -> Harness:
+def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None, *, stages: int = 1) -> Harness:
     limits = SchedulerLimits(
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_num_batched_tokens=rng.choice((5, 64, 100, 256, 300, 700, 2048)),
@@ -95,6 +95,7 @@ def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] 
         prefix_checkpoint_tokens=rng.choice((256, 512, 1024)),
         enable_prefix_caching=rng.random() < 0.9,
         max_drafts=drafts,
+        stages=stages,
     )
     pools = Pools.sized(
         grow=pages_for(limits.max_model_len - 1) + rng.choice((0, 1, 3, 8)),
@@ -117,6 +118,13 @@ def test_scheduler_with_drafts_reads_only_its_own_state(seed: int) -> None:
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
     run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share))
+
+
+@pytest.mark.parametrize("seed", range(70, 82))
+def test_scheduler_of_a_pipeline_reads_only_its_own_state(seed: int) -> None:
+    rng = random.Random(seed)
+    drafts = rng.choice((0, 0, 2))
+    run_traffic(rng, make_harness(rng, drafts, (lambda: rng.random() < 0.5) if drafts else None, stages=rng.choice((2, 2, 3, 5))))
 
 
 def run_traffic(rng: random.Random, harness: Harness) -> None:
@@ -153,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from((8, 65, 128)),
         drafts=st.sampled_from((0, 0, 1, 4)),
         period=st.integers(1, 4),
+        stages=st.sampled_from((1, 1, 2, 4)),
     )
     def start(
         self,
@@ -167,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int,
         drafts: int,
         period: int,
+        stages: int,
     ) -> None:
         limits = SchedulerLimits(
             max_num_seqs=seqs,
@@ -176,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_checkpoint_tokens=256,
             enable_prefix_caching=caching,
             max_drafts=drafts,
+            stages=stages,
         )
         pools = Pools.sized(
             grow=pages_for(599) + spare_pages, window=limits.window_pages + spare_windows, slots=slots, snapshots=snapshots

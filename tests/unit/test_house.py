@@ -29,6 +29,7 @@ SCHEDULING = (
         "engine.scheduler",
         "engine.replicas",
         "engine.limits",
+        "engine.micro_batches",
     ),
     *("engine.speculator", "engine.ngram", "engine.draft_policy"),
 )
