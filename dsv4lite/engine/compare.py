@@ -23,6 +23,7 @@ BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
     **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms", "experts_forward"), 2**-4),
+    "fp8_weight_linear_quantize": 2**-4,
     **dict.fromkeys(("compress_step", "latent_entries"), 2**-3),
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm

@@ -8,6 +8,7 @@ products of many rows are the library's on every device.
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both plain
+    fp8_weight_linear_quantize    the second, its results quantized as a row
     pair_linear         the first and the last, of the same rows         one launch where these are few
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
@@ -24,11 +25,12 @@ from torch.nn.functional import linear as _linear
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float
+from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float, quantize_fp8, quantize_fp8_ref
 
 ROW_TILE = 16
 FP8_BLOCK = 128
 PAIR_ROWS = 16  # at most, of two products in one launch
+QUANTIZED_ROWS = 16  # at most, of a product whose kernel quantizes what it makes
 LIBRARY_ROWS = 512  # above, kernels leave plain products to the library if any order of summation will do
 
 
@@ -134,6 +136,32 @@ def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile
 
         return fp8_weight_linear_triton(x_MGK, w_codes, w_scales, any_order=row_tile is None)
     return fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile)
+
+
+def fp8_weight_linear_quantize_ref(
+    x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``fp8_weight_linear_quantize``."""
+    return quantize_fp8_ref(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
+
+
+def fp8_weight_linear_quantize(
+    x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize what ``fp8_weight_linear`` returns, with its bits: few rows in the same launch.
+
+    Args:
+        x_MGK, w_codes, w_scales, row_tile: As for ``fp8_weight_linear``.
+
+    Returns:
+        Codes float8_e4m3fn [M, G N] and scale bytes uint8 [M, ceil(G N / 128)].
+    """
+    few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_BLOCK == 0
+    if few and x_MGK.dtype == torch.bfloat16 and use_triton(x_MGK):
+        from dsv4lite.kernels.gemm_triton import fp8_weight_linear_quantize_triton
+
+        return fp8_weight_linear_quantize_triton(x_MGK, w_codes, w_scales)
+    return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
 
 
 def float_linear_ref(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:

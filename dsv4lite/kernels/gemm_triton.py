@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, scale_rows
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -218,6 +219,30 @@ def _finish(
 
 
 @triton.jit
+def _finish_block(
+    acc, parts, codes, scales, arrivals, split, rm, rn, first_column, M, N, row_stride,
+    SWAP: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Store a part of a tile; the program that stores the last of a block of 128 results adds all its parts, and quantizes it."""
+    _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
+    tl.debug_barrier()  # all threads have written when one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS * TILES - 1:
+        row = tl.arange(0, rm.shape[0])
+        at = row[:, None] * row_stride + first_column + tl.arange(0, 128)[None, :]
+        inside = (row < M)[:, None]
+        total = tl.zeros((rm.shape[0], 128), tl.float32)
+        for each in tl.static_range(SPLITS):
+            total += tl.load(parts + each * M.to(tl.int64) * row_stride + at, mask=inside, other=0.0, cache_modifier=".cg")
+        # Reference: quantize_fp8(y.to(x.dtype), FP8_BLOCK)
+        y = to_bf16(total, GPU).to(tl.float32)
+        bits = fp8_scale_bits(y)
+        tl.store(codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
+        tl.store(scales + row * (row_stride // 128), (bits >> 23).to(tl.uint8), mask=row < M)
+        tl.store(arrivals, 0)  # as the next product finds it
+
+
+@triton.jit
 def fp8_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
@@ -300,8 +325,9 @@ def float_tile(
     pid, split, x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     FOLD: tl.constexpr, SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
+    scales=None, QUANTIZED: tl.constexpr = False, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute tile ``pid`` of the result, or its part number ``split``."""
+    """Compute tile ``pid`` of the result, or its part number ``split``; QUANTIZED gives codes and scales, of one tile of rows."""
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
     g = pn // tiles_n
@@ -356,18 +382,27 @@ def float_tile(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
-    _finish(acc, parts + g * N, out + g * N, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+    if QUANTIZED:
+        TILES: tl.constexpr = 128 // BN
+        block = pid // TILES
+        column = pn % tiles_n // TILES * 128
+        _finish_block(
+            acc, parts + g * N, out + g * N, scales + block, arrivals + block, split, rm, rn, column, M, N, N * groups,
+            SWAP, SPLITS, TILES, NATIVE, GPU,
+        )  # fmt: skip
+    else:
+        _finish(acc, parts + g * N, out + g * N, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _float_kernel(
-    x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+    x, w, ws, parts, out, scales, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
+    SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr, QUANTIZED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     float_tile(
         tl.program_id(0), tl.program_id(1), x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, GPU, GROUPED,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, GPU, GROUPED, scales, QUANTIZED, NATIVE,
     )  # fmt: skip
 
 
@@ -463,6 +498,16 @@ def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, *
     return _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), x_MGK.dtype)
 
 
+def fp8_weight_linear_quantize_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``gemm.fp8_weight_linear_quantize``; for 1 to ``QUANTIZED_ROWS`` rows and a multiple of 128 results of each group."""
+    rows, (groups, outs, _) = len(x_MGK), w_codes.shape
+    assert 0 < rows <= QUANTIZED_ROWS and outs % FP8_BLOCK == 0, (x_MGK.shape, w_codes.shape)
+    codes = torch.empty(rows, groups, outs, dtype=torch.uint8, device=x_MGK.device)
+    scales = torch.empty(rows, groups * outs // FP8_BLOCK, dtype=torch.uint8, device=x_MGK.device)
+    _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), codes.dtype, codes, scales)
+    return codes.flatten(1).view(torch.float8_e4m3fn), scales
+
+
 def float_linear_triton(
     x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, *, any_order: bool = False, out: Tensor | None = None
 ) -> Tensor:
@@ -509,7 +554,13 @@ def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _float_linear(
-    x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor, scale_rows: int, dtype: torch.dtype, out: Tensor | None = None
+    x_MGK: Tensor,
+    w_GNK: Tensor,
+    w_scales: Tensor,
+    scale_rows: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     rows, (groups, outs, inputs) = x_MGK.shape[0], w_GNK.shape
     assert x_MGK.shape[1:] == (groups, inputs), (x_MGK.shape, w_GNK.shape)
@@ -527,12 +578,16 @@ def _float_linear(
     if out is None:
         out = torch.empty(rows, groups, outs, dtype=dtype, device=x.device)
     assert out.shape == (rows, groups, outs) and out.dtype == dtype and out.is_contiguous()
+    parts, _, arrivals = room_for(programs, out, always=scales is not None)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)
     _float_kernel[grid](
         x,
         w,
         w_scales,
-        *room_for(programs, out),
+        parts,
+        out,
+        out if scales is None else scales,
+        arrivals,
         rows,
         outs,
         inputs,
@@ -550,6 +605,8 @@ def _float_linear(
         SPLITS=programs,
         GPU=x.is_cuda,
         GROUPED=GROUPED_TILES,
+        QUANTIZED=scales is not None,
+        NATIVE=scales is not None and native_e4m3(x),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
@@ -557,9 +614,9 @@ def _float_linear(
     return out
 
 
-def room_for(parts: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where a kernel puts the parts of a result, the result, and the counters of arrivals."""
-    if parts == 1:
+def room_for(parts: int, out: Tensor, *, always: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where a kernel puts the parts of a result, the result, and the counters of arrivals; one part is the result itself."""
+    if parts == 1 and not always:
         return out, out, out
     return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), out, counters_of(out.device)
 
@@ -586,7 +643,8 @@ def variants() -> list[Variant]:
             else:
                 kind = "*bf16" if not scale else "*i16" if even else "*u8"
                 signature = {"x": "*bf16", "w": kind, "ws": "*u8" if scale else kind, **results, **sizes, **strides}
-                constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES}
+                signature["scales"] = signature["out"]
+                constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES, "QUANTIZED": False, "NATIVE": False}
             found.append(
                 Variant(
                     kernel=_fp8_kernel if tiles is _FP8_TILES else _float_kernel,
@@ -597,6 +655,10 @@ def variants() -> list[Variant]:
                     capabilities=(capability,),
                 )
             )
+            if tiles is _WEIGHT_ONLY_TILES and tile is ends[0] and even:
+                quantizing = {"QUANTIZED": True, "NATIVE": capability >= 89}
+                codes = {"out": "*u8", "scales": "*u8"}
+                found.append(replace(found[-1], signature=signature | codes, constants=constants | quantizing))
     for scale in (1, FP8_BLOCK):
         signature = {"w": "*u8", "ws": "*u8", "out": "*bf16", **dict.fromkeys(("N", "K", "blocks"), "i32")}
         constants = {"SCALE_ROWS": scale, "GPU": True, "ROWS": _WIDEN_ROWS, "COLUMNS": _WIDEN_COLUMNS}

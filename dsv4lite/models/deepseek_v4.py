@@ -42,7 +42,7 @@ from dsv4lite.weights.quant import (
     Rounded,
     Slot,
     TensorSlot,
-    grouped_linear,
+    grouped_then_linear,
     linear,
     pair,
     parameter,
@@ -359,10 +359,9 @@ class Attention(nn.Module):
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
-        z_TK = grouped_linear(o_TGK, self.wo_a).flatten(1)
         if self.tp.size == 1:
-            return linear(z_TK, self.wo_b)
-        return self.tp.all_reduce(linear(z_TK, self.wo_b, torch.float32)).to(z_TK.dtype)
+            return grouped_then_linear(o_TGK, self.wo_a, self.wo_b, o_THC.dtype)
+        return self.tp.all_reduce(grouped_then_linear(o_TGK, self.wo_a, self.wo_b, torch.float32)).to(o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config

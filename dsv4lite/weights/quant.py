@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.attention import BLOCK
 from dsv4lite.kernels.experts import Tiles
-from dsv4lite.kernels.gemm import FP8_BLOCK, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear, pair_linear
+from dsv4lite.kernels.gemm import (
+    FP8_BLOCK,
+    QUANTIZED_ROWS,
+    ROW_TILE,
+    float_linear,
+    fp8_linear,
+    fp8_weight_linear,
+    fp8_weight_linear_quantize,
+    pair_linear,
+)
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
 
@@ -330,3 +339,10 @@ def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:
     if matrix.scale is None:
         return float_linear(x_TGK, matrix.weight, x_TGK.dtype, matrix.row_tile)
     return fp8_weight_linear(x_TGK, matrix.weight, matrix.scale, matrix.row_tile)
+
+
+def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: torch.dtype) -> Tensor:
+    """Return ``linear(grouped_linear(x, grouped), dense)`` [T, out] in ``dtype``; what is between them is quantized as it comes."""
+    if grouped.scale is None or dense.scale is None or len(x_TGK) > QUANTIZED_ROWS:
+        return linear(grouped_linear(x_TGK, grouped).flatten(1), dense, dtype)
+    return rounded_linear(fp8_weight_linear_quantize(x_TGK, grouped.weight, grouped.scale, grouped.row_tile), dense, dtype)

@@ -15,6 +15,8 @@ from dsv4lite.kernels.gemm import (
     fp8_linear,
     fp8_linear_ref,
     fp8_weight_linear,
+    fp8_weight_linear_quantize,
+    fp8_weight_linear_quantize_ref,
     fp8_weight_linear_ref,
     matmul_rows,
     pair_linear,
@@ -105,6 +107,15 @@ def test_groups_are_multiplied_by_their_own_weights(rows: int) -> None:
         torch.testing.assert_close(got.float(), wanted, rtol=2**-8, atol=1e-6)
     for product in (float_linear, float_linear_ref):
         torch.testing.assert_close(product(x, w, torch.float32, ROW_TILE), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 2, 17])
+def test_products_of_groups_are_quantized_as_one_row(rows: int) -> None:
+    x, (w_codes, scales) = random(rows, 3, 140).bfloat16(), codes(3, 50, 140)
+    wanted = quantize_fp8(fp8_weight_linear(x, w_codes, scales, ROW_TILE).flatten(1), 128)
+    for product in (fp8_weight_linear_quantize, fp8_weight_linear_quantize_ref):
+        for got, want in zip(product(x, w_codes, scales, ROW_TILE), wanted, strict=True):
+            assert got.dtype == want.dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_float_product_of_bfloat16_keeps_float32_results() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.gemm import dequantize_fp8_rows, float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
-from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
 
 triton = pytest.importorskip("triton")
 
@@ -19,6 +19,7 @@ from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     counters_of,
     float_linear_triton,
     fp8_linear_triton,
+    fp8_weight_linear_quantize_triton,
     fp8_weight_linear_triton,
     room_for,
     splits_of,
@@ -167,6 +168,26 @@ def test_row_does_not_depend_on_the_others() -> None:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "groups", "outs", "inputs"),
+    [(1, 2, 128, 128), (5, 3, 256, 1300)] + ([(rows, 8, 1024, 4096) for rows in (1, 8, 16)] if CUDA else []),
+)
+def test_products_quantize_what_they_make(rows: int, groups: int, outs: int, inputs: int, per_row: bool) -> None:
+    x = random(rows, groups, inputs).bfloat16()
+    w_codes, w_scales = weights(groups, outs, inputs, per_row=per_row)
+    codes, scales = fp8_weight_linear_quantize_triton(x, w_codes, w_scales)
+    plain = fp8_weight_linear_triton(x, w_codes, w_scales).flatten(1)
+    wanted, wanted_scales = quantize_fp8(plain, 128)
+    assert codes.shape == wanted.shape and codes.dtype == wanted.dtype and scales.shape == wanted_scales.shape
+    assert not counters_of(DEVICE).any()
+    if CUDA:
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scales, wanted_scales)
+    else:  # where the interpreter cuts to bfloat16
+        got = dequantize_fp8(codes, scales, 128)
+        assert ((got - plain.float()).abs() <= 2**-4 * plain.float().abs() + 2**-8 * plain.float().abs().max()).all()
+
+
 def test_counters_are_zero_after_a_product() -> None:
     x, w = random(40, 1, 1024).bfloat16(), random(1, 70, 1024, seed=1).bfloat16()
     assert splits_of(70, 8) == 2
@@ -177,6 +198,7 @@ def test_counters_are_zero_after_a_product() -> None:
 def test_only_parts_need_room() -> None:
     out = torch.zeros(3, 5, dtype=torch.bfloat16, device=DEVICE)
     assert all(room is out for room in room_for(1, out))
+    assert room_for(1, out, always=True)[0].shape == (1, 3, 5)
     parts, whole, counters = room_for(4, out)
     assert parts.shape == (4, 3, 5) and parts.dtype == torch.float32 and whole is out and counters is counters_of(out.device)
 
