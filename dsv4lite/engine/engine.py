@@ -73,7 +73,8 @@ class EngineStats:
         preemptions: How often a sequence gave up its state.
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
-        host_s: Of those, spent on anything but waiting for the device: scheduling, launching, delivering.
+        host_s: Of those, the host's part, for which a device with nothing else to do would wait: scheduling, launching, taking
+            results. News are delivered while the device works.
         speculation: How guessing tokens ahead went.
     """
 
@@ -103,6 +104,7 @@ class Engine:
         self.config = config
         self._overlap = overlap
         self._most_in_flight = 0  # between two steps
+        self._background = False  # a step runs by itself once it is launched
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -114,6 +116,8 @@ class Engine:
         self._ended = False
         self._paused = False
         self._stats = EngineStats()
+        self._steps = self._generated = 0
+        self._step_s = self._host_s = 0.0
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: deque[Flight | JointFlight] = deque()
         self._routed: dict[int, _Routed] = {}
@@ -248,7 +252,8 @@ class Engine:
                         self._drain()
                         if not self._closing and not self._paused:
                             self._step()
-                        self._flush()
+                        if not self._background:
+                            self._publish()
             except BaseException as error:
                 self._die(error)
             finally:
@@ -276,8 +281,8 @@ class Engine:
             self._guesses = Guesses(drafting, vocab_size=vocab_size)
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting.max_drafts)
         # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
-        overlap = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
-        self._most_in_flight = config.layout.pp - 1 + (overlap and self._guesses is None)
+        self._background = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
+        self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
         self._inform(survey, plan, tokenizer)
 
     def _recruit(self) -> Alone | Ranks | Guest:
@@ -337,8 +342,7 @@ class Engine:
         if self._paused and not block:
             block, timeout = True, _PAUSED_POLL_S
         if block and not self._in_flight:
-            self._flush()
-            self._look()
+            self._publish()
             if timeout is None:
                 self._scheduler.check()
             try:
@@ -362,24 +366,27 @@ class Engine:
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
+        launched = time.perf_counter()
+        if self._background:  # not before: readers would have taken the interpreter from this thread, and made the device wait
+            self._publish()
         if flight is not None:
             self._in_flight.append(flight)
         most = self._most_in_flight if recorder is None and flight is not None else 0
         if len(self._in_flight) > most:
             previous = self._in_flight.popleft()
-            launched = time.perf_counter()
             results = previous.results()
             landed = time.perf_counter()
             if recorder is not None:
                 recorder.end(previous.samples)
             self._land(previous, results)
             ended = time.perf_counter()
-            sampled = len(results)
+            self._steps += 1
+            self._generated += len(results)
+            self._step_s, self._host_s = ended - started, launched - started + ended - landed
             if guesses is not None:
                 ran: Any = previous.plan
                 guesses.count(ran, results, ended - started)
-                sampled += sum(len(one.after) for one in results.values())
-            self._count(sampled, step_s=ended - started, host_s=launched - started + ended - landed)
+                self._generated += sum(len(one.after) for one in results.values())
         elif not self._in_flight and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
 
@@ -410,22 +417,14 @@ class Engine:
         routed = self._routed.pop(seq_id, None)
         return update if routed is None else replace(update, routed_experts=routed.by_position())
 
-    def _flush(self) -> None:
-        if self._outbox:
-            news, self._outbox = self._outbox, []
-            self._deliver(news)
-
-    def _count(self, sampled: int, *, step_s: float, host_s: float) -> None:
-        before = self._stats
-        generated = before.generated_tokens + sampled
-        self._stats = replace(before, steps=before.steps + 1, generated_tokens=generated, step_s=step_s, host_s=host_s)
-        self._look()
-
-    def _look(self) -> None:
-        """Bring the counters up to date that change without a step, too."""
+    def _publish(self) -> None:
+        """Bring the counters up to date, and deliver the news."""
         counts = self._scheduler.stats()
-        self._stats = replace(
-            self._stats,
+        self._stats = EngineStats(
+            steps=self._steps,
+            generated_tokens=self._generated,
+            step_s=self._step_s,
+            host_s=self._host_s,
             num_running=counts.num_running,
             num_waiting=counts.num_waiting,
             prompt_tokens=counts.prompt_tokens,
@@ -434,6 +433,12 @@ class Engine:
             speculation=SpeculationStats() if self._guesses is None else self._guesses.stats(),
             kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
         )
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            news, self._outbox = self._outbox, []
+            self._deliver(news)
 
     # ------------------------------------------------------------------------------------------------- commands
 
@@ -508,7 +513,7 @@ class Engine:
     def _close(self) -> None:
         self._settle()
         self._tell(self._scheduler.abort(None, "abort"))
-        self._flush()
+        self._publish()
         self._closing = True
 
     # ------------------------------------------------------------------------------------------------- the end
@@ -527,6 +532,7 @@ class Engine:
                 self._dead = EngineDeadError(message, phase="step")
                 self._dead.__cause__ = error
             self._closing = True
+            self._flush()
             self._deliver_failure(self._dead)
         return self._dead
 

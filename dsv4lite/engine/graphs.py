@@ -12,10 +12,11 @@ by slot, whose rows are sent only when a sequence has taken a page.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -101,6 +102,7 @@ class DecodeGraphs:
         pages = -(-max_model_len // GROW_PAGE)
         self._tables = torch.zeros(len(self.last_token), pages, dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
+        self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and grow pages of the step that ran last
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.sizes = graph_sizes(max_num_seqs)
@@ -175,6 +177,10 @@ class DecodeGraphs:
         return out
 
     def _update_tables(self, sequences: Sequence[SequencePlan]) -> None:
+        now = [s.slot for s in sequences], [s.pages for s in sequences]
+        if now == self._last:  # mostly, and equal tuples are the same ones: nobody looks into them
+            return
+        self._last = now
         changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
         if not changed:
             return
@@ -216,18 +222,23 @@ def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: in
     """
     missing = size - len(sequences)
     filler = [-1] * missing
-    # Numbers go into an array first: PyTorch takes several times as long to read a list.
-    columns = array("i", [s.token_ids[0] for s in sequences])
-    columns.extend([0] * missing)
-    for part in ([s.start for s in sequences], [s.slot for s in sequences], [s.window_first for s in sequences]):
-        columns.extend(part)
-        columns.extend(filler)
-    for s in sequences:
-        columns.extend(s.window_pages)
-        if len(s.window_pages) < window_pages:
-            columns.extend([-1] * (window_pages - len(s.window_pages)))
-    columns.extend(filler * window_pages)
-    return torch.frombuffer(columns, dtype=torch.int32).view(_COLUMNS + window_pages, size)
+    paddings = [(-1,) * (window_pages - count) for count in range(window_pages + 1)]
+    columns = [
+        *[s.token_ids[0] for s in sequences],
+        *[0] * missing,
+        *[s.start for s in sequences],
+        *filler,
+        *[s.slot for s in sequences],
+        *filler,
+        *[s.window_first for s in sequences],
+        *filler,
+        *chain.from_iterable([s.window_pages + paddings[len(s.window_pages)] for s in sequences]),
+        *filler * window_pages,
+    ]
+    # PyTorch takes five times as long to read a list.
+    packed = bytearray(4 * len(columns))
+    struct.pack_into(f"{len(columns)}i", packed, 0, *columns)
+    return torch.frombuffer(packed, dtype=torch.int32).view(_COLUMNS + window_pages, size)
 
 
 def decode_batch(

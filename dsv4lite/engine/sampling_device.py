@@ -56,6 +56,7 @@ class DeviceSampler:
         self._table = SlotTable(slots, vocab_size, device)
         self._space = RowSpace.allocate(rows, vocab_size, device)
         self._last: RowNeeds | None = None
+        self._slots: list[int] = []  # of its sequences
 
     def add(self, seq_id: int) -> None:
         """Take in a sequence that the sampler knows."""
@@ -67,9 +68,10 @@ class DeviceSampler:
 
     def prepare(self, sequences: Sequence[SequencePlan]) -> RowNeeds:
         """Bring the table up to date for those who sample in a step, and return what they ask for."""
-        self._table.seat(sequences)
-        seq_ids = tuple([s.seq_id for s in sequences])
-        if self._last is None or self._last.seq_ids != seq_ids:
+        seq_ids, slots = tuple([s.seq_id for s in sequences]), [s.slot for s in sequences]
+        if self._last is None or self._last.seq_ids != seq_ids or self._slots != slots:
+            self._table.seat(sequences)
+            self._slots = slots
             scores = [(row, self._table.num_logprobs(seq_id)) for row, seq_id in enumerate(seq_ids)]
             self._last = RowNeeds(
                 seq_ids=seq_ids,

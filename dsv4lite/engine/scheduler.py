@@ -30,6 +30,7 @@ __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequenc
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
+_ALONE = Sampled(0)[2:]  # neither an error nor anything after it
 
 
 def needs_host(seq: Sequence) -> bool:
@@ -516,13 +517,14 @@ class Scheduler:
         self._outstanding.popleft()
         updates = []
         for part in plan.sequences:
-            seq = self._live.get(part.seq_id)
+            seq_id, sample = part.seq_id, part.sample
+            seq = self._live.get(seq_id)
             if seq is None:
                 continue
-            seq.in_flight -= part.sample
-            sampled = results[part.seq_id] if part.sample else results.get(part.seq_id)
-            score = scores[part.seq_id] if scores is not None and part.score is not None else None
-            if sampled is not None and not (part.drafts or sampled.after or sampled.drafts or sampled.error):
+            seq.in_flight -= sample
+            sampled = results[seq_id] if sample else results.get(seq_id)
+            score = scores[seq_id] if scores and part.score is not None else None
+            if sampled is not None and sampled[2:] == _ALONE and not part.drafts:
                 updates.append(self._append_one(seq, sampled, score, weight_version))
             elif sampled is not None:
                 updates.append(self._append(seq, part, sampled, score, weight_version))
@@ -535,28 +537,22 @@ class Scheduler:
 
     def _append_one(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
         """Do what ``_append`` does for one token of a run without drafts: of nearly every run, where nobody guesses."""
-        token_id, logprob = sampled.token_id, sampled.logprob
-        seq.tokens.append(token_id)
+        token_id, logprob, tokens = sampled.token_id, sampled.logprob, seq.tokens
+        tokens.append(token_id)
         if seq.pending is not None:
             self._holdings.insert_pending(seq)
         finish: FinishReason | None = None
         stop = None
-        if token_id in seq.end_ids or len(seq.tokens) > seq.last_run:
+        if token_id in seq.end_ids or len(tokens) > seq.last_run:
             finish, stop = seq.outcome()
             if finish is not None:
                 self._close(seq)
         seq.drafts = ()
+        cached = seq.report_cached_tokens() if seq.cached_tokens else 0
+        logprobs, started = () if logprob is None else (logprob,), seq.started or 0.0
+        # As above, without keywords.
         return SequenceUpdate(
-            request_id=seq.request.request_id,
-            index=seq.index,
-            token_ids=(token_id,),
-            logprobs=() if logprob is None else (logprob,),
-            prompt_logprobs=score,
-            finish_reason=finish,
-            stop_reason=stop,
-            cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
-            started=seq.started or 0.0,
-            weight_version=weight_version,
+            seq.request.request_id, seq.index, (token_id,), logprobs, score, finish, stop, cached, started, weight_version
         )
 
     def _append(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import (
@@ -34,6 +36,7 @@ from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     import torch
 
+_MOST_KEPT = 64
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
 
@@ -66,6 +69,8 @@ class Collector:
             _Completion(i, request.params, tokenizer, None if parser is None else parser(name), streaming)
             for i, name in enumerate(names)
         ]
+        self._at_once = streaming or bool(request.params.stop)
+        self._kept: list[SequenceUpdate] = []
         self._prompt_logprobs: list[Logprobs] = []
         self._cached_tokens = self._drafted = self._accepted = 0
         self._started: float | None = None
@@ -77,12 +82,36 @@ class Collector:
         """Whether every completion has ended, and has all that belongs to it."""
         return all(c.complete for c in self._completions)
 
+    def keep(self, update: SequenceUpdate) -> bool:
+        """Put an update by, to be read with others, if nobody can tell; return whether nobody can.
+
+        So it is with tokens that nobody reads as they come and no stop string is looked for in.
+        """
+        bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
+        if self._at_once or not bare or self._first_token is None:
+            return False
+        self._kept.append(update)
+        if len(self._kept) >= _MOST_KEPT:
+            self._catch_up()
+        return True
+
+    def _catch_up(self) -> None:
+        """Read what was put by."""
+        kept, self._kept = sorted(self._kept, key=attrgetter("index")), []
+        for _, group in itertools.groupby(kept, key=attrgetter("index", "weight_version")):
+            updates = list(group)
+            ids, logprobs = (tuple(itertools.chain(*x)) for x in zip(*((u.token_ids, u.logprobs) for u in updates), strict=True))
+            self._drafted += sum(u.drafted for u in updates)
+            self._accepted += sum(u.accepted for u in updates)
+            self._completions[updates[0].index].push(replace(updates[0], token_ids=ids, logprobs=logprobs))
+
     def push(self, update: SequenceUpdate, now: float) -> Delta:
         """Add what one step brought at the monotonic second ``now``.
 
         A stop string may end the completion before the engine does: then ``finish_reason`` of the delta is set and that of the
         update is not. Whatever the engine still sends to an ended completion is dropped.
         """
+        self._catch_up()
         if self._started is None and update.started:
             self._started = update.started
         if self._first_token is None and update.token_ids:
@@ -102,6 +131,7 @@ class Collector:
 
     def end(self, reason: FinishReason, error: DSV4LiteError | None = None) -> list[Delta]:
         """End all completions that are still open, and return what they had held back."""
+        self._catch_up()
         self._error = self._error or error
         open_ones = [c for c in self._completions if c.finish_reason is None]
         return [c.push(SequenceUpdate(request_id=self._request.request_id, index=c.index, finish_reason=reason)) for c in open_ones]

@@ -408,6 +408,8 @@ class Session:
         if ticket.done:
             return
         try:
+            if ticket.collector.keep(update):
+                return
             delta = ticket.collector.push(update, now)
             output = ticket.collector.output(now) if ticket.collector.finished else None
         except Exception as flaw:

@@ -598,3 +598,29 @@ def test_memory_plan_is_what_is_held_to_the_byte(model: Path, tmp_path: Path, wh
         assert runner.cache.nbytes == plan.per_device[0].state <= 60_000_000
         held = {t.data_ptr(): t.nbytes for t in (*runner.model.parameters(), *runner.model.buffers()) if t.nbytes}
         assert sum(held.values()) == plan.per_device[0].weights
+
+
+# ---------------------------------------------------------------------------------------------------------- news
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_news_are_delivered_while_nothing_waits_for_the_engine(model: Path, overlap: bool) -> None:
+    """Where steps run by themselves, readers get the interpreter behind a launch; where they do not, before the next one."""
+    events: list[str] = []
+
+    def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with opened(model, overlap=overlap) as llm:
+        engine = engine_of(llm)
+        engine._deliver, engine._land = logged("deliver", engine._deliver), logged("land", engine._land)  # type: ignore[method-assign]
+        engine._runner.launch = logged("launch", engine._runner.launch)  # type: ignore[method-assign]
+        assert len(llm.generate(PROMPT, seeded()).token_ids) == LENGTH
+        assert llm.stats().generated_tokens == LENGTH
+    turn = ["launch", "deliver", "land"] if overlap else ["launch", "land", "deliver"]
+    middle = events[6:36]
+    assert middle == turn * 10
