@@ -59,6 +59,11 @@ def choose_device(config: EngineConfig) -> torch.device:
     return device
 
 
+def sole_device(device: torch.device) -> str:
+    """Return a name that no other device of this machine has, in any process; empty for a CPU, which ranks may share."""
+    return "" if device.type == "cpu" else f"GPU {torch.cuda.get_device_properties(device).uuid}"
+
+
 def _require_cuda(wanted: str, device: torch.device) -> None:
     """Raise unless kernels can be compiled for a device, and run there."""
     if torch.version.cuda is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.device import advice_for, forget_frames, start_error
+from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler
 from dsv4lite.engine.ranks import JointFlight, Ranks
@@ -293,12 +293,13 @@ class Engine:
             return Ranks(config, self._lose) if several else Alone(config)
         host = HostRanks.of(config)
         config = self.config = host.config
-        problem: DSV4LiteError | None = None
+        problem, device = host.problem, ""
         try:
-            device_of(config, host.rank)
+            if problem is None:
+                device = sole_device(device_of(config, host.rank))
         except DSV4LiteError as error:
             problem = error
-        machines = host.agree(problem)
+        machines = host.agree(problem, device)
         return Ranks(config, self._lose, (host, machines)) if host.rank == 0 else Guest(host)
 
     def _inform(self, survey: Survey, plan: MemoryPlan, tokenizer: Tokenizer) -> None:

@@ -290,10 +290,10 @@ class Guest:
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return what is behind an error; tell the leader if it is this rank's own."""
-        if isinstance(error, DSV4LiteError):
-            return error
         if self._lost is None and not isinstance(error, Closed):
             with suppress(Closed):
                 self._life.send(portable(error))
+        if isinstance(error, DSV4LiteError):
+            return error
         self._heard.wait(_VERDICT_S)
         return self._lost or error

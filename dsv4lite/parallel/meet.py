@@ -25,6 +25,7 @@ from dsv4lite.parallel.channel import Channel, Closed, portable
 
 _SETTINGS = {"tp": "tensor", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _TOKEN_BYTES = 32
+_HELLO_S = 5.0  # for a connection to say whose it is; ranks say it at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,18 +36,20 @@ class HostRanks:
         config: Settings, with the sizes that a device mesh has brought.
         rank: Number of this rank in the layout.
         groups: Process groups of the host, which one after the other reach every rank.
+        problem: What is wrong with the groups or the settings; the others do not know it before ``agree``.
     """
 
     config: EngineConfig
     rank: int
     groups: tuple[Any, ...]
+    problem: DSV4LiteError | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> HostRanks:
         """Find out which rank this is.
 
         Raises:
-            ConfigError: There are no groups, or their sizes are not those of the layout.
+            ConfigError: There are no groups, so that there is nobody to tell.
         """
         if config.device_mesh is not None:
             return cls._of_mesh(config, config.device_mesh)
@@ -59,44 +62,44 @@ class HostRanks:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ConfigError("this process is not in process_group; only its members make the engine")
+        problem: DSV4LiteError | None = None
         if size != config.layout.world:
-            raise ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
+            problem = ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
         config = replace(config, executor="external", device_mesh=None, process_group=None)
-        return cls(config=config, rank=rank, groups=(group,))
+        return cls(config=config, rank=rank, groups=(group,), problem=problem)
 
     @classmethod
     def _of_mesh(cls, config: EngineConfig, mesh: Any) -> HostRanks:
-        names = mesh.mesh_dim_names or ()
-        if not names or set(names) - set(AXES) or {"ep"} < set(names) - {"pp"}:
-            raise ConfigError(
-                f"device_mesh has the dimensions {names}; name them tp, dp and pp, or ep and pp. ep over ranks of tp and dp is a "
-                "setting, expert_parallel_size"
-            )
-        sizes = {}
-        for dimension, name in enumerate(names):
-            setting, size = f"{_SETTINGS[name]}_parallel_size", mesh.size(dimension)
-            if getattr(config, setting) not in (1, size):
-                raise ConfigError(f"{setting}={getattr(config, setting)}, but the dimension {name} of device_mesh has {size} ranks")
-            sizes[setting] = size
-        config = replace(config, executor="external", device_mesh=None, process_group=None, **sizes)
-        layout, at = config.layout, {name: mesh.get_local_rank(name) for name in names}
-        if layout.world != mesh.size():
-            raise ConfigError(f"{layout} needs {layout.world} ranks, and device_mesh has {mesh.size()}")
-        rank = at.get("pp", 0) * layout.stage + at.get("dp", 0) * layout.tp + at.get("tp", 0) + at.get("ep", 0)
-        return cls(config=config, rank=rank, groups=tuple(mesh.get_group(name) for name in names))
+        groups = tuple(mesh.get_all_groups())
+        try:
+            config, rank = _read_mesh(config, mesh)
+        except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
+            return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
+        return cls(config=config, rank=rank, groups=groups)
 
     def exchange(self, mine: object) -> dict[int, Any]:
-        """Return what all ranks bring, by rank; all must call this at the same time."""
+        """Return what all ranks bring, by rank; all must call this at the same time.
+
+        Raises:
+            EngineDeadError: They did not all come before the groups' own timeouts.
+        """
         known = {self.rank: mine}
         for group in self.groups:
             gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, known, group=group)
+            try:
+                dist.all_gather_object(gathered, known, group=group)
+            except RuntimeError as error:
+                raise EngineDeadError(f"the host's ranks did not all come to make the engine: {error}", phase="start") from error
             for part in gathered:
                 known |= part
         return known
 
-    def agree(self, error: DSV4LiteError | None) -> dict[int, str]:
+    def agree(self, error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
         """Tell each other whether all is well.
+
+        Args:
+            error: What is wrong with this rank: its ``problem``, or another.
+            device: Name of its device among all of its machine, if no other rank may have it.
 
         Returns:
             Names of the machines, by rank.
@@ -104,11 +107,44 @@ class HostRanks:
         Raises:
             DSV4LiteError: What is wrong with a rank, on every rank.
         """
-        told = self.exchange((socket.gethostname(), None if error is None else portable(error)))
-        for rank, (_, problem) in sorted(told.items()):
+        told = self.exchange((socket.gethostname(), device, None if error is None else portable(error)))
+        for rank, (_, _, problem) in sorted(told.items()):
             if problem is not None:
                 raise error if rank == self.rank and error is not None else problem
-        return {rank: name for rank, (name, _) in told.items()}
+        owners: dict[tuple[str, str], int] = {}
+        for rank, (machine, used, _) in sorted(told.items()):
+            if used and owners.setdefault((machine, used), rank) != rank:
+                raise ConfigError(
+                    f"ranks {owners[machine, used]} and {rank} have the same device, {used} on {machine}: every rank needs a GPU "
+                    "of its own, by LOCAL_RANK or the setting device='cuda:N'; use fewer ranks if there are not enough"
+                )
+        return {rank: name for rank, (name, _, _) in told.items()}
+
+
+def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
+    """Return settings with the sizes of a device mesh, and this rank's place in it.
+
+    Raises:
+        ConfigError: Its dimensions are not axes, or not of the sizes of the settings.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not names or set(names) - set(AXES) or {"ep"} < set(names) - {"pp"}:
+        raise ConfigError(
+            f"device_mesh has the dimensions {names}; name them tp, dp and pp, or ep and pp. ep over ranks of tp and dp is a "
+            "setting, expert_parallel_size"
+        )
+    sizes = {}
+    for dimension, name in enumerate(names):
+        setting, size = f"{_SETTINGS[name]}_parallel_size", mesh.size(dimension)
+        if getattr(config, setting) not in (1, size):
+            raise ConfigError(f"{setting}={getattr(config, setting)}, but the dimension {name} of device_mesh has {size} ranks")
+        sizes[setting] = size
+    config = replace(config, executor="external", device_mesh=None, process_group=None, **sizes)
+    layout, at = config.layout, {name: mesh.get_local_rank(name) for name in names}
+    if layout.world != mesh.size():
+        raise ConfigError(f"{layout} needs {layout.world} ranks, and device_mesh has {mesh.size()}")
+    rank = at.get("pp", 0) * layout.stage + at.get("dp", 0) * layout.tp + at.get("tp", 0) + at.get("ep", 0)
+    return config, rank
 
 
 class HostRank:
@@ -158,11 +194,15 @@ def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tup
             server.settimeout(max(0.01, until - time.monotonic()))
             try:
                 end, _ = server.accept()
-                end.settimeout(max(0.01, until - time.monotonic()))
-                hello = end.recv(_TOKEN_BYTES + 12, socket.MSG_WAITALL)
             except TimeoutError as error:
                 missing = sorted(set(machines) - {0} - set(pending))
                 raise EngineDeadError(f"ranks {missing} did not connect within {timeout_s:g} s", phase="start") from error
+            try:
+                end.settimeout(_HELLO_S)
+                hello = end.recv(_TOKEN_BYTES + 12, socket.MSG_WAITALL)
+            except OSError:  # a stranger, who says nothing or has left
+                end.close()
+                continue
             if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):
                 end.close()  # a stranger
                 continue

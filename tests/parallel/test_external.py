@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import uuid
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from dsv4lite.config import EngineConfig
 from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
+from dsv4lite.parallel import meet
+from dsv4lite.parallel.meet import HostRanks, join, lead
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import RequestOutput, SamplingParams
-from tests.e2e.engines import MODEST
+from tests.e2e.engines import MODEST, write_model
 from tests.parallel.ranks import RankError, Ranks
-from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
+from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
 
 Job = dict[str, Any]
 
@@ -81,7 +85,7 @@ def test_ranks_of_the_host_give_what_one_rank_gives(
 
 def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
     try:
-        with LLM(str(model), **settings):
+        with LLM(**{"model": str(model), **settings}):
             return "nothing", ""
     except DSV4LiteError as error:
         return type(error).__name__, str(error)
@@ -93,15 +97,84 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"max_num_seqs": 9}}}, "ConfigError", "max_num_seqs is 9 on rank 1"),
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"device": "cuda:99"}}}, "DSV4LiteError", "cuda:99"),
         ({"tensor_parallel_size": 4}, {}, "ConfigError", "needs 4 ranks, and the process group has 2"),
+        (
+            {"tensor_parallel_size": 2},
+            {"on_rank": {1: {"tensor_parallel_size": 4}}},
+            "ConfigError",
+            "needs 4 ranks, and the process",
+        ),
+        ({"expert_parallel_size": 2, "redundant_experts": 1}, {}, "ConfigError", "5 expert slots on 2 ranks"),
+        ({"tensor_parallel_size": 2}, {"on_rank": {1: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
         ({"tensor_parallel_size": 4}, {"dimensions": {"tp": 2}}, "ConfigError", "tensor_parallel_size=4, but the dimension tp"),
+        ({}, {"dimensions": {"tp": 2}, "on_rank": {0: {"tensor_parallel_size": 4}}}, "ConfigError", "but the dimension tp"),
         ({}, {"dimensions": {"rows": 2}}, "ConfigError", "name them tp, dp and pp"),
     ],
-    ids=["settings", "device", "size", "mesh", "names"],
+    ids=["settings", "device", "size", "size-of-one", "slots", "checkpoint", "mesh", "mesh-of-one", "names"],
 )
 def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, told: str) -> None:
     job = job_of(ranks, model, refused, {**MODEST, **settings}, 2, **more)
     for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
         assert told in message and (found == kind or kind == "DSV4LiteError")
+
+
+def test_ranks_with_different_weights_are_refused_on_every_rank(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    other = str(write_model(tmp_path, SHARED, seed=1))
+    job = job_of(ranks, model, refused, {**MODEST, "tensor_parallel_size": 2}, 2, on_rank={1: {"model": other}})
+    for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+        assert found == "ConfigError" and "made alike: the checkpoint is " in message
+
+
+def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]]:
+    """Say that both ranks have one GPU, then that each has its own."""
+    host = HostRanks.of(EngineConfig(model=str(model), **settings))
+    with pytest.raises(ConfigError) as caught:
+        host.agree(None, "GPU 7")
+    return str(caught.value), [name for _, name in sorted(host.agree(None, f"GPU {rank}").items())]
+
+
+def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -> None:
+    job = job_of(ranks, model, share_devices, {**MODEST, "tensor_parallel_size": 2}, 2)
+    for message, machines in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+        assert "ranks 0 and 1 have the same device, GPU 7 on " in message
+        assert machines == [socket.gethostname()] * 2
+
+
+class Crowd(HostRanks):
+    """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
+
+    def exchange(self, mine: object) -> dict[int, Any]:
+        known = super().exchange(mine)
+        name, port, token = known[0]
+        ends = [socket.create_connection((name, port)) for _ in range(3)]
+        strangers.extend(ends[:1])
+        ends[1].close()
+        ends[2].sendall(bytes(len(token) + 12))
+        return known
+
+
+strangers: list[socket.socket] = []
+
+
+def among_strangers(model: Path, settings: Job, rank: int) -> list[int] | str:
+    config = EngineConfig(model=str(model), **settings)
+    if rank == 1:
+        host = HostRanks.of(config)
+        ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
+        ends[0].send("at work")
+        message = ends[1].receive(20.0)
+        strangers.pop().close()
+        return str(message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meet, "_HELLO_S", 0.2)
+        _, found = lead(HostRanks.of(config), {0: "here", 1: "here"}, 20.0)
+    assert found[1].work.receive(20.0) == "at work"
+    found[1].life.send("alive")
+    return list(found)
+
+
+def test_strangers_at_the_port_keep_no_rank_away(ranks: Ranks, model: Path) -> None:
+    job = job_of(ranks, model, among_strangers, {**MODEST, "tensor_parallel_size": 2}, 2)
+    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [[1], "alive"]
 
 
 def die_later(model: Path, settings: Job, rank: int) -> None:
