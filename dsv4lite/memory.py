@@ -24,7 +24,7 @@ from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculativ
 from dsv4lite.steptime import stage_floor
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.workspace import exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
+from dsv4lite.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
@@ -200,14 +200,18 @@ def weight_bytes(
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _working(config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, share: Share, rows: int) -> tuple[int, int]:
-    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from up to so many rows of a step."""
+def _working(
+    config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, share: Share, drafting: Drafting
+) -> tuple[int, int]:
+    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each guess."""
     tokens, sequences, local = config.max_num_batched_tokens, config.max_num_seqs, share.local(model)
-    sampled = min(tokens, rows * sequences)
+    sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
     workspace, graphs = reference_workspace(local, tokens, sampled), 0
     if numerics.paged:
         workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest)
         graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
+    if numerics.paged and drafting.max_drafts:
+        graphs += drafting_bytes(local, numerics, sequences=sequences, rows=sampled, own=drafting.own is not None)
     recorded = sampled if numerics.paged else 0
     if config.layout.world > 1:
         by_expert = config.dispatcher not in ("auto", "local", "all_gather")
@@ -323,7 +327,7 @@ def make_plan(
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
-    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, 1 + drafting.max_drafts)
+    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)

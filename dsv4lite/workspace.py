@@ -70,6 +70,23 @@ def graph_bytes(model: V4Config, numerics: Numerics, *, sequences: int, longest:
     return sequences * sampling_bytes(model) + _model_pass(model, numerics, sequences, longest) + _GRAPH_SEGMENTS
 
 
+def drafting_bytes(model: V4Config, numerics: Numerics, *, sequences: int, rows: int, own: bool) -> int:
+    """Return what graphs of steps that check guesses keep besides, and those that make guesses on the device.
+
+    Args:
+        model: Sizes.
+        numerics: Arithmetic.
+        sequences: Most sequences of a step.
+        rows: Most rows of a step.
+        own: Whether the model's own drafter guesses: the MTP block one row of a sequence at a time, DSpark a block of rows.
+    """
+    streams = numerics.dtype.itemsize * model.streams * model.hidden_size
+    if not own:
+        return rows * streams
+    block = 1 if model.dspark is None else model.dspark.block + 1  # and one row apart from the others
+    return rows * streams + sequences * (streams + block * _FLOAT * model.vocab_size)
+
+
 def sampling_bytes(model: V4Config) -> int:
     """Return what sampling keeps of a sequence: its logits and what its settings make of them, and at most its counts and edits."""
     kept = (_FLOAT + _INT) * model.vocab_size  # made when a sequence that needs them takes its slot

@@ -28,7 +28,9 @@ def put(source: Any, target: Any) -> None:
     elif is_dataclass(source):
         for field in fields(source):
             put(getattr(source, field.name), getattr(target, field.name))
-    else:
+    elif isinstance(source, dict):
+        put(tuple(source.values()), tuple(target.values()))
+    elif isinstance(source, tuple | list):
         for one, other in zip(source, target, strict=True):
             put(one, other)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.chain import Choose
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import RowSamples, Samples
 from dsv4lite.parallel.mesh import Axis
@@ -39,16 +40,20 @@ class Peers:
             samples: On the rank that has them.
         """
         ends = self._unknown(2, count) if samples is None else torch.stack(samples.ends())
-        behind_S, tokens_S = self.told(ends)
+        behind_S, tokens_S = self._told(ends)
         return behind_S, tokens_S
 
-    def choose(self, logits_SV: Tensor, seq_ids: Sequence[int], positions_S: Tensor) -> Tensor:
-        """Return a draft of each sequence, see ``Sampler.draft``; ranks that do not sample have to be told."""
-        if self._sampler is None:
-            return self._unknown(len(seq_ids))
-        return self._sampler.draft(logits_SV, seq_ids, positions_S)
+    def chooser(self, seq_ids: Sequence[int]) -> Choose:
+        """Return who chooses drafts of some sequences, see ``Sampler.draft``: the rank that samples, which tells the others."""
 
-    def told(self, token_ids: Tensor) -> Tensor:
+        def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+            sampler = self._sampler
+            unknown = self._unknown(len(seq_ids)) if sampler is None else sampler.draft(logits_SV, seq_ids, positions_S + 1)
+            return self._told(unknown)
+
+        return choose
+
+    def _told(self, token_ids: Tensor) -> Tensor:
         """Return what the rank that samples gives."""
         return self._axis.broadcast(token_ids, 0)
 

@@ -18,12 +18,11 @@ from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
-from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.models.config import V4Config
@@ -131,22 +130,28 @@ class Prospect:
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
+            drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
             graphs: DecodeGraphs | VerifyGraphs | None = None
             sampling, rows = None, config.max_num_seqs
             if model.paged and device.type == "cuda":
-                if sampler is not None and not drafting.max_drafts:  # a row for each sequence
-                    sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=rows, vocab_size=vocab_size, device=device)
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
+                if sampler is not None and (not most or mesh.layout.world == 1):
+                    sampled = min(tokens, rows * (1 + most))
+                    sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=sampled, vocab_size=vocab_size, device=device)
                 if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
                     graphs = VerifyGraphs(
-                        model, cache, max_num_seqs=rows, max_model_len=longest, max_drafts=most, max_tokens=tokens
+                        model,
+                        cache,
+                        max_num_seqs=rows,
+                        max_model_len=longest,
+                        widths=verify_widths(most, adaptive=drafting.adaptive),
+                        max_tokens=tokens,
+                        sampling=sampling,
+                        drafter=None if sampling is None else drafter,
                     )
                 elif model.capturable and not most:
                     graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
-            drafter = None
-            if own is not None and model.share.last:
-                drafter = make_drafter(own, model, cache, Peers(model.share.peers, sampler, device))
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)

@@ -15,8 +15,10 @@ from torch import Tensor
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.drafters import DeviceDrafter
+from dsv4lite.engine.chain import Chain, Choose
+from dsv4lite.engine.drafters import DeviceDrafter, draft
 from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.sampler import Sampler
@@ -24,7 +26,7 @@ from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs
-from dsv4lite.kernels.sampling import token_logprobs
+from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
@@ -100,8 +102,9 @@ class Runner:
         self.sampler = sampler
         mesh = mesh or Mesh.single()
         self._graphs = graphs
-        self._sampling = graphs.sampling if isinstance(graphs, DecodeGraphs) else None
+        self._sampling = graphs.sampling if graphs is not None else None
         self._drafter = drafter
+        self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._hop, self._relay = Hop(mesh.pp), TokenRelay(mesh, self._last_token)
         self._requests: dict[int, Request] = {}
@@ -197,7 +200,9 @@ class Runner:
         if self.model.share.last:
             self.model.logits(streams_TND[:1])
         if self._drafter is not None:
-            self._drafter.run_padding(batch, streams_TND)
+            self._drafter.feed(batch, streams_TND, batch.token_ids_T)
+            nobody = Chain.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])
+            self._drafter.guess(nobody, lambda logits_SV, positions_S: argmax_finite(logits_SV)[1])
 
     def _forward(self, batch: Batch | PagedBatch) -> Tensor:
         """Run this stage's layers; return the streams [T, N, D] after them."""
@@ -224,14 +229,12 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        tokens = shape.tokens
         if self._graphs is not None and self._graphs.covers(shape):
-            output = self._graphs.replay((), shape)
-            tokens = len(output if isinstance(output, Tensor) else output.logits)
+            self._graphs.replay((), shape)
         else:
-            self.model.take_part(tokens)
+            self.model.take_part(shape.tokens)
         if self._drafter is not None:
-            self._drafter.take_part(shape, tokens)
+            self._drafter.take_part(shape)
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> Flight:
         """Start a step; on a device with a stream of its own this returns before the step ends.
@@ -282,13 +285,27 @@ class Runner:
         return self.model.logits(_take(streams_TND, rows))
 
     def _verify(self, plan: StepPlan, graphs: VerifyGraphs, shape: StepShape) -> Flight:
-        """Start a step that may check guesses from its graph; sample, and guess what follows, behind it."""
-        output = graphs.replay(plan.sequences, shape)
+        """Start a step that may check guesses from its graphs: one more samples, where it can, and others guess what follows."""
+        output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
         apply_saves(plan, self.cache)
-        rows = [i * output.width for i in range(len(plan.sequences))]
-        first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
-        samples = self._sample(plan, first_row, partial(_take, output.logits))
-        return Flight(plan=plan, samples=samples, drafts=self._draft(plan, shape, output.batch, output.streams, rows, samples))
+        rows = [i * output.width for i in range(len(sequences))]
+        samples: Samples | RowSamples | None
+        if self._sampling is not None:
+            asked = self._sampling.prepare(sequences)
+            out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
+            samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token)
+            tokens_R = out[0]
+        else:
+            first_row = {s.seq_id: row for s, row in zip(sequences, rows, strict=True)}
+            samples, tokens_R = self._sample(plan, first_row, partial(_take, output.logits)), output.out[0]
+            if isinstance(samples, Samples):
+                each = [row + place for s, row in zip(sequences, rows, strict=True) for place in range(1 + s.drafts)]
+                tokens_R[torch.tensor(each, dtype=torch.int64, device=tokens_R.device)] = samples.token_ids.int()
+        if graphs.drafter is None:
+            eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
+            return Flight(plan=plan, samples=samples, drafts=eager)
+        drafts = graphs.draft(tokens_R, plan.max_drafts)
+        return Flight(plan=plan, samples=samples, drafts=Arrival(drafts[: len(sequences)]) if plan.max_drafts else None)
 
     def _draft(
         self,
@@ -299,11 +316,21 @@ class Runner:
         first_rows: list[int],
         samples: Samples | RowSamples | None,
     ) -> Arrival | None:
-        if self._drafter is None:
+        if self._drafter is None or self._peers is None:
             return None
-        assert not isinstance(samples, RowSamples), "drafts are verified by the sampler"
-        drafts = self._drafter.draft(plan, shape, batch, streams_TND, first_rows, samples)
+        sequences = [s for s in plan.sequences if s.sample]
+        ends = self._peers.ends(len(sequences), samples) if sequences else None
+        choose = self._chooser(sequences, self._peers)
+        drafts = draft(self._drafter, plan, shape, batch, streams_TND, first_rows, ends, choose)
         return None if drafts is None or samples is None else Arrival(drafts)
+
+    def _chooser(self, sequences: list[SequencePlan], peers: Peers) -> Choose:
+        """Return who chooses guesses of what follows some sequences."""
+        sampling = self._sampling
+        if sampling is None:
+            return peers.chooser([s.seq_id for s in sequences])
+        slots = torch.tensor([s.slot for s in sequences], dtype=torch.int32, device=self._last_token.device)
+        return lambda logits_SV, positions_S: sampling.guess(logits_SV, slots, positions_S)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
@@ -355,11 +382,11 @@ class Runner:
         positions = [position + 1 for _, places in each for position in places]
         logits = logits_of(rows)  # every rank has a part in the logits
         samples: Samples | RowSamples | None = None
-        if len(rows) > len(sampling):
-            drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
-            return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
         if self._sampling is not None:
             samples = self._sampling.sample(logits, sampling, self._last_token)
+        elif len(rows) > len(sampling):
+            drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
+            return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
         elif self.sampler is not None:
             samples = self.sampler.sample(logits, seq_ids, positions)
             self._write(sampling, samples)

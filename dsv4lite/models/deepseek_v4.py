@@ -254,6 +254,17 @@ class Attention(nn.Module):
             window_size=c.window,
         )
 
+    def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
+        """Keep the kv rows that later tokens see, and do nothing else; of a layer without compressed entries."""
+        c, window = self.config, cache.window
+        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
+        if isinstance(batch, PagedBatch):
+            assert isinstance(window, RowStore)
+            latent_norms(latent, self.q_norm, self.kv_norm, *batch.rope_T, c.norm_eps, window, batch.paging, c.window)
+            return
+        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *batch.rope_T)
+        window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+
     def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Tensor | None]:
         """Return the latents, and with few tokens what compressors and indexer see: many take memory, so that comes later."""
         if self.ratio and len(x_TD) <= PAIR_ROWS:
@@ -617,6 +628,13 @@ class DeepseekV4(nn.Module):
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
         mtp.block.ffn.take_part(most_tokens)
+
+    def mtp_feed(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> None:
+        """Keep what the MTP block's later tokens see of a step's tokens; arguments are those of ``mtp_forward``."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        streams, block = self._streams(mtp.mix(streams_TND, self._embed(batch.token_ids_T)), batch), mtp.block
+        block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, tiny_model
-from dsv4lite.engine.drafters import BlockDrafter
+from dsv4lite.engine import drafters, runner
 from dsv4lite.engine.ngram import NGramIndex, NGramSpeculator
 from dsv4lite.errors import CheckpointError, ConfigError, UnsupportedError
 from dsv4lite.memory import plan_memory
@@ -75,7 +75,7 @@ def test_greedy_text_is_that_of_no_drafts(model: Path, speculative: Any) -> None
 def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of wrong drafts, of several chunks and of pages that slid away leave no trace: a single pass drafts the same."""
     found: list[Tensor] = []
-    inner = BlockDrafter.draft
+    inner = drafters.draft
 
     def spy(*args: Any) -> Tensor | None:
         out = inner(*args)
@@ -83,7 +83,7 @@ def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, m
             found.append(out[0])
         return out
 
-    monkeypatch.setattr(BlockDrafter, "draft", spy)
+    monkeypatch.setattr(runner, "draft", spy)
     (prompt,) = prompts_of((50,), VOCAB, seed=3)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with opened(model, speculative=DSpark(4, adaptive=False), max_num_batched_tokens=20) as llm:
@@ -102,7 +102,7 @@ def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, m
 
 def test_cached_prefix_brings_the_rows_that_drafts_look_at(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[int]] = []
-    inner = BlockDrafter.draft
+    inner = drafters.draft
 
     def spy(*args: Any) -> Tensor | None:
         out = inner(*args)
@@ -110,7 +110,7 @@ def test_cached_prefix_brings_the_rows_that_drafts_look_at(model: Path, monkeypa
             found.append(out[0].tolist())
         return out
 
-    monkeypatch.setattr(BlockDrafter, "draft", spy)
+    monkeypatch.setattr(runner, "draft", spy)
     (prompt,) = prompts_of((260,), VOCAB, seed=4)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with opened(model, speculative=DSpark(4, adaptive=False)) as llm:

@@ -12,6 +12,7 @@ import torch
 from dsv4lite.config import tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
+from dsv4lite.speculation import MTP
 from examples.benchmark import flash
 
 pytestmark = pytest.mark.gpu
@@ -25,12 +26,14 @@ PIECES = 64 << 20  # a few of the allocator's least pieces, 20 MiB each: what sm
     [
         ({}, {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "max_model_len": 16384}),
         ({}, {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 4096}),
+        ({}, {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 4096, "speculative": MTP(4)}),
+        (flash(4), {"max_num_batched_tokens": 2048, "max_num_seqs": 32, "max_model_len": 4096, "speculative": MTP(2)}),
         (flash(4), {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 16384}),
         (flash(4), {"max_num_batched_tokens": 2048, "max_num_seqs": 4, "max_model_len": 1 << 17}),
         (PLAIN, {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 16384}),
         ({**PLAIN, "torch_dtype": "float32"}, {"max_num_batched_tokens": 4096, "max_num_seqs": 16, "max_model_len": 16384}),
     ],
-    ids=["tiny", "tiny-few", "flash-4", "flash-4-long", "plain-bfloat16", "plain-float32"],
+    ids=["tiny", "tiny-few", "tiny-mtp", "flash-4-mtp", "flash-4", "flash-4-long", "plain-bfloat16", "plain-float32"],
 )
 def test_plan_is_what_traffic_takes(overrides: dict[str, Any], settings: dict[str, Any], deterministic: bool) -> None:
     rng = random.Random(0)

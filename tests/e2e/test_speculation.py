@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import pytest
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.engine import rank
+from dsv4lite.engine import drafters, rank, runner
 from dsv4lite.engine.cache import LayerCache
-from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.step import SequencePlan, StepShape
-from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
+from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.memory import choose_numerics
 from dsv4lite.models.batch import Batch, one_pass
@@ -26,6 +26,7 @@ from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP, NGram, Speculator
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
+from tests.recorded import Recording
 
 VOCAB = SMALL["vocab_size"]
 
@@ -136,37 +137,37 @@ def test_steps_are_saved_by_right_guesses(model: Path) -> None:
         assert llm.stats().speculation.mean_accepted_length == 5 and llm.stats().generated_tokens == 41
 
 
-class Replayed:
-    """A graph that is run again instead of replayed, into the tensors of the first time."""
-
-    def __init__(self, work: Callable[[], VerifyOutput]) -> None:
-        self.work, self.first = work, work()
-
-    def replay(self) -> None:
-        now, first = self.work(), self.first
-        first.streams.copy_(now.streams)
-        first.batch.token_ids_T.copy_(now.batch.token_ids_T)
-        for field in fields(now.batch.paging):
-            value = getattr(now.batch.paging, field.name)
-            if isinstance(value, torch.Tensor):
-                getattr(first.batch.paging, field.name).copy_(value)
-        for ours, theirs in ((now.batch.rope_T, first.batch.rope_T), (now.batch.compress_rope_T, first.batch.compress_rope_T)):
-            for value, place in zip(ours, theirs, strict=True):
-                place.copy_(value)
-
-
 class EagerGraphs(VerifyGraphs):
-    """Graphs on a CPU."""
+    """Graphs on a CPU: work that is done again instead of replayed, into the tensors of the first time."""
 
-    steps = 0
+    steps = rounds = 0
 
-    def _record(self, work: Callable[[], VerifyOutput]) -> Any:
-        graph = Replayed(work)
-        return graph, graph.first
+    def _record(self, work: Callable[[], Any]) -> Any:
+        result = work()
+        return Recording(work, result), result
 
     def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         self.steps += 1
         return super().replay(sequences, step)
+
+    def draft(self, tokens_R: torch.Tensor, count: int) -> torch.Tensor:
+        self.rounds += count
+        return super().draft(tokens_R, count)
+
+
+def record(engine: Any, widths: Sequence[int]) -> EagerGraphs:
+    """Let an engine on pages run its steps from graphs."""
+    runner = engine._runner
+    runner._graphs = EagerGraphs(
+        runner.model,
+        runner.cache,
+        max_num_seqs=8,
+        max_model_len=1024,
+        widths=widths,
+        max_tokens=32,
+        drafter=runner._drafter,
+    )
+    return runner._graphs  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -177,22 +178,15 @@ def test_guesses_on_pages_change_no_token(
     """The references of the ops that a GPU runs, eagerly and in the form in which they are recorded: both drafters at once."""
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     oracle = Oracle(expected, k=2, share=0.6)
-
-    def record(engine: Any) -> EagerGraphs:
-        runner = engine._runner
-        runner._graphs = EagerGraphs(
-            runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, max_drafts=max(k, 2), max_tokens=32
-        )
-        return runner._graphs  # type: ignore[no-any-return]
-
+    widths = verify_widths(max(k, 2), adaptive=k == 1)
     for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
         with opened(model, deterministic=True, speculative=speculative) as llm:
-            graphs = engine_of(llm).call(record).result() if recorded else None
+            graphs = engine_of(llm).call(partial(record, widths=widths)).result() if recorded else None
             outputs = ask_all(llm, asks())
             stats = llm.stats().speculation
         for name, output in expected.items():
             assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
-        assert stats.drafted > 20 and (graphs is None or graphs.steps > 4)
+        assert stats.drafted > 20 and (graphs is None or graphs.steps > 4 < graphs.rounds)
     assert stats.accepted > 20
 
 
@@ -214,28 +208,33 @@ def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_block_guesses_what_it_guesses_behind_the_same_text(model: Path, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["references", "paged", "recorded"])
+def test_block_guesses_what_it_guesses_behind_the_same_text(model: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, rejected guesses, pages that slid away and what chains leave in the window make no difference."""
+    paged = form != "references"
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=paged))
     seen: list[list[int]] = []
-    inner = MtpDrafter.draft
 
-    def spy(*args: Any) -> torch.Tensor | None:
-        out = inner(*args)
-        if out is not None:
-            seen.append(out[0].tolist())
-        return out
+    def spied(inner: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+        def spy(*args: Any) -> torch.Tensor | None:
+            out = inner(*args)
+            if out is not None:
+                seen.append(out[0].tolist())
+            return out
 
-    monkeypatch.setattr(MtpDrafter, "draft", spy)
+        return spy
+
+    monkeypatch.setattr(runner, "draft", spied(drafters.draft))
+    monkeypatch.setattr(EagerGraphs, "draft", spied(EagerGraphs.draft))
     (prompt,) = prompts_of((50,), VOCAB, seed=3)
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with opened(model, speculative=MTP(3, adaptive=False), max_num_batched_tokens=20) as llm:
+        graphs = engine_of(llm).call(partial(record, widths=(1, 3, 4))).result() if form == "recorded" else None
         text = [*prompt, *llm.generate(prompt, params).token_ids]
         stats = llm.stats()
         whole = engine_of(llm)._runner.model
         whole.numerics = replace(whole.numerics, paged=False)
-    assert stats.speculation.runs > 10
+    assert stats.speculation.runs > 10 and (graphs is None or graphs.rounds > 30)
     known = len(prompt) + 1
     for drafts in seen:
         if known < len(text):

@@ -16,6 +16,8 @@ from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.engine.sequence import Sequence
+from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.weights.quant import Numerics
@@ -40,7 +42,7 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Do the work once for its results, and undo what else it did."""
     assert graphs.sampling is not None
     kept = [graphs.last_token, *(x for s in graphs.sampling._table._sequences.values() for x in s.held)]
@@ -55,25 +57,46 @@ def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, An
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     without_device(monkeypatch)
     monkeypatch.setattr(DecodeGraphs, "_record", record)
+    monkeypatch.setattr(VerifyGraphs, "_record", record)
     with torch.inference_mode():
         yield
 
 
-def runner_of(model: DeepseekV4, *, recorded: bool) -> Runner:
-    cache, vocab_size = StateCache.allocate(model.layout, SIZES, CPU), model.config.vocab_size
-    sampler, graphs = Sampler(vocab_size, CPU, 0), None
-    if recorded:
-        sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=4, vocab_size=vocab_size, device=CPU)
-        graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=512, sampling=sampling)
-    return Runner(model, cache, sampler, graphs)
+def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0) -> Runner:
+    cache, vocab_size = StateCache.allocate(replace(model.layout, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
+    sampler = Sampler(vocab_size, CPU, 0)
+    if not recorded:
+        return Runner(model, cache, sampler)
+    rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
+    rows["sampling"] = DeviceSampler(sampler, slots=SIZES.slots, rows=16, vocab_size=vocab_size, device=CPU)
+    if drafts:
+        return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16))
+    return Runner(model, cache, sampler, DecodeGraphs(model, cache, **rows))
 
 
-def run(runner: Runner) -> dict[str, list[Any]]:
-    """Run more requests than there are slots, with one step in flight; return tokens, and log-probabilities where wanted."""
+def run(runner: Runner, known: Mapping[str, list[Any]] | None = None) -> dict[str, list[Any]]:
+    """Run more requests than there are slots; return tokens, and log-probabilities where wanted.
+
+    Args:
+        runner: Runs one step while the results of the last one are under way.
+        known: Tokens that each request will have: they are guessed, some wrongly, and no step is under way.
+    """
     limits = SchedulerLimits(
-        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512, window=TINY.window, enable_prefix_caching=False
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=512,
+        window=TINY.window,
+        enable_prefix_caching=False,
+        max_drafts=0 if known is None else 1,
     )
-    scheduler = Scheduler(limits, Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0))
+
+    def propose(seq: Sequence, most: int) -> tuple[int, ...]:
+        at, texts = len(seq.tokens) - seq.prompt_len, known or {}
+        right = [token for token, *_ in texts[seq.request.request_id]][at : at + most]
+        return tuple(t + len(seq.tokens) % 4 // 3 for t in right)
+
+    pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+    scheduler = Scheduler(limits, pools, propose=None if known is None else propose)
     found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
     for i, (name, each) in enumerate(SETTINGS.items()):
         params = SamplingParams(**each, max_tokens=3 + i % 3, ignore_eos=True)  # type: ignore[arg-type]
@@ -89,16 +112,17 @@ def run(runner: Runner) -> dict[str, list[Any]]:
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
         flight = None if plan is None else runner.launch(plan)
-        previous, landing = flight, previous
+        previous, landing = (flight, previous) if known is None else (None, flight)
         if landing is None:
             continue
         results = landing.results()
         for seq_id in runner.hosted.intersection(results):
-            runner.accept(seq_id, results[seq_id].token_id)
+            for one in (results[seq_id], *results[seq_id].after):
+                runner.accept(seq_id, one.token_id)
         for update in scheduler.update(landing.plan, results):
             assert update.error is None
-            found[update.request_id] += update.token_ids
-            found[update.request_id] += [(x.rank, x.token_ids.tolist(), round(x.logprob, 3)) for x in update.logprobs]
+            logprobs = [(x.rank, x.token_ids.tolist(), round(x.logprob, 3)) for x in update.logprobs]
+            found[update.request_id] += zip(update.token_ids, logprobs or [None] * len(update.token_ids), strict=True)
             if update.finish_reason is not None:
                 runner.remove(seq_ids[update.request_id])
     return found
@@ -107,6 +131,8 @@ def run(runner: Runner) -> dict[str, list[Any]]:
 def test_recorded_steps_sample_as_the_host_does() -> None:
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
     model = fill(poisoned(TINY, replace(numerics, paged=True)), tiny_checkpoint(TINY)).requires_grad_(False)
-    recorded, plain = runner_of(model, recorded=True), runner_of(model, recorded=False)
-    assert run(recorded) == run(plain)
-    assert recorded.sampler is not None and recorded.sampler.num_sequences == 0 and not recorded.hosted
+    plain = run(runner_of(model, recorded=False))
+    for drafts in (0, 1):
+        recorded = runner_of(model, recorded=True, drafts=drafts)
+        assert run(recorded, plain if drafts else None) == plain
+        assert recorded.sampler is not None and recorded.sampler.num_sequences == 0 and not recorded.hosted

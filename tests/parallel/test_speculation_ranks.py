@@ -123,7 +123,7 @@ def test_block_drafter_is_refused_where_it_cannot_be_shared(tmp_path: Path) -> N
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"tensor_parallel_size": 2, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, chain, calls = engine_of(llm)._crew, MtpDrafter._chain, iter(range(3))
+        ranks, guess, calls = engine_of(llm)._crew, MtpDrafter.guess, iter(range(3))
         assert isinstance(ranks, Ranks)
         pid = ranks._processes[1].pid
 
@@ -131,9 +131,9 @@ def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: 
             if next(calls, None) is None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            return chain(*args)
+            return guess(*args)
 
-        monkeypatch.setattr(MtpDrafter, "_chain", interrupted)
+        monkeypatch.setattr(MtpDrafter, "guess", interrupted)
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL") as caught:
                 llm.generate({"prompt_token_ids": PROBE}, PROBING)
