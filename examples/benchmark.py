@@ -99,14 +99,15 @@ def shipped(layers: int) -> dict[str, Any]:
 MODELS = {"flash": flash, "pro": pro, "shipped": shipped}
 
 
-def floor_bytes(model: V4Config, numerics: Numerics, layout: Layout, batch: int) -> float:
-    """Return the bytes of weights that a decode step must read on one GPU, on one of each stage after the other."""
-    total = 0.0
+def floor_bytes(model: V4Config, numerics: Numerics, layout: Layout, batches: Sequence[int]) -> list[float]:
+    """Return the bytes of weights that a step of each batch must read on one GPU, on one of each stage after the other."""
+    totals = [0.0] * len(batches)
     for rank in range(0, layout.world, layout.stage):
         mesh = Mesh.outline(layout, rank)
-        weights = weight_bytes(model, numerics, mesh, with_mtp=False)
-        total += weights_read(model, numerics, Share.of(model, mesh), weights, batch / layout.dp)
-    return total
+        share, weights = Share.of(model, mesh), weight_bytes(model, numerics, mesh, with_mtp=False)
+        for i, batch in enumerate(batches):
+            totals[i] += weights_read(model, numerics, share, weights, batch / layout.dp)
+    return totals
 
 
 def params(count: int) -> SamplingParams:
@@ -216,8 +217,8 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     numerics = choose_numerics(config, source, choose_device(config))
     title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
     print(title + (f"{'nccl ms':>9}{'share':>8}{'us a layer':>12}" if args.profile else ""))
-    for batch in args.batch:
-        floor = floor_bytes(source.model, numerics, config.layout, batch) / BYTES_PER_SECOND
+    floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch)]
+    for batch, floor in zip(args.batch, floors, strict=True):
         for context in args.context:
             kernels: list[dict[str, Any]] | None = [] if args.profile else None
             measured = await decode(llm, batch, context, args.tokens, rng, kernels)

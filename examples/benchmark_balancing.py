@@ -7,7 +7,7 @@
 Writes a checkpoint with random weights whose routers have biases such that tokens choose experts by Zipf's law, every layer its
 own ones (3.4 GB a layer of V4-Flash; ``--folder`` keeps it). Prints the busiest rank's load over the average, the rate of prefill
 and the time of a decode step before and after experts have moved, and whether the same requests gave the same bits. A token's
-experts are added up in another order where they have moved, unless the dispatcher is ``all_to_all``, as on a CPU with ``--dp``.
+experts are added up in another order where they have moved, unless the dispatcher is ``all_to_all``, as with ``--dp`` on a CPU.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tensor_parallel_size=args.tp,
         data_parallel_size=args.dp,
         expert_parallel_size=args.ep,
+        dispatcher=args.dispatcher,
         redundant_experts=args.redundant_experts,
         rebalance_steps=args.rebalance_steps,
         executor="thread",  # whose rank 0 tells us of the moves
@@ -176,8 +177,8 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     finally:
         log.removeHandler(moves)
         log.setLevel(level)
-    layout = f"V4-{args.model.capitalize()}/{args.layers}, {llm.config.layout}, {args.redundant_experts} redundant experts"
-    print(f"{layout}\n{'':<32}{'before':>10}{'after':>10}{'ratio':>8}")
+    layout = f"V4-{args.model.capitalize()}/{args.layers}, {llm.config.layout}, dispatcher {args.dispatcher}"
+    print(f"{layout}, {args.redundant_experts} redundant experts\n{'':<32}{'before':>10}{'after':>10}{'ratio':>8}")
     for name, digits, key, factor in (
         ("busiest rank's load / average", 2, "busiest", 1.0),
         ("prefill, tokens/s", 0, "prefill", 1.0),
@@ -198,6 +199,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
     for axis, size in (("tp", 1), ("dp", 1), ("ep", 2)):
         parser.add_argument(f"--{axis}", type=int, default=size, help=f"ranks along the axis {axis} (default {size})")
+    parser.add_argument("--dispatcher", default="auto", help="how tokens get to their experts (default auto)")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1)")
     parser.add_argument("--redundant-experts", type=int, default=16, help="places for copies (default 16)")
     parser.add_argument("--rebalance-steps", type=int, default=1000, help="steps until experts move (default 1000)")

@@ -272,6 +272,9 @@ def test_ranks_with_other_settings_or_weights_are_told_apart(
         with pytest.raises(ConfigError, match="made alike") as caught:
             common_plan({0: prospect.survey, 1: survey})
         assert named in str(caught.value)
+    elsewhere = replace(prospect.survey, facts={**prospect.survey.facts, "device": "cuda"})
+    with pytest.raises(ConfigError, match="device is cuda on rank 1 and cpu on rank 0"):
+        common_plan({0: prospect.survey, 1: elsewhere})
     moved = replace(config, progress=True, compile_cache_dir="elsewhere")
     assert Prospect.of(moved, torch.device("cpu"), several=True).survey.facts == prospect.survey.facts
 

@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def floor(layers: int, batch: int, **axes: int) -> float:
-    return floor_bytes(parse_config({**tiny.FLASH, **flash(layers)}), RESIDENT, Layout(**axes), batch)
+    return floor_bytes(parse_config({**tiny.FLASH, **flash(layers)}), RESIDENT, Layout(**axes), [batch])[0]
 
 
 def result(batches: list[int], contexts: list[int]) -> dict[str, Any]:
