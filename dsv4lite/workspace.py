@@ -13,6 +13,7 @@ from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
 from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
+from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS
 from dsv4lite.kernels.sampling_rows import row_bytes
 from dsv4lite.models.batch import SPLITS
 from dsv4lite.models.config import V4Config
@@ -147,9 +148,10 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     outputs = item * c.o_groups * c.o_lora_rank
     by_library = item == _FLOAT  # whose products of groups, or in tiles of rows, are put together at the end
     again = by_library and numerics.deterministic
+    # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
+    between = item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _wide_streams(c, numerics)
     widest = max(
-        # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
-        item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _wide_streams(c, numerics),
+        between,
         # Projections for compressed entries, which nobody has read yet.
         _FLOAT * _compressed_columns(c) * (2 if again else 1),
         # Queries as they come from the projection, and normed.
@@ -160,6 +162,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
         heads + outputs * (2 if by_library else 1) + _rounded(outputs // item, numerics) + item * c.hidden_size,
         _experts(c, numerics),
     )
+    # Of few tokens, the experts' outputs are summed between sub-layers only.
+    unsummed = min(tokens, MOE_FEW_TOKENS) * (between + c.experts_per_token * (_BF16 * c.hidden_size + 8))
     whole = tokens * (_held(c, numerics) + _input(c, numerics))
     # Once, not for each token: weights that are widened for the library; scores of index keys, in rounds.
     widens = numerics.quantized and tokens > LIBRARY_ROWS
@@ -168,7 +172,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c, numerics)
     chosen = _FLOAT * c.index_heads + _INT * c.index_topk  # head weights, and what they choose
     scoring = tokens * (latents + heads + index_heads + chosen) + _scores(c, numerics, tokens, longest)
-    return whole + max(tokens * widest + padding, projecting, scoring)
+    return whole + max(tokens * widest + padding, unsummed, projecting, scoring)
 
 
 def _wide_streams(model: V4Config, numerics: Numerics) -> int:

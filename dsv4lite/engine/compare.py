@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.indexer import PAGE_TOKENS
+from dsv4lite.kernels.moe_few import sum_experts_ref
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rows import RowStore
@@ -22,8 +23,8 @@ BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
-    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms", "experts_forward"), 2**-4),
-    "fp8_weight_linear_quantize": 2**-4,
+    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("experts_forward", "moe_few", "fp8_weight_linear_quantize"), 2**-4),
     **dict.fromkeys(("compress_step", "latent_entries"), 2**-3),
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
@@ -56,6 +57,8 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
         return {"streams": tensors[0], "sums": tensors[1].sum(0)}
     if op == "route":
         return {"chosen": tensors[0], "weights": tensors[1]}
+    if op == "moe_few":
+        return {"chosen": tensors[0], "sums": sum_experts_ref(result)}
     if op == "choose_paged":
         return {"chosen": _choices(tensors[0], *arguments[2:4])}
     if op in ("latent_norms", "latent_entries"):
@@ -92,9 +95,9 @@ def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     """Measure an op's outputs against those of its reference, if there is one."""
     if wanted is None:
         return tuple(_difference(op, name, tensor, None) for name, tensor in got.items())
-    if op == "route":  # weights can only be compared where the experts are the same
+    if op in ("route", "moe_few"):  # of the rest, rows can only be compared where the experts are the same
         same_T = (got["chosen"] == wanted["chosen"]).all(-1)
-        got, wanted = ({**named, "weights": named["weights"][same_T]} for named in (got, wanted))
+        got, wanted = ({name: x if name == "chosen" else x[same_T] for name, x in named.items()} for named in (got, wanted))
     return tuple(_difference(op, name, tensor, wanted[name]) for name, tensor in got.items())
 
 

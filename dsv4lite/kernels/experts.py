@@ -238,7 +238,18 @@ def experts_forward_ref(
     limit: float,
     shared_TD: Tensor | None = None,
 ) -> Tensor:
-    """See ``experts_forward``: expert by expert, on dequantized numbers."""
+    """See ``experts_forward``."""
+    outputs = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
+    total = outputs[:, 0]
+    for k in range(1, chosen_TK.shape[1]):
+        total = total + outputs[:, k]
+    return total if shared_TD is None else (total + shared_TD.float()).to(shared_TD.dtype)
+
+
+def experts_outputs_ref(
+    x_codes: Tensor, x_scales: Tensor, chosen_TK: Tensor, weight_TK: Tensor, w13: Tiles, w2: Tiles, limit: float
+) -> Tensor:
+    """Return what ``experts_forward`` sums, float32 [T, K, D], zero without an expert: one by one, on dequantized numbers."""
     x_TD = dequantize_fp8(x_codes, x_scales, GROUP)
     outputs = x_TD.new_zeros(*chosen_TK.shape, w2.shape[1])
     for expert in chosen_TK[chosen_TK < w2.shape[0]].unique().tolist():
@@ -248,7 +259,4 @@ def experts_forward_ref(
         u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
         u = round_fp8(u, GROUP).float()
         outputs[at] = (u @ w2.dequantize(expert).T).bfloat16().float()
-    total = outputs[:, 0]
-    for k in range(1, chosen_TK.shape[1]):
-        total = total + outputs[:, k]
-    return total if shared_TD is None else (total + shared_TD.float()).to(shared_TD.dtype)
+    return outputs

@@ -1,6 +1,6 @@
 """Kernels of ``experts.py``: four launches, the same whatever the routing, without a word to the host.
 
-    group     rows of each expert -> blocks of ``rows`` rows, the expert of each block, scales of the inputs in the blocks' order
+    group     rows of each expert -> blocks of ``rows`` rows, and the expert of each block (``grouping_triton.py``)
     gate_up   one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
     down      one block x 64 or 128 columns of the result, one row per token and expert
     combine   sum over k, and the shared expert
@@ -23,11 +23,9 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
+from dsv4lite.kernels.grouping_triton import Groups, group_triton
 from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
 
-COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
-_COUNT_CHUNK = 4096
-_SCAN_CHUNKS = (64, 1024)
 _SUM_BLOCK = 1024
 
 
@@ -76,83 +74,6 @@ def block_for(pairs: int, experts: int) -> Block:
     return few[0] if few else next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
 
 
-def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Return the most blocks that any routing needs."""
-    return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(counts + bins, tl.histogram(ids, BINS), mask=bins < EXPERTS)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _group_kernel(
-    chosen,
-    counts,
-    x_scales,
-    order,
-    owner,
-    blocks,
-    arrivals,
-    x_words,
-    pairs,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMNS_TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-):
-    # One program per expert. Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    if COUNTED:
-        count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
-    else:
-        count = tl.zeros((BINS,), tl.int32)
-        for begin in range(0, pairs, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
-            count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
-        count = tl.where(bins < EXPERTS, count, 0)
-    needed = (count + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(bins < expert, needed, 0))
-    mine = tl.sum(tl.where(bins == expert, needed, 0))
-    rows = tl.sum(tl.where(bins == expert, count, 0))
-    if expert == 0:
-        tl.store(blocks, tl.sum(needed))
-    if mine > 0:
-        base = order + first.to(tl.int64) * ROWS
-        found = tl.zeros((), tl.int32)
-        for begin in range(0, pairs, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
-            here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-            tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
-            found += tl.sum(here)
-        row = tl.arange(0, ROWS)
-        tl.store(base + rows + row, pairs, mask=rows + row < mine * ROWS)  # a number that is no pair
-        tl.debug_barrier()  # the order is read again below, by other threads
-        column = tl.arange(0, COLUMNS_TILE)
-        group = tl.arange(0, GROUPS_TILE)
-        for block in range(mine):
-            number = (first + block).to(tl.int64)
-            tl.store(owner + number, expert)
-            tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
-            pair = tl.load(order + number * ROWS + row)
-            token = (pair // TOP_K).to(tl.int64)
-            wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
-            scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
-            at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
-            tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
-
-
 @triton.jit
 def _inputs(x, valid, NATIVE: tl.constexpr):
     """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
@@ -172,6 +93,7 @@ def _product(
     scales,
     CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
+    WORD_STEP: tl.constexpr,
     TILES: tl.constexpr,
     FP4: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -183,7 +105,7 @@ def _product(
     Args:
         x: Pointers to the first 128 columns of the inputs, [128, rows].
         valid: Which rows there are.
-        words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``rows`` further.
+        words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``WORD_STEP`` further.
         codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
     """
     BYTES: tl.constexpr = 4096 if FP4 else 8192
@@ -192,7 +114,7 @@ def _product(
     base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        unit = tl.load(words + c * ROWS).to(tl.float32, bitcast=True)
+        unit = tl.load(words + c * WORD_STEP).to(tl.float32, bitcast=True)
         s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
         numbers = _inputs(x + c * 128, valid, NATIVE)
         codes_c = codes + c * BYTES
@@ -215,6 +137,100 @@ def _product(
     else:
         acc *= 1 << LIFT
     return acc
+
+
+@triton.jit
+def _quantize_last(
+    u, u_codes, u_words, arrivals, block, group, pair, valid,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them."""
+    # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
+    tl.debug_barrier()  # all threads have written when one of them says so
+    arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == SHARERS - 1:
+        at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
+        y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+        bits = fp8_scale_bits(y)
+        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
+        tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
+
+
+@triton.jit
+def gate_up_tile(
+    program,
+    x,
+    x_words,
+    codes,
+    scales,
+    order,
+    owner,
+    blocks,
+    weight,
+    u,
+    u_codes,
+    u_words,
+    arrivals,
+    pairs,
+    limit,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Compute ``TILES * 32`` columns of ``u`` for one block."""
+    PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
+    CHUNKS: tl.constexpr = HIDDEN // 128
+    block = (program // PROGRAMS).to(tl.int64)
+    program = program % PROGRAMS
+    row = tl.arange(0, ROWS)
+    count = tl.load(blocks)
+    expert = tl.load(owner + block).to(tl.int64)
+    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    if block < count:
+        valid = pair < pairs
+        pair = tl.where(valid, pair, 0)
+        token = pair // TOP_K
+        words = x_words + (token * CHUNKS if BY_TOKEN else block * (CHUNKS * ROWS) + row)
+        tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
+        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
+        both = to_bf16(
+            _product(
+                x + token[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
+                valid,
+                words,
+                codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+                scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+                CHUNKS,
+                ROWS,
+                1 if BY_TOKEN else ROWS,
+                TILES,
+                FP4,
+                NATIVE,
+                STAGES,
+                UNROLL,
+            ),
+            NATIVE,
+        )
+        # A thread has row bit 3 of a tile, gate or up, in its own registers.
+        gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
+        # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+        gate = tl.minimum(gate.to(tl.float32), limit)
+        up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+        mix = tl.load(weight + pair, mask=valid, other=0.0)
+        activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+        activated = tl.reshape(activated, (TILES * 32, ROWS))
+        column = program * (TILES * 32) + tl.arange(0, TILES * 32)
+        tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
+        SHARERS: tl.constexpr = 4 // TILES
+        _quantize_last(u, u_codes, u_words, arrivals, block, program // SHARERS, pair, valid, WIDTH, ROWS, SHARERS, NATIVE)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -243,59 +259,33 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
-    CHUNKS: tl.constexpr = HIDDEN // 128
-    block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    program = tl.program_id(0) % PROGRAMS
-    row = tl.arange(0, ROWS)
-    count = tl.load(blocks)
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row)
-    if block >= count:
-        return
-    valid = pair < pairs
-    pair = tl.where(valid, pair, 0).to(tl.int64)
-    tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
-    BYTES: tl.constexpr = 4096 if FP4 else 8192
-    # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
-    both = to_bf16(
-        _product(
-            x + (pair // TOP_K)[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
-            valid,
-            x_words + block * (CHUNKS * ROWS) + row,
-            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
-            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
-            CHUNKS,
-            ROWS,
-            TILES,
-            FP4,
-            NATIVE,
-            STAGES,
-            UNROLL,
-        ),
+    gate_up_tile(
+        tl.program_id(0),
+        x,
+        x_words,
+        codes,
+        scales,
+        order,
+        owner,
+        blocks,
+        weight,
+        u,
+        u_codes,
+        u_words,
+        arrivals,
+        pairs,
+        limit,
+        HIDDEN,
+        WIDTH,
+        TOP_K,
+        ROWS,
+        False,
+        TILES,
+        FP4,
         NATIVE,
+        STAGES,
+        UNROLL,
     )
-    # A thread has row bit 3 of a tile, gate or up, in its own registers.
-    gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
-    # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-    gate = tl.minimum(gate.to(tl.float32), limit)
-    up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
-    mix = tl.load(weight + pair, mask=valid, other=0.0)
-    activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
-    activated = tl.reshape(activated, (TILES * 32, ROWS))
-    column = program * (TILES * 32) + tl.arange(0, TILES * 32)
-    tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
-    # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
-    SHARERS: tl.constexpr = 4 // TILES
-    group = program // SHARERS
-    tl.debug_barrier()  # all threads have written when one of them says so
-    arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == SHARERS - 1:
-        at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
-        y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-        bits = fp8_scale_bits(y)
-        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
-        tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + row, bits)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -342,6 +332,7 @@ def _down_kernel(
             scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
             CHUNKS,
             ROWS,
+            ROWS,
             TILES,
             FP4,
             NATIVE,
@@ -384,60 +375,90 @@ def _combine_kernel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class Work:
     """Sizes of one call, and what its kernels hand to each other.
 
     Attributes:
-        pairs: Of token and expert.
-        most: Blocks that any routing needs.
         native: The chip knows e4m3; the interpreter, too, goes the way of older chips, for its own rounding differs.
-        order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
-        owner, count: Expert of each block [most], and how many there are [1].
-        arrivals: Programs that have written their part of 128 channels of ``u``, [most, I / 128].
-        x_words, u_words: Bits of the scales of inputs and ``u`` in the blocks' order, [most, channels / 128, rows].
+        groups: Which pairs of token and expert each block has.
+        u_words: Bits of the scales of ``u`` in the blocks' order, int32 [blocks, I / 128, rows].
     """
 
     block: Block
-    pairs: int
-    most: int
     experts: int
     top_k: int
     hidden: int
     width: int
     native: bool
-    order: Tensor
-    owner: Tensor
-    count: Tensor
-    arrivals: Tensor
-    x_words: Tensor
+    groups: Groups
     u_words: Tensor
 
     @classmethod
-    def allocate(cls, chosen_TK: Tensor, w2: Tiles, block: Block | None) -> _Work:
-        (tokens, top_k), (experts, hidden, width) = chosen_TK.shape, w2.shape
-        pairs = tokens * top_k
-        block = block or block_for(pairs, experts)
-        most = most_blocks(pairs, experts, block.rows)
-
-        def words(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=chosen_TK.device)
-
+    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: Block | None = None, *, by_token: bool = False) -> Work:
+        """Make room for the pairs of some tokens; inputs have their scales by token, or in the blocks' order."""
+        (experts, hidden, width), device = w2.shape, w2.codes.device
+        block = block or block_for(tokens * top_k, experts)
+        groups = Groups.allocate(tokens, top_k, experts, hidden, width, block.rows, device, by_token=by_token)
         return cls(
             block=block,
-            pairs=pairs,
-            most=most,
             experts=experts,
             top_k=top_k,
             hidden=hidden,
             width=width,
-            native=native_e4m3(chosen_TK),
-            order=words(most, block.rows),
-            owner=words(most),
-            count=words(1),
-            arrivals=words(most, width // GROUP),
-            x_words=words(most, hidden // GROUP, block.rows),
-            u_words=words(most, width // GROUP, block.rows),
+            native=native_e4m3(w2.codes),
+            groups=groups,
+            u_words=torch.empty(groups.most, width // GROUP, block.rows, dtype=torch.int32, device=device),
         )
+
+    @property
+    def gate_up_programs(self) -> int:
+        """How many programs the first product has."""
+        return self.groups.most * (self.width // HALF_ROWS // self.block.tiles)
+
+    def room_for_u(self) -> tuple[Tensor, Tensor]:
+        """Return places for ``u``, bfloat16 [pairs, I], and for its codes, uint8."""
+        shape, device = (self.groups.pairs, self.width), self.u_words.device
+        return torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def gate_up_arguments(
+        self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u: Tensor, u_codes: Tensor
+    ) -> tuple[Tensor | int | float, ...]:
+        """Return what ``gate_up_tile`` takes after its number; scales of ``u`` go to ``u_words``."""
+        groups = self.groups
+        return (
+            x_codes if self.native else x_codes.view(torch.uint8),
+            groups.x_words,
+            w13.codes,
+            w13.scales,
+            groups.order,
+            groups.owner,
+            groups.count,
+            weight_TK,
+            u,
+            u_codes,
+            self.u_words,
+            groups.arrivals,
+            groups.pairs,
+            limit,
+        )
+
+    def down(self, u_codes: Tensor, w2: Tiles) -> Tensor:
+        """Launch the second product; return each pair's result, bfloat16 [pairs, D]: nothing where there is no expert."""
+        groups = self.groups
+        y = torch.empty(groups.pairs, self.hidden, dtype=torch.bfloat16, device=u_codes.device)
+        _down_kernel[(groups.most * (self.hidden // TILE_ROWS // self.block.tiles),)](
+            u_codes.view(torch.float8_e4m3fn) if self.native else u_codes,
+            self.u_words,
+            w2.codes,
+            w2.scales,
+            groups.order,
+            groups.owner,
+            groups.count,
+            y,
+            groups.pairs,
+            **self.constants(w2),
+        )
+        return y
 
     def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
         """Return how both products are compiled and launched."""
@@ -477,114 +498,38 @@ def experts_forward_triton(
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
     assert shared_TD is None or shared_TD.is_contiguous()
-    dtype = torch.float32 if shared_TD is None else shared_TD.dtype
-    out = torch.empty(tokens, hidden, dtype=dtype, device=x_codes.device)
     if tokens == 0:
-        return out
-    work = _Work.allocate(chosen_TK, w2, block)
-    _group(chosen_TK, x_scales, work)
-    u_codes = _gate_up(x_codes, weight_TK, w13, limit, work)
-    y = _down(u_codes, w2, work)
-    _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        y,
-        chosen_TK,
-        out if shared_TD is None else shared_TD,
-        out,
-        EXPERTS=experts,
-        HIDDEN=hidden,
-        TOP_K=work.top_k,
-        SHARED=shared_TD is not None,
-        BLOCK=_SUM_BLOCK,
-        NATIVE=work.native,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return out
+        return torch.empty(0, hidden, dtype=torch.float32 if shared_TD is None else shared_TD.dtype, device=x_codes.device)
+    work = Work.allocate(tokens, chosen_TK.shape[1], w2, block)
+    group_triton(chosen_TK, x_scales, experts, work.groups)
+    u, u_codes = work.room_for_u()
+    arguments = work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes)
+    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(w13))
+    del u, arguments
+    return combine_triton(work.down(u_codes, w2), chosen_TK, experts, shared_TD)
 
 
-def _group(chosen_TK: Tensor, x_scales: Tensor, work: _Work) -> None:
-    """Fill ``order``, ``owner``, ``count``, ``arrivals`` and ``x_words``."""
-    bins = triton.next_power_of_2(work.experts + 1)
-    counts, counted = work.count, work.pairs >= COUNT_FROM
-    if counted:
-        counts = torch.zeros(work.experts, dtype=torch.int32, device=chosen_TK.device)
-        _count_kernel[(triton.cdiv(work.pairs, _COUNT_CHUNK),)](
+def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor | None) -> Tensor:
+    """Sum pairs [T * K, D] over k, float32; with ``shared_TD``, add that and round to its dtype."""
+    (tokens, top_k), hidden = chosen_TK.shape, y.shape[1]
+    dtype = torch.float32 if shared_TD is None else shared_TD.dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
+    if tokens:
+        _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+            y,
             chosen_TK,
-            counts,
-            work.pairs,
-            EXPERTS=work.experts,
-            BINS=bins,
-            CHUNK=_COUNT_CHUNK,
+            out if shared_TD is None else shared_TD,
+            out,
+            EXPERTS=experts,
+            HIDDEN=hidden,
+            TOP_K=top_k,
+            SHARED=shared_TD is not None,
+            BLOCK=_SUM_BLOCK,
+            NATIVE=native_e4m3(y),
             num_warps=4,
             enable_fp_fusion=True,
         )
-    columns, groups = work.hidden // GROUP, work.width // GROUP
-    _group_kernel[(work.experts,)](
-        chosen_TK,
-        counts,
-        x_scales,
-        work.order,
-        work.owner,
-        work.count,
-        work.arrivals,
-        work.x_words,
-        work.pairs,
-        EXPERTS=work.experts,
-        BINS=bins,
-        TOP_K=work.top_k,
-        COLUMNS=columns,
-        COLUMNS_TILE=triton.next_power_of_2(columns),
-        GROUPS=groups,
-        GROUPS_TILE=triton.next_power_of_2(groups),
-        ROWS=work.block.rows,
-        CHUNK=next(chunk for chunk in _SCAN_CHUNKS if work.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
-        COUNTED=counted,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-
-
-def _gate_up(x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, work: _Work) -> Tensor:
-    """Return the codes of ``u``, uint8 [pairs, I]; their scales go to ``u_words``."""
-    u = torch.empty(work.pairs, work.width, dtype=torch.bfloat16, device=x_codes.device)
-    u_codes = torch.empty(work.pairs, work.width, dtype=torch.uint8, device=x_codes.device)
-    _gate_up_kernel[(work.most * (work.width // HALF_ROWS // work.block.tiles),)](
-        x_codes if work.native else x_codes.view(torch.uint8),
-        work.x_words,
-        w13.codes,
-        w13.scales,
-        work.order,
-        work.owner,
-        work.count,
-        weight_TK,
-        u,
-        u_codes,
-        work.u_words,
-        work.arrivals,
-        work.pairs,
-        limit,
-        TOP_K=work.top_k,
-        **work.constants(w13),
-    )
-    return u_codes
-
-
-def _down(u_codes: Tensor, w2: Tiles, work: _Work) -> Tensor:
-    """Return each pair's result, bfloat16 [pairs, D]; nothing where there is no expert."""
-    y = torch.empty(work.pairs, work.hidden, dtype=torch.bfloat16, device=u_codes.device)
-    _down_kernel[(work.most * (work.hidden // TILE_ROWS // work.block.tiles),)](
-        u_codes.view(torch.float8_e4m3fn) if work.native else u_codes,
-        work.u_words,
-        w2.codes,
-        w2.scales,
-        work.order,
-        work.owner,
-        work.count,
-        y,
-        work.pairs,
-        **work.constants(w2),
-    )
-    return y
+    return out
 
 
 # What variants are compiled for: V4-Flash.
@@ -593,15 +538,8 @@ _BY_E4M3 = ((True, (89, 90, 100, 120)), (False, (80,)))  # chips that know e4m3,
 
 
 def variants() -> list[Variant]:
-    """Return every block of both products, and the smallest and largest of what surrounds them."""
-    bins = {"EXPERTS": _EXPERTS, "BINS": 512}
-    found = [
-        Variant(
-            kernel=_count_kernel,
-            signature={"chosen": "*i64", "counts": "*i32", "pairs": "i32"},
-            constants={**bins, "CHUNK": _COUNT_CHUNK},
-        ),
-    ]
+    """Return the sum, and every block of both products."""
+    found = []
     constants = {"EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN, "TOP_K": _TOP_K, "SHARED": True, "BLOCK": _SUM_BLOCK}
     for native, capabilities in _BY_E4M3:
         found.append(
@@ -610,21 +548,6 @@ def variants() -> list[Variant]:
                 signature={"y": "*bf16", "chosen": "*i64", "shared": "*bf16", "out": "*bf16"},
                 constants={**constants, "NATIVE": native},
                 capabilities=capabilities,
-            )
-        )
-    tiles = {
-        "COLUMNS": _HIDDEN // GROUP,
-        "COLUMNS_TILE": _HIDDEN // GROUP,
-        "GROUPS": _WIDTH // GROUP,
-        "GROUPS_TILE": _WIDTH // GROUP,
-    }
-    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
-    for rows, chunk, counted in ((FEW[0][1].rows, _SCAN_CHUNKS[0], False), (BLOCKS[-1][1].rows, _SCAN_CHUNKS[-1], True)):
-        found.append(
-            Variant(
-                kernel=_group_kernel,
-                signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
-                constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
             )
         )
     for block, fp4 in product((block for _, block in (*FEW, *BLOCKS)), (False, True)):

@@ -24,12 +24,17 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.moe_few import ExpertSum, sum_experts
 from dsv4lite.kernels.norm import rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8_ref
 
 SCALAR_TOKENS = 2
 FP8_GROUP = 128
 KERNEL_STREAMS = 4
+FEW_TOKENS = 16  # that enter and leave by a kernel of their own, where bits may depend on their number
+
+Output = Tensor | ExpertSum
+"""What a sub-layer puts out: [T, D], or a sum over experts that is still to be taken."""
 
 
 class HcWeights(NamedTuple):
@@ -134,8 +139,13 @@ def hc_expand_ref(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
     return torch.baddbmm(written, mix.comb.transpose(1, 2), streams_TND.float()).to(streams_TND.dtype)
 
 
-def hc_expand(y_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
+def _whole(output: Output) -> Tensor:
+    return sum_experts(output) if isinstance(output, ExpertSum) else output
+
+
+def hc_expand(output: Output, streams_TND: Tensor, mix: HcMix) -> Tensor:
     """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
+    y_TD = _whole(output)
     if _has_kernel(streams_TND):
         from dsv4lite.kernels.hc_triton import expand_triton
 
@@ -157,23 +167,28 @@ def hc_leave_enter_ref(
 
 
 def hc_leave_enter(
-    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor, norm_eps: float, row_tile: int | None = None
+    streams_TND: Tensor, pending: tuple[Output, HcMix] | None, fn: Tensor, norm_eps: float, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Apply the pending output of the previous sub-layer, if any, and project for the next one.
 
     Returns:
         The streams [T, N, D] and partial sums of their projection, float32 [parts, T, rows of fn + 1], for ``hc_collapse``.
     """
-    if _has_kernel(streams_TND):
-        from dsv4lite.kernels.hc_triton import leave_enter_triton
+    if _has_kernel(streams_TND) and row_tile is None and len(streams_TND) <= FEW_TOKENS:
+        from dsv4lite.kernels.hc_few_triton import enter_few_triton
 
-        written = None if pending is None else (pending[0], *pending[1])
-        return leave_enter_triton(streams_TND, written, fn, exact=row_tile is not None)
+        return enter_few_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn)
+    written = None if pending is None else (_whole(pending[0]), pending[1])
     if use_triton(streams_TND):
+        left = None if written is None else (written[0], *written[1])
+        if _has_kernel(streams_TND):
+            from dsv4lite.kernels.hc_triton import leave_enter_triton
+
+            return leave_enter_triton(streams_TND, left, fn)
         from dsv4lite.kernels.plain_hc_triton import plain_leave_enter_triton
 
-        return plain_leave_enter_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn, row_tile)
-    return hc_leave_enter_ref(streams_TND, pending, fn, row_tile)
+        return plain_leave_enter_triton(streams_TND, left, fn, row_tile)
+    return hc_leave_enter_ref(streams_TND, written, fn, row_tile)
 
 
 def hc_collapse_ref(

@@ -21,8 +21,8 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 
 STREAMS = 4
-_UNIT = 32  # channels
-_PARTS = 8
+UNIT_CHANNELS = 32  # channels
+PARTS_OF_SUM = 8
 _GROUP = 128  # channels that share an FP8 scale
 _MIX_TOKENS = 32  # whose coefficients one program finds, where there are many; of few, each has its own
 
@@ -42,7 +42,6 @@ class Tile:
     num_stages: int
 
 
-FEW_TOKENS = 16
 # By the most tokens each is for.
 TILES: tuple[tuple[int | None, Tile], ...] = (
     (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=2)),
@@ -55,19 +54,19 @@ def tile_for(tokens: int) -> Tile:
     return next(tile for most, tile in TILES if most is None or tokens <= most)
 
 
-def _units_of(width: int) -> int:
+def units_of(width: int) -> int:
     """Return how many units each part of the channels has; the last ones may be empty."""
-    return -(-width // (_UNIT * _PARTS))
+    return -(-width // (UNIT_CHANNELS * PARTS_OF_SUM))
 
 
 @triton.jit
-def _weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
+def weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
     """Return ``sum_i a_i w_i + rest`` in one order."""
     return tl.fma(a3, w3, tl.fma(a2, w2, tl.fma(a1, w1, tl.fma(a0, w0, rest))))
 
 
 @triton.jit
-def _load4(p, stride, mask):
+def load4(p, stride, mask):
     """Return four tiles that lie ``stride`` numbers apart."""
     return (
         tl.load(p, mask=mask, other=0.0),
@@ -80,12 +79,12 @@ def _load4(p, stride, mask):
 @triton.jit
 def _columns(p, mask):
     """Return four numbers of each row as [rows, 1]; so loaded they need not change threads."""
-    a, b, c, d = _load4(p, 1, mask)
+    a, b, c, d = load4(p, 1, mask)
     return a[:, None], b[:, None], c[:, None], d[:, None]
 
 
 @triton.jit
-def _store4(p, stride, a, b, c, d, mask):
+def store4(p, stride, a, b, c, d, mask):
     """Store four tiles ``stride`` numbers apart."""
     tl.store(p, a, mask=mask)
     tl.store(p + stride, b, mask=mask)
@@ -95,7 +94,7 @@ def _store4(p, stride, a, b, c, d, mask):
 
 @triton.jit
 def _project(fn, inside, x, total, GPU: tl.constexpr):
-    """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, _UNIT], ``x`` is bfloat16 [TOKENS, _UNIT]."""
+    """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, UNIT], ``x`` is bfloat16 [TOKENS, UNIT]."""
     f = tl.load(fn, mask=inside, other=0.0)
     high = f.to(tl.bfloat16)
     rest = f - high.to(tl.float32)
@@ -149,18 +148,18 @@ def leave_enter_kernel(
         column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
         inside = here[:, None] & (column < WIDTH)[None, :]
         at = token[:, None] * (4 * WIDTH) + column[None, :]
-        x0, x1, x2, x3 = _load4(streams + at, WIDTH, inside)
+        x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
         if LEAVE:
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
             w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
             f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
             x0, x1, x2, x3 = (
-                to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
-                to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
-                to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
-                to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
             )
-            _store4(out + at, WIDTH, x0, x1, x2, x3, inside)
+            store4(out + at, WIDTH, x0, x1, x2, x3, inside)
         if ENTER:
             # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
             wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
@@ -172,61 +171,11 @@ def leave_enter_kernel(
             product = _project(weights + 3 * WIDTH, wanted, x3, product, GPU)
             total += product
             f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-            squares += tl.sum(_weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
+            squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
     if ENTER:
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
         tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
         tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def enter_few_kernel(
-    streams,
-    y,
-    post,
-    comb,
-    fn,
-    out,
-    sums,
-    tokens,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    LEAVE: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    """The same for one token and ``UNIT`` channels, in float32 without tensor cores: nothing to wait for but memory."""
-    part = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    column = part * UNIT + tl.arange(0, UNIT)
-    inside = column < WIDTH
-    row = tl.arange(0, ROWS_TILE)
-    wanted = (row < ROWS)[:, None] & inside[None, :]
-    w0, w1, w2, w3 = _load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
-    x0, x1, x2, x3 = _load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
-    f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    if LEAVE:
-        w = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        p0, p1, p2, p3 = _load4(post + token * 4, 1, token < tokens)
-        c00, c01, c02, c03 = _load4(comb + token * 16, 1, token < tokens)
-        c10, c11, c12, c13 = _load4(comb + token * 16 + 4, 1, token < tokens)
-        c20, c21, c22, c23 = _load4(comb + token * 16 + 8, 1, token < tokens)
-        c30, c31, c32, c33 = _load4(comb + token * 16 + 12, 1, token < tokens)
-        x0, x1, x2, x3 = (
-            to_bf16(_weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
-            to_bf16(_weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
-            to_bf16(_weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
-            to_bf16(_weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
-        )
-        _store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
-        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
-    product = _weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, tl.zeros((ROWS_TILE, UNIT), tl.float32))
-    squares = _weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((UNIT,), tl.float32))
-    sums += (part.to(tl.int64) * tokens + token) * (ROWS + 1)
-    tl.store(sums + row, tl.sum(product, 1), mask=row < ROWS)
-    tl.store(sums + ROWS, tl.sum(squares, 0))
 
 
 @triton.jit
@@ -341,24 +290,24 @@ def _mix(
     r1, r2, r3 = r0, r0, r0
     for _ in range(ITERS - 1):
         w0, w1, w2, w3 = _inverse(c0, NATIVE), _inverse(c1, NATIVE), _inverse(c2, NATIVE), _inverse(c3, NATIVE)
-        r0 = _weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
-        r1 = _weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
-        r2 = _weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
-        r3 = _weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
+        r0 = weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
+        r1 = weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
+        r2 = weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
+        r3 = weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
         w0, w1, w2, w3 = _inverse(r0, NATIVE), _inverse(r1, NATIVE), _inverse(r2, NATIVE), _inverse(r3, NATIVE)
-        c0 = _weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
-        c1 = _weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
-        c2 = _weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
-        c3 = _weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
+        c0 = weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
+        c1 = weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
+        c2 = weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
+        c3 = weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
     if TOKENS == 1:
         at = comb + block.to(tl.int64) * 16
         here = block < tokens
     else:
         at = comb + token * 16
-    _store4(at, 1, a00 / (r0 * c0), a01 / (r0 * c1), a02 / (r0 * c2), a03 / (r0 * c3), here)
-    _store4(at + 4, 1, a10 / (r1 * c0), a11 / (r1 * c1), a12 / (r1 * c2), a13 / (r1 * c3), here)
-    _store4(at + 8, 1, a20 / (r2 * c0), a21 / (r2 * c1), a22 / (r2 * c2), a23 / (r2 * c3), here)
-    _store4(at + 12, 1, a30 / (r3 * c0), a31 / (r3 * c1), a32 / (r3 * c2), a33 / (r3 * c3), here)
+    store4(at, 1, a00 / (r0 * c0), a01 / (r0 * c1), a02 / (r0 * c2), a03 / (r0 * c3), here)
+    store4(at + 4, 1, a10 / (r1 * c0), a11 / (r1 * c1), a12 / (r1 * c2), a13 / (r1 * c3), here)
+    store4(at + 8, 1, a20 / (r2 * c0), a21 / (r2 * c1), a22 / (r2 * c2), a23 / (r2 * c3), here)
+    store4(at + 12, 1, a30 / (r3 * c0), a31 / (r3 * c1), a32 / (r3 * c2), a33 / (r3 * c3), here)
 
 
 @triton.jit
@@ -376,7 +325,7 @@ def collapse_kernel(
     sums,
     base,
     scale,
-    norm_weight,
+    normweight,
     x,
     codes,
     scales,
@@ -426,7 +375,7 @@ def collapse_kernel(
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = column < WIDTH
         at = streams + token * (4 * WIDTH) + column
-        x0, x1, x2, x3 = _load4(at, WIDTH, inside)
+        x0, x1, x2, x3 = load4(at, WIDTH, inside)
         row = tl.arange(0, ROWS_TILE)[None, :]
         one, here = tl.full((1,), token, tl.int64), tl.full((1,), True, tl.int1)
         m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
@@ -437,8 +386,8 @@ def collapse_kernel(
         summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
         rounded = to_bf16(summed, NATIVE)
         if not HEAD:
-            # Reference: rms_norm(x, norm_weight, norm_eps)
-            weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+            # Reference: rms_norm(x, normweight, norm_eps)
+            weight = tl.load(normweight + column, mask=inside, other=0.0).to(tl.float32)
             v = rounded.to(tl.float32)
             rounded = to_bf16(v * tl.rsqrt(tl.sum(v * v) / WIDTH + norm_eps) * weight, NATIVE)
         tl.store(x + token * WIDTH + column, rounded, mask=inside)
@@ -447,7 +396,7 @@ def collapse_kernel(
 
 
 def _launch_leave_enter(
-    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None, *, exact: bool = True
+    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Leave (unless ``pending`` is ``None``) and enter (unless ``fn`` is); return the streams and the sums of the projection."""
     tokens, streams, width = streams_TND.shape
@@ -456,30 +405,11 @@ def _launch_leave_enter(
     assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     rows = 1 if fn is None else fn.shape[0]
     assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width)
-    tile, units = tile_for(tokens), _units_of(width)
-    programs = _PARTS if tile.whole else _PARTS * units
+    tile, units = tile_for(tokens), units_of(width)
+    programs = PARTS_OF_SUM if tile.whole else PARTS_OF_SUM * units
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
-    if tokens and tokens <= FEW_TOKENS and fn is not None and not exact:
-        enter_few_kernel[(programs, tokens)](
-            streams_TND,
-            y,
-            post,
-            comb,
-            fn,
-            out,
-            sums,
-            tokens,
-            WIDTH=width,
-            ROWS=rows,
-            ROWS_TILE=triton.next_power_of_2(rows),
-            UNIT=_UNIT,
-            LEAVE=pending is not None,
-            GPU=streams_TND.is_cuda,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    elif tokens:
+    if tokens:
         leave_enter_kernel[(triton.cdiv(tokens, tile.tokens) * programs,)](
             streams_TND,
             y,
@@ -494,7 +424,7 @@ def _launch_leave_enter(
             ROWS=rows,
             ROWS_TILE=_rows_tile(rows),
             TOKENS=tile.tokens,
-            UNIT=_UNIT,
+            UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
             LEAVE=pending is not None,
             ENTER=fn is not None,
@@ -512,14 +442,9 @@ def _rows_tile(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def leave_enter_triton(
-    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor, *, exact: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``.
-
-    Unless ``exact``, few tokens take a kernel of their own, whose sums differ in their last bits.
-    """
-    return _launch_leave_enter(streams_TND, pending, fn, exact=exact)
+def leave_enter_triton(streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``."""
+    return _launch_leave_enter(streams_TND, pending, fn)
 
 
 def expand_triton(y_TD: Tensor, streams_TND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -532,7 +457,7 @@ def collapse_triton(
     sums: Tensor,
     base: Tensor,
     scale: Tensor,
-    norm_weight: Tensor | None,
+    normweight: Tensor | None,
     *,
     iters: int,
     eps: float,
@@ -543,18 +468,18 @@ def collapse_triton(
 
     Args:
         streams_TND, sums, base, scale: As there.
-        norm_weight: ``None`` for the head of the model, which neither norms nor returns.
+        normweight: ``None`` for the head of the model, which neither norms nor returns.
         fp8: Quantize, too.
 
     Returns:
         x [T, D], its codes uint8 [T, D] and scale bytes [T, ceil(D / 128)] (empty unless ``fp8``), post [T, N], comb [T, N, N].
     """
     tokens, streams, width = streams_TND.shape
-    rows, device, head = base.shape[0], streams_TND.device, norm_weight is None
+    rows, device, head = base.shape[0], streams_TND.device, normweight is None
     assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
     assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
-    assert sums.shape[0] in (_PARTS, _PARTS * _units_of(width)), sums.shape
-    assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
+    assert sums.shape[0] in (PARTS_OF_SUM, PARTS_OF_SUM * units_of(width)), sums.shape
+    assert normweight is None or (normweight.is_contiguous() and normweight.shape == (width,))
     x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
     quantized = tokens if fp8 else 0
     codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
@@ -562,7 +487,7 @@ def collapse_triton(
     mixed = 0 if head else tokens
     post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
     comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
-    units = sums.shape[0] // _PARTS
+    units = sums.shape[0] // PARTS_OF_SUM
     mix_tokens = _mix_tokens(tile_for(tokens))
     mixers = triton.cdiv(mixed, mix_tokens)
     groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
@@ -572,7 +497,7 @@ def collapse_triton(
             sums,
             base,
             scale,
-            x if norm_weight is None else norm_weight,
+            x if normweight is None else normweight,
             x,
             codes,
             scales,
@@ -586,7 +511,7 @@ def collapse_triton(
             ROWS=rows,
             ROWS_TILE=triton.next_power_of_2(rows + 1),
             GROUPS_TILE=groups_tile,
-            PARTS=_PARTS,
+            PARTS=PARTS_OF_SUM,
             UNITS=units,
             MIX_TOKENS=mix_tokens,
             ITERS=iters,
@@ -613,20 +538,7 @@ def variants() -> list[Variant]:
     """Return every launch, for compilation ahead of time."""
     found = []
     for width in (4096, 7168):
-        units = _units_of(width)
-        found += [
-            Variant(
-                kernel=enter_few_kernel,
-                signature={
-                    **dict.fromkeys(("streams", "y", "out"), "*bf16"),
-                    **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
-                    **dict.fromkeys(("fn", "sums"), "*fp32"),
-                    "tokens": "i32",
-                },
-                constants={"WIDTH": width, "ROWS": 24, "ROWS_TILE": 32, "UNIT": _UNIT, "LEAVE": leave, "GPU": True},
-            )
-            for leave in (False, True)
-        ]
+        units = units_of(width)
         groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
             for _, tile in TILES:
@@ -646,8 +558,8 @@ def variants() -> list[Variant]:
                                 "ROWS": rows or 1,
                                 "ROWS_TILE": _rows_tile(rows or 1),
                                 "TOKENS": tile.tokens,
-                                "UNIT": _UNIT,
-                                "PROGRAMS": _PARTS if tile.whole else _PARTS * units,
+                                "UNIT": UNIT_CHANNELS,
+                                "PROGRAMS": PARTS_OF_SUM if tile.whole else PARTS_OF_SUM * units,
                                 "LEAVE": leave,
                                 "ENTER": rows > 0,
                                 "STAGES": tile.num_stages,
@@ -665,8 +577,8 @@ def variants() -> list[Variant]:
                             kernel=collapse_kernel,
                             signature={
                                 **dict.fromkeys(("streams", "x"), "*bf16"),
-                                **dict.fromkeys(("sums", "base", "scale", "norm_weight", "post", "comb"), "*fp32"),
-                                **({"norm_weight": "*bf16"} if rows == 4 else {}),
+                                **dict.fromkeys(("sums", "base", "scale", "normweight", "post", "comb"), "*fp32"),
+                                **({"normweight": "*bf16"} if rows == 4 else {}),
                                 **dict.fromkeys(("codes", "scales"), "*u8"),
                                 **dict.fromkeys(("tokens", "mixers"), "i32"),
                                 **dict.fromkeys(("eps", "norm_eps"), "fp32"),
@@ -676,7 +588,7 @@ def variants() -> list[Variant]:
                                 "ROWS": rows,
                                 "ROWS_TILE": triton.next_power_of_2(rows + 1),
                                 "GROUPS_TILE": groups_tile,
-                                "PARTS": _PARTS,
+                                "PARTS": PARTS_OF_SUM,
                                 "UNITS": 1 if tile.whole else units,
                                 "MIX_TOKENS": _mix_tokens(tile),
                                 "ITERS": 20,

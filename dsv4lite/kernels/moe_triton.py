@@ -25,6 +25,76 @@ def _score(logit, GPU: tl.constexpr):
 
 
 @triton.jit
+def _row_sums(x):
+    """Return the sums of rows [R, N], N a power of two up to 64: neighbours first, whatever the layout, so always the same bits."""
+    for _ in tl.static_range(6):
+        if x.shape[1] > 1:
+            a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            x = a + b
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def route_rows(
+    token,
+    here,
+    logits,
+    bias,
+    table,
+    token_ids,
+    positions,
+    logits_stride,
+    route_scale,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_TILE: tl.constexpr,
+    BIASED: tl.constexpr,
+    FIXED: tl.constexpr,
+    BY_ID: tl.constexpr,
+    PADDED: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """Route the tokens that are here, [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
+    slot = tl.arange(0, TOP_TILE)[None, :]
+    used = here[:, None] & (slot < TOP_K)
+    logits += token[:, None] * logits_stride
+    if FIXED:
+        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64) if BY_ID else token
+        ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
+    else:
+        expert = tl.arange(0, BLOCK)[None, :]
+        inside = expert < EXPERTS
+        # Reference: (scores + bias_E).topk(top_k)
+        selection = _score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
+        if BIASED:
+            selection += tl.load(bias + expert, mask=inside, other=0.0)
+        # Floats as integers of the same order; of equal ones the lowest id is first, and nothing is last.
+        key = selection.to(tl.int32, bitcast=True)
+        key ^= (key >> 31) & 0x7FFFFFFF
+        LAST: tl.constexpr = -(1 << 63)
+        key = tl.where(inside, (key.to(tl.int64) << 32) + (BLOCK - expert), LAST)
+        ids = tl.full((token.shape[0], TOP_TILE), EXPERTS, tl.int32)
+        for k in tl.static_range(TOP_K):
+            best = tl.max(key, 1)[:, None]
+            key = tl.where(key == best, LAST, key)
+            ids = tl.where(slot == k, BLOCK - (best & 0xFFFFFFFF).to(tl.int32), ids)
+    picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+    # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
+    other, at = ids[:, None, :], tl.arange(0, TOP_TILE)
+    before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
+    place = tl.sum(before.to(tl.int32), 2)
+    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
+    total = tl.where(here, _row_sums(tl.where(used, picked, 0.0)), 1.0)
+    weight = tl.div_rn(picked, tl.zeros_like(picked) + total[:, None]) * route_scale
+    if PADDED:
+        padding = (tl.load(positions + token, mask=here, other=0) < 0)[:, None]
+        ids = tl.where(padding, EXPERTS, ids)
+        weight = tl.where(padding, 0.0, weight)
+    return ids, weight, place
+
+
+@triton.jit
 def route_kernel(
     logits,
     bias,
@@ -45,44 +115,31 @@ def route_kernel(
     PADDED: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    logits += token * logits_stride
-    if FIXED:
-        slot = tl.arange(0, TOP_TILE)
-        used = slot < TOP_K
-        row = tl.load(token_ids + token).to(tl.int64) if BY_ID else token
-        ids = tl.load(table + row * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
-        picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
-        # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
-        before = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (slot[None, :] < slot[:, None]))
-        place = tl.sum(before.to(tl.int32), 1)
-    else:
-        ids = tl.arange(0, BLOCK)
-        inside = ids < EXPERTS
-        picked = _score(tl.load(logits + ids, mask=inside, other=0.0), GPU)
-        # Reference: (scores + bias_E).topk(top_k)
-        selection = picked
-        if BIASED:
-            selection += tl.load(bias + ids, mask=inside, other=0.0)
-        # Floats as integers of the same order.
-        key = selection.to(tl.int32, bitcast=True)
-        key = tl.where(inside, key ^ ((key >> 31) & 0x7FFFFFFF), -0x80000000)
-        used = ids < 0
-        for _ in tl.static_range(TOP_K):
-            best = tl.max(key)
-            first = tl.min(tl.where((key == best) & inside & (used == 0), ids, BLOCK))
-            used = used | (ids == first)
-            key = tl.where(ids == first, -0x80000000, key)
-        place = tl.cumsum(used.to(tl.int32)) - 1
-    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
-    total = tl.sum(tl.where(used, picked, 0.0))
-    weight = tl.div_rn(picked, tl.zeros_like(picked) + total) * route_scale
-    if PADDED:
-        padding = tl.load(positions + token) < 0
-        ids = tl.where(padding, EXPERTS, ids)
-        weight = tl.where(padding, 0.0, weight)
-    tl.store(chosen + token * TOP_K + place, ids.to(tl.int64), mask=used)
-    tl.store(weights + token * TOP_K + place, weight, mask=used)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    ids, weight, place = route_rows(
+        token,
+        token >= 0,
+        logits,
+        bias,
+        table,
+        token_ids,
+        positions,
+        logits_stride,
+        route_scale,
+        EXPERTS,
+        BLOCK,
+        TOP_K,
+        TOP_TILE,
+        BIASED,
+        FIXED,
+        BY_ID,
+        PADDED,
+        GPU,
+    )
+    at = token[:, None] * TOP_K + place
+    used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
+    tl.store(chosen + at, ids.to(tl.int64), mask=used)
+    tl.store(weights + at, weight, mask=used)
 
 
 def route_triton(

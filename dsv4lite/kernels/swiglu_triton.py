@@ -15,10 +15,9 @@ from dsv4lite.kernels.swiglu import GROUP
 _GROUPS = 4  # of one program
 
 
-@triton.jit(do_not_specialize=["width", "groups"])
-def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+@triton.jit
+def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Activate and quantize groups [GROUPS] of 128 channels of a token."""
     if ALIGNED:
         width = groups * 128  # the compiler sees that rows are aligned
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -34,6 +33,13 @@ def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr,
     bits = fp8_scale_bits(y)
     tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["width", "groups"])
+def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["width"])

@@ -18,7 +18,7 @@ from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import PAIR_ROWS
-from dsv4lite.kernels.hc import HcMix, HcWeights, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
+from dsv4lite.kernels.hc import HcMix, HcWeights, Output, hc_collapse, hc_collapse_quantize, hc_expand, hc_head, hc_leave_enter
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
@@ -58,7 +58,7 @@ class Streams:
 
     def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None, *, rounded: bool = False) -> None:
         self.value_TND = streams_TND
-        self._pending: tuple[Tensor, HcMix] | None = None
+        self._pending: tuple[Output, HcMix] | None = None
         self._mix: HcMix | None = None
         self._config = config
         self._row_tile = row_tile
@@ -94,10 +94,10 @@ class Streams:
         )
         return x_TD, None
 
-    def leave(self, y_TD: Tensor) -> None:
-        """Take the sub-layer's output [T, D]."""
+    def leave(self, output: Output) -> None:
+        """Take the sub-layer's output."""
         assert self._mix is not None and self._pending is None
-        self._pending = (y_TD, self._mix)
+        self._pending = (output, self._mix)
 
     def mean(self) -> Tensor:
         """Return the average of the streams, [T, D]."""
@@ -431,11 +431,8 @@ class Block(nn.Module):
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        if isinstance(batch, PagedBatch):
-            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens)
-        else:
-            y_TD = self.ffn(x_TD, batch.token_ids_T, routed_TK, most_tokens=batch.most_tokens)
-        streams.leave(y_TD)
+        positions_T = batch.paging.positions_T if isinstance(batch, PagedBatch) else None
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, positions_T, batch.most_tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import can_tile, experts_forward
 from dsv4lite.kernels.moe import route
+from dsv4lite.kernels.moe_few import ExpertSum, Router, moe_few, suits_few
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
@@ -186,8 +187,8 @@ class MoE(nn.Module):
         rounded: Rounded | None = None,
         positions_T: Tensor | None = None,
         most_tokens: int | None = None,
-    ) -> Tensor:
-        """Return [T, D].
+    ) -> Tensor | ExpertSum:
+        """Return [T, D], or, of few tokens whose experts are all here, what it is the sum of.
 
         Args:
             x_TD: Inputs.
@@ -201,6 +202,11 @@ class MoE(nn.Module):
         rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+            if self.dispatch is None and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
+                parts = self._few(x_TD, rounded, token_ids_T, positions_T)
+                if routed_TK is not None:
+                    routed_TK.copy_(parts.chosen_TK)
+                return parts
         shared_TD: Tensor | None = None
         if self.share.leads:
             h_TI, logits_TE = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
@@ -226,6 +232,24 @@ class MoE(nn.Module):
         if shared_TD is not None:
             sums_TD = sums_TD + shared_TD
         return self.share.peers.all_reduce(sums_TD).to(x_TD.dtype)
+
+    def _few(self, x_TD: Tensor, rounded: Rounded, token_ids_T: Tensor, positions_T: Tensor | None) -> ExpertSum:
+        c, shared, experts = self.config, self.shared, self.experts
+        assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
+        h_TI, logits_TE = pair(x_TD, shared.w13, self.gate, rounded=rounded)
+        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
+        return moe_few(
+            logits_TE,
+            router,
+            *rounded,
+            h_TI,
+            shared.w2.weight,
+            shared.w2.scale,
+            experts.w13.tiles,
+            experts.w2.tiles,
+            c.swiglu_limit,
+            shared.w2.row_tile,
+        )
 
     def take_part(self, most_tokens: int | None) -> None:
         """Let this rank's experts work on other ranks' tokens: its own is a single one that nobody wants."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref
+from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref, experts_outputs_ref
 from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
 
@@ -127,3 +127,7 @@ def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
     shared = torch.randn(tokens, hidden, generator=rng).bfloat16()
     with_shared = experts_forward_ref(codes, scales, chosen, weights, w13, w2, limit, shared)
     assert torch.equal(with_shared, (got + shared.float()).bfloat16())
+    chosen[:1, 1] = count  # none
+    outputs = experts_outputs_ref(codes, scales, chosen, weights, w13, w2, limit)
+    assert torch.equal(outputs.sum(1), experts_forward(codes, scales, chosen, weights, w13, w2, limit))
+    assert not outputs[:1, 1].any()

@@ -1,0 +1,223 @@
+"""Rows of each expert in blocks, without a word to the host: where both products of routed experts find their work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.experts import GROUP
+
+COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
+_COUNT_CHUNK = 4096
+_SCAN_CHUNKS = (64, 1024)
+
+
+def most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """Return the most blocks that any routing needs."""
+    return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + bins, tl.histogram(ids, BINS), mask=bins < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _group_kernel(
+    chosen,
+    counts,
+    x_scales,
+    order,
+    owner,
+    blocks,
+    arrivals,
+    x_words,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    # One program per expert. Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    if COUNTED:
+        count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
+    else:
+        count = tl.zeros((BINS,), tl.int32)
+        for begin in range(0, pairs, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
+        count = tl.where(bins < EXPERTS, count, 0)
+    needed = (count + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < expert, needed, 0))
+    mine = tl.sum(tl.where(bins == expert, needed, 0))
+    rows = tl.sum(tl.where(bins == expert, count, 0))
+    if expert == 0:
+        tl.store(blocks, tl.sum(needed))
+    if mine > 0:
+        base = order + first.to(tl.int64) * ROWS
+        found = tl.zeros((), tl.int32)
+        for begin in range(0, pairs, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+            tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
+            found += tl.sum(here)
+        row = tl.arange(0, ROWS)
+        tl.store(base + rows + row, pairs, mask=rows + row < mine * ROWS)  # a number that is no pair
+        tl.debug_barrier()  # the order is read again below, by other threads
+        column = tl.arange(0, COLUMNS_TILE)
+        group = tl.arange(0, GROUPS_TILE)
+        for block in range(mine):
+            number = (first + block).to(tl.int64)
+            tl.store(owner + number, expert)
+            tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
+            pair = tl.load(order + number * ROWS + row)
+            token = (pair // TOP_K).to(tl.int64)
+            wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
+            scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
+            at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
+            tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Which rows each block has; kernels fill it.
+
+    Attributes:
+        pairs: Of token and expert.
+        rows: Of a block.
+        most: Blocks that any routing needs.
+        order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
+        owner, count: Expert of each block [most], and how many there are [1].
+        arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero.
+        x_words: Bits of the scales of inputs, int32: in the blocks' order [most, D / 128, rows], or by token [T, D / 128].
+        by_token: They are.
+    """
+
+    pairs: int
+    rows: int
+    most: int
+    order: Tensor
+    owner: Tensor
+    count: Tensor
+    arrivals: Tensor
+    x_words: Tensor
+    by_token: bool
+
+    @classmethod
+    def allocate(
+        cls, tokens: int, top_k: int, experts: int, hidden: int, width: int, rows: int, device: torch.device, *, by_token: bool
+    ) -> Groups:
+        pairs = tokens * top_k
+        most = most_blocks(pairs, experts, rows)
+
+        def words(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            pairs=pairs,
+            rows=rows,
+            most=most,
+            order=words(most, rows),
+            owner=words(most),
+            count=words(1),
+            arrivals=words(most, width // GROUP),
+            x_words=words(tokens, hidden // GROUP) if by_token else words(most, hidden // GROUP, rows),
+            by_token=by_token,
+        )
+
+
+def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Groups) -> None:
+    """Fill groups, not by token.
+
+    Args:
+        chosen_TK: Experts, int64; those of ``experts`` or more are none.
+        x_scales: Scale bytes of the inputs, uint8 [T, D / 128].
+        experts: How many there are.
+        groups: To fill.
+    """
+    assert not groups.by_token
+    bins = triton.next_power_of_2(experts + 1)
+    counts, counted = groups.count, groups.pairs >= COUNT_FROM
+    if counted:
+        counts = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
+        _count_kernel[(triton.cdiv(groups.pairs, _COUNT_CHUNK),)](
+            chosen_TK,
+            counts,
+            groups.pairs,
+            EXPERTS=experts,
+            BINS=bins,
+            CHUNK=_COUNT_CHUNK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    _group_kernel[(experts,)](
+        chosen_TK,
+        counts,
+        x_scales,
+        groups.order,
+        groups.owner,
+        groups.count,
+        groups.arrivals,
+        groups.x_words,
+        groups.pairs,
+        EXPERTS=experts,
+        BINS=bins,
+        TOP_K=chosen_TK.shape[1],
+        COLUMNS=columns,
+        COLUMNS_TILE=triton.next_power_of_2(columns),
+        GROUPS=hidden_groups,
+        GROUPS_TILE=triton.next_power_of_2(hidden_groups),
+        ROWS=groups.rows,
+        CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
+        COUNTED=counted,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+# What variants are compiled for: V4-Flash.
+_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
+
+
+def variants() -> list[Variant]:
+    """Return the smallest and the largest blocks, of as many pairs."""
+    bins = {"EXPERTS": _EXPERTS, "BINS": 512}
+    tiles = {
+        "COLUMNS": _HIDDEN // GROUP,
+        "COLUMNS_TILE": _HIDDEN // GROUP,
+        "GROUPS": _WIDTH // GROUP,
+        "GROUPS_TILE": _WIDTH // GROUP,
+    }
+    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
+    return [
+        Variant(
+            kernel=_count_kernel,
+            signature={"chosen": "*i64", "counts": "*i32", "pairs": "i32"},
+            constants={**bins, "CHUNK": _COUNT_CHUNK},
+        ),
+        *(
+            Variant(
+                kernel=_group_kernel,
+                signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
+                constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
+            )
+            for rows, chunk, counted in ((16, _SCAN_CHUNKS[0], False), (64, _SCAN_CHUNKS[-1], True))
+        ),
+    ]

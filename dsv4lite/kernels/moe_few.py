@@ -1,0 +1,147 @@
+"""Experts of few tokens, from the first products on: router, shared expert and routed ones together, in three launches.
+
+    experts, weights = route(logits)                     float32
+    s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up
+    y_k = what expert k makes of x, weighed              see ``experts.py``
+
+What remains is their sum, ``sum_k y_k + s``: it is left to whoever reads it, for it needs no product.
+
+Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``route``, ``swiglu_quantize``, ``fp8_linear`` and
+``experts_forward``; kernels have the bits of theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.experts import Tiles, experts_outputs_ref
+from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
+from dsv4lite.kernels.moe import route_ref
+from dsv4lite.kernels.swiglu import swiglu_quantize_ref
+
+MOE_FEW_TOKENS = PAIR_ROWS
+_MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
+
+
+class Router(NamedTuple):
+    """How experts are chosen: the arguments of ``route`` that are the same in every step, and where a step's tokens are.
+
+    Attributes:
+        top_k: Experts per token.
+        scale: Of their weights.
+        bias_E: For the selection, float32.
+        table_VK: Experts of every token id, int64, instead of a selection.
+        token_ids_T: The tokens' ids.
+        positions_T: Negative for padding.
+    """
+
+    top_k: int
+    scale: float
+    bias_E: Tensor | None
+    table_VK: Tensor | None
+    token_ids_T: Tensor
+    positions_T: Tensor | None
+
+
+class ExpertSum(NamedTuple):
+    """A sum over experts that nobody has taken yet: the routed ones in order, then the shared one, float32, rounded once.
+
+    Attributes:
+        chosen_TK: Expert ids, int64 [T, K]; where there is no such expert nothing is added, whatever the output.
+        outputs_TKD: bfloat16 [T, K, D].
+        shared_TD: bfloat16 [T, D].
+        experts: How many experts there are.
+    """
+
+    chosen_TK: Tensor
+    outputs_TKD: Tensor
+    shared_TD: Tensor
+    experts: int
+
+
+def suits_few(tokens: int, top_k: int) -> bool:
+    """Return whether ``moe_few`` is for so many tokens."""
+    return 0 < tokens <= MOE_FEW_TOKENS and top_k <= _MOST_EXPERTS
+
+
+def moe_few(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    row_tile: int | None = None,
+) -> ExpertSum:
+    """Run few tokens through their experts.
+
+    Args:
+        logits_TE: float32 outputs of the gate.
+        router: Chooses by them.
+        x_codes, x_scales: Inputs in FP8, as ``experts_forward`` takes them.
+        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I].
+        shared_codes, shared_scales: Its w2, as ``fp8_linear`` takes it.
+        w13, w2: Routed experts.
+        limit: Of the activations.
+        row_tile: As for ``fp8_linear``.
+    """
+    if use_triton(x_codes):
+        from dsv4lite.kernels.moe_few_triton import moe_few_triton
+
+        return moe_few_triton(logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
+    return moe_few_ref(logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, row_tile)
+
+
+def moe_few_ref(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    row_tile: int | None = None,
+) -> ExpertSum:
+    """See ``moe_few``."""
+    chosen_TK, weight_TK = route_ref(
+        logits_TE,
+        router.top_k,
+        router.scale,
+        bias_E=router.bias_E,
+        chosen_TK=router.table_VK,
+        token_ids_T=None if router.table_VK is None else router.token_ids_T,
+        positions_T=router.positions_T,
+    )
+    shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, h_TI.dtype, row_tile)
+    outputs_TKD = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
+    return ExpertSum(chosen_TK, outputs_TKD.to(shared_TD.dtype), shared_TD, w2.shape[0])
+
+
+def sum_experts(parts: ExpertSum) -> Tensor:
+    """Return the sum, [T, D] in the dtype of the shared expert's output."""
+    if use_triton(parts.outputs_TKD):
+        from dsv4lite.kernels.experts_triton import combine_triton
+
+        return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, parts.shared_TD)
+    return sum_experts_ref(parts)
+
+
+def sum_experts_ref(parts: ExpertSum) -> Tensor:
+    """See ``sum_experts``."""
+    found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
+    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
+    total = outputs[:, 0]
+    for k in range(1, outputs.shape[1]):
+        total = total + outputs[:, k]
+    return (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

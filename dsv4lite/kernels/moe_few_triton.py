@@ -1,0 +1,318 @@
+"""Kernels of ``moe_few.py``: three launches, for a launch that waits for another takes longer than the little work of most.
+
+    prepare        one program routes and groups all tokens; beside it the shared expert's activation, and scales
+    gate_up, w2    the routed experts' first product (``experts_triton.py``), and the shared expert's second
+    down           the routed experts' second product
+
+Each part does what its kernel for many tokens does, in the same order.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.experts import GROUP, Tiles
+from dsv4lite.kernels.experts_triton import FEW, Block, Work, gate_up_tile
+from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, fp8_tile, splits_of
+from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Router
+from dsv4lite.kernels.moe_triton import route_rows
+from dsv4lite.kernels.swiglu_triton import swiglu_groups
+
+_OUTS = 64  # of one program of the shared expert, as of any product of few rows
+_SHARERS = {1: 16, MOE_FEW_TOKENS: 4}  # programs of a token's activation, by the tile of tokens, which is also their warps
+
+
+@triton.jit
+def _group_rows(
+    token, ids, place, used, order, owner, blocks, pairs, most, TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr
+):  # fmt: skip
+    """Give each expert a block, in the order of their ids; experts of tokens [TOKENS, TOP_TILE] are those that are used."""
+    PAIRS: tl.constexpr = ids.shape[0] * ids.shape[1]
+    fill = tl.arange(0, FILL)
+    tl.store(order + fill, pairs, mask=fill < most * ROWS)  # a number that is no pair
+    wanted = tl.reshape(used, (PAIRS,))
+    expert = tl.where(wanted, tl.reshape(ids, (PAIRS,)), -1)
+    number = tl.reshape(tl.broadcast_to(token[:, None], ids.shape), (PAIRS,)).to(tl.int32)
+    pair = number * TOP_K + tl.reshape(place, (PAIRS,))
+    # Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
+    same = expert[None, :] == expert[:, None]
+    row = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
+    first = wanted & (row == 0)
+    block = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
+    tl.store(blocks, tl.sum(first.to(tl.int32)))
+    tl.store(owner + block, expert, mask=first)
+    tl.debug_barrier()  # other threads have filled the blocks
+    tl.store(order + block * ROWS + row, pair, mask=wanted)
+
+
+@triton.jit(do_not_specialize=["tokens", "most"])
+def _prepare_kernel(
+    logits, bias, table, token_ids, positions, h, x_scales,
+    chosen, weights, order, owner, blocks, arrivals, x_words, s_codes, s_scales,
+    tokens, most, logits_stride, route_scale, width, limit,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program == 0:
+        token = tl.arange(0, TOKENS)
+        here = token < tokens
+        ids, weight, place = route_rows(
+            token.to(tl.int64), here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
+        )  # fmt: skip
+        used = here[:, None] & (tl.arange(0, TOP_TILE)[None, :] < TOP_K)
+        at = token[:, None] * TOP_K + place
+        tl.store(chosen + at, ids.to(tl.int64), mask=used)
+        tl.store(weights + at, weight, mask=used)
+        _group_rows(token, ids, place, used & (ids < EXPERTS), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+    else:
+        mine = ((program - 1) // SHARERS).to(tl.int64)
+        part = (program - 1) % SHARERS
+        group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
+        swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+        if part == 0:
+            column = tl.arange(0, COLUMNS_TILE)
+            scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
+            tl.store(x_words + mine * COLUMNS + column, scale << 23, mask=column < COLUMNS)
+            block = mine * TOP_K + tl.arange(0, TOP_TILE)[:, None]
+            hidden = tl.arange(0, GROUPS_TILE)[None, :]
+            wanted = (tl.arange(0, TOP_TILE) < TOP_K)[:, None] & (block < most) & (hidden < GROUPS)
+            tl.store(arrivals + block * GROUPS + hidden, tl.zeros((TOP_TILE, GROUPS_TILE), tl.int32), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["pairs", "M"])
+def _gate_up_w2_kernel(
+    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    s_codes, s_scales, w2_codes, w2_scales, shared, M, N, K, k_blocks, k_part, first,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < first:  # they take as long as any, and nobody waits for them at the end
+        fp8_tile(
+            program, 0, s_codes, s_scales, w2_codes, w2_scales, shared, shared, arrivals, M, N, K, k_blocks, k_part,
+            BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
+        )  # fmt: skip
+    else:
+        gate_up_tile(
+            program - first, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL,
+        )  # fmt: skip
+
+
+def moe_few_triton(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+) -> ExpertSum:
+    """Launch ``moe_few``."""
+    (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
+    assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
+    assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
+    work = Work.allocate(tokens, router.top_k, w2, by_token=True)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work)
+    u, u_codes = work.room_for_u()
+    shared_TD = torch.empty(tokens, hidden, dtype=h_TI.dtype, device=h_TI.device)
+    inputs = shared_codes.shape[1]
+    blocks, first = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS)
+    assert shared_codes.shape == (hidden, h_TI.shape[1] // 2) and shared_codes.is_contiguous() and shared_scales.is_contiguous()
+    codes = capability_of(x_codes.device) < 89
+    s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
+    _gate_up_w2_kernel[(first + work.gate_up_programs,)](
+        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes),
+        s,
+        s_scales,
+        w,
+        shared_scales,
+        shared_TD,
+        tokens,
+        hidden,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits_of(hidden, blocks)),
+        first,
+        TOP_K=router.top_k,
+        BM=MOE_FEW_TOKENS,
+        BN=_OUTS,
+        SCALE_ROWS=scale_rows(shared_codes, shared_scales),
+        EVEN_K=inputs % FP8_BLOCK == 0,
+        CODES=codes,
+        GROUPED=GROUPED_TILES,
+        **work.constants(w13),
+    )
+    del u
+    outputs_TKD = work.down(u_codes, w2).view(tokens, router.top_k, hidden)
+    return ExpertSum(chosen_TK, outputs_TKD, shared_TD, experts)
+
+
+def _prepare(
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Route and group; return experts, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
+    (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
+    table, positions, bias = router.table_VK, router.positions_T, router.bias_E
+    assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
+    assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
+    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+    weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
+    inputs, tile = h_TI.shape[1] // 2, 1 if tokens == 1 else MOE_FEW_TOKENS
+    shared_groups = triton.cdiv(inputs, GROUP)
+    s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
+    s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
+    shared = triton.next_power_of_2(shared_groups)
+    sharers = min(shared, _SHARERS[tile])
+    columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    _prepare_kernel[(1 + tokens * sharers,)](
+        logits_TE,
+        logits_TE if bias is None else bias,
+        chosen_TK if table is None else table,
+        router.token_ids_T,
+        router.token_ids_T if positions is None else positions,
+        h_TI,
+        x_scales,
+        chosen_TK,
+        weight_TK,
+        groups.order,
+        groups.owner,
+        groups.count,
+        groups.arrivals,
+        groups.x_words,
+        s_codes,
+        s_scales,
+        tokens,
+        groups.most,
+        logits_TE.stride(0),
+        router.scale,
+        inputs,
+        limit,
+        EXPERTS=experts,
+        BLOCK=triton.next_power_of_2(experts),
+        TOP_K=top_k,
+        TOP_TILE=triton.next_power_of_2(top_k),
+        BIASED=bias is not None,
+        FIXED=table is not None,
+        PADDED=positions is not None,
+        TOKENS=tile,
+        ROWS=work.block.rows,
+        FILL=triton.next_power_of_2(tile * top_k * work.block.rows),
+        COLUMNS=columns,
+        COLUMNS_TILE=triton.next_power_of_2(columns),
+        GROUPS=hidden_groups,
+        GROUPS_TILE=triton.next_power_of_2(hidden_groups),
+        SHARED=shared,
+        SHARERS=sharers,
+        ALIGNED=inputs % GROUP == 0,
+        NATIVE=work.native,
+        GPU=logits_TE.is_cuda,
+        num_warps=tile,
+        enable_fp_fusion=False,
+    )
+    return chosen_TK, weight_TK, s_codes, s_scales
+
+
+# What variants are compiled for: V4-Flash.
+_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
+_BY_E4M3 = ((False, (80,)), (True, (89, 90, 100, 120)))  # chips that know e4m3, and others
+
+
+def variants() -> list[Variant]:
+    """Return both tiles of tokens with both ways to choose, and every block of few tokens."""
+    found = []
+    for (native, capabilities), tokens, fixed in product(_BY_E4M3, _SHARERS, (True, False)):
+        found.append(
+            Variant(
+                kernel=_prepare_kernel,
+                signature={
+                    **dict.fromkeys(("logits", "bias", "weights"), "*fp32"),
+                    **dict.fromkeys(("table", "chosen"), "*i64"),
+                    **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "x_words"), "*i32"),
+                    **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
+                    "h": "*bf16",
+                    **dict.fromkeys(("tokens", "most", "logits_stride", "width"), "i32"),
+                    **dict.fromkeys(("route_scale", "limit"), "fp32"),
+                },
+                constants={
+                    "EXPERTS": _EXPERTS,
+                    "BLOCK": 256,
+                    "TOP_K": _TOP_K,
+                    "TOP_TILE": 8,
+                    "BIASED": not fixed,
+                    "FIXED": fixed,
+                    "PADDED": True,
+                    "TOKENS": tokens,
+                    "ROWS": 16,
+                    "FILL": triton.next_power_of_2(tokens * _TOP_K * 16),
+                    **dict.fromkeys(("COLUMNS", "COLUMNS_TILE"), _HIDDEN // GROUP),
+                    **dict.fromkeys(("GROUPS", "GROUPS_TILE", "SHARED"), _WIDTH // GROUP),
+                    "SHARERS": _SHARERS[tokens],
+                    "ALIGNED": True,
+                    "NATIVE": native,
+                    "GPU": True,
+                },
+                num_warps=tokens,
+                capabilities=capabilities,
+            )
+        )
+    for (_, block), fp4 in product(FEW, (False, True)):
+        for native, capabilities in _BY_E4M3:
+            found.append(_gate_up_w2(block, fp4, native, capabilities))
+    return found
+
+
+def _gate_up_w2(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:
+    numbers = "*fp8e4nv" if native else "*u8"
+    words = ("x_words", "scales", "order", "owner", "blocks", "u_words", "arrivals")
+    return Variant(
+        kernel=_gate_up_w2_kernel,
+        signature={
+            **dict.fromkeys(words, "*i32"),
+            **dict.fromkeys(("x", "s_codes", "w2_codes"), numbers),
+            **dict.fromkeys(("codes", "u_codes", "s_scales", "w2_scales"), "*u8"),
+            **dict.fromkeys(("u", "shared"), "*bf16"),
+            "weight": "*fp32",
+            "limit": "fp32",
+            **dict.fromkeys(("pairs", "M", "N", "K", "k_blocks", "k_part", "first"), "i32"),
+        },
+        constants={
+            "HIDDEN": _HIDDEN,
+            "WIDTH": _WIDTH,
+            "TOP_K": _TOP_K,
+            "ROWS": block.rows,
+            "TILES": block.tiles,
+            "FP4": fp4,
+            "NATIVE": native,
+            "STAGES": block.num_stages,
+            "UNROLL": block.unroll_of(fp4),
+            "BM": MOE_FEW_TOKENS,
+            "BN": _OUTS,
+            "SCALE_ROWS": FP8_BLOCK,
+            "EVEN_K": True,
+            "CODES": not native,
+            "GROUPED": GROUPED_TILES,
+        },
+        num_warps=block.num_warps,
+        num_stages=block.num_stages,
+        max_registers=block.max_registers,
+        capabilities=capabilities,
+    )

@@ -1,0 +1,144 @@
+"""Experts of few tokens in three launches: the bits of the kernels that do each part by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.experts import Tiles
+from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Router, moe_few_ref, suits_few, sum_experts_ref
+from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, generator, inputs
+
+pytest.importorskip("triton")
+
+from dsv4lite.kernels.experts_triton import combine_triton, experts_forward_triton
+from dsv4lite.kernels.gemm_triton import fp8_linear_triton
+from dsv4lite.kernels.moe_few_triton import moe_few_triton
+from dsv4lite.kernels.moe_triton import route_triton
+from dsv4lite.kernels.swiglu_triton import swiglu_quantize_triton
+
+pytestmark = pytest.mark.kernel
+
+Case = tuple[Tensor, Router, Tensor, Tensor, Tensor, Tensor, Tensor, Tiles, Tiles, float]
+SIZES = [pytest.param(5, 128, 128, 3, id="small")]
+if ON_GPU:
+    SIZES += [pytest.param(256, 4096, 2048, 6, id="flash"), pytest.param(48, 7168, 3072, 6, id="pro")]
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fill what is not initialised with NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def case(
+    tokens: int,
+    count: int,
+    hidden: int,
+    width: int,
+    top_k: int,
+    *,
+    shared_width: int = 0,
+    hashed: bool = False,
+    fp4: bool = True,
+    padding: int = 0,
+) -> Case:
+    """Every argument; the last tokens are padding."""
+    rng = generator(tokens)
+    codes, scales, _, _ = inputs(tokens, hidden, count, 1)
+    table = torch.rand(50, count, generator=rng).argsort(-1)[:, :top_k].contiguous()
+    positions = torch.arange(tokens, dtype=torch.int32)
+    positions[tokens - padding :] = -1
+    router = Router(
+        top_k,
+        1.5,
+        None if hashed else torch.rand(count, generator=rng).to(DEVICE),
+        table.to(DEVICE) if hashed else None,
+        torch.randint(0, 50, (tokens,), generator=rng).to(DEVICE),
+        positions.to(DEVICE),
+    )
+    shared_width = shared_width or width
+    shared = torch.randn(hidden, shared_width, generator=rng).to(torch.float8_e4m3fn)
+    shared_scales = torch.randint(117, 124, (-(-hidden // 128), -(-shared_width // 128)), generator=rng, dtype=torch.uint8)
+    h = (2 * torch.randn(tokens, 2 * shared_width, generator=rng)).bfloat16()
+    logits = 3 * torch.randn(tokens, count, generator=rng)
+    place = (logits.to(DEVICE), router, codes, scales, h.to(DEVICE), shared.to(DEVICE), shared_scales.to(DEVICE))
+    return (*place, *experts(count, hidden, width, fp4=fp4), LIMIT)
+
+
+def one_by_one(
+    logits: Tensor, router: Router, codes: Tensor, scales: Tensor, h: Tensor, *rest: Tensor | Tiles | float
+) -> tuple[Tensor, Tensor]:
+    """What a launch for each part gives: the experts, and the sum."""
+    shared_codes, shared_scales, w13, w2, limit = rest
+    ids = None if router.table_VK is None else router.token_ids_T
+    chosen, weights = route_triton(logits, router.top_k, router.scale, router.bias_E, router.table_VK, ids, router.positions_T)
+    shared = fp8_linear_triton(*swiglu_quantize_triton(h, limit), shared_codes, shared_scales)
+    return chosen, experts_forward_triton(codes, scales, chosen, weights, w13, w2, limit, shared)
+
+
+def summed(parts: ExpertSum) -> Tensor:
+    return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, parts.shared_TD)
+
+
+@pytest.mark.parametrize(("tokens", "padding", "hashed"), [(1, 0, False), (7, 3, True), (16, 0, False)])
+@pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SIZES)
+def test_launches_have_the_bits_of_each_part_alone(
+    count: int, hidden: int, width: int, top_k: int, tokens: int, padding: int, hashed: bool
+) -> None:
+    given = case(tokens, count, hidden, width, top_k, hashed=hashed, padding=padding)
+    parts, (chosen, expected) = moe_few_triton(*given), one_by_one(*given)
+    assert torch.equal(parts.chosen_TK, chosen)
+    assert torch.equal(summed(parts), expected)
+    torch.testing.assert_close(summed(parts), sum_experts_ref(parts), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+def test_sum_agrees_with_the_reference(fp4: bool) -> None:
+    given = case(6, 5, 256, 128, 2, fp4=fp4, padding=2)
+    parts, expected = moe_few_triton(*given), moe_few_ref(*given)
+    assert torch.equal(parts.chosen_TK, expected.chosen_TK)
+    assert_close(summed(parts), sum_experts_ref(expected))
+
+
+def test_shared_expert_in_parts_has_their_order() -> None:
+    given = case(3, 4, 128, 128, 2, shared_width=1000)  # two parts of four blocks of inputs
+    assert torch.equal(summed(moe_few_triton(*given)), one_by_one(*given)[1])
+
+
+def test_all_tokens_may_choose_the_same_experts() -> None:
+    logits, *rest = case(16, 7, 128, 128, 2)
+    given = (torch.zeros_like(logits), *rest)
+    assert torch.equal(summed(moe_few_triton(*given)), one_by_one(*given)[1])
+
+
+def test_padding_alone_has_no_block() -> None:
+    given = case(5, 4, 128, 128, 2, padding=5)
+    parts = moe_few_triton(*given)
+    assert parts.chosen_TK.eq(4).all() and torch.equal(summed(parts), parts.shared_TD)
+
+
+def test_few_are_as_many_as_one_program_groups() -> None:
+    assert [tokens for tokens in range(40) if suits_few(tokens, 6)] == list(range(1, MOE_FEW_TOKENS + 1))
+    assert suits_few(1, 8) and not suits_few(1, 9)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_captured_graph_follows_new_routing() -> None:
+    first, second = case(8, 256, 512, 256, 6), case(8, 256, 512, 256, 6, hashed=False)
+    torch.use_deterministic_algorithms(False)
+    second = (-first[0], *second[1:])
+    expected = [summed(moe_few_triton(*given)) for given in (first, second)]
+    logits = first[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = summed(moe_few_triton(logits, *first[1:]))
+    for given, wanted in zip((second, first), reversed(expected), strict=True):
+        logits.copy_(given[0])
+        graph.replay()
+        assert torch.equal(got, wanted)
