@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.sequence import Sequence
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
@@ -44,8 +46,8 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 
 def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Do the work once for its results, and undo what else it did."""
-    assert graphs.sampling is not None
-    kept = [graphs.last_token, *(x for s in graphs.sampling._table._sequences.values() for x in s.held)]
+    sequences = () if graphs.sampling is None else graphs.sampling._table._sequences.values()
+    kept = [graphs.last_token, *(x for s in sequences for x in s.held)]
     before = [x.clone() for x in kept]
     result = work()
     for x, old in zip(kept, before, strict=True):
@@ -62,24 +64,26 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0) -> Runner:
+def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None) -> Runner:
     cache, vocab_size = StateCache.allocate(replace(model.layout, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
-    sampler = Sampler(vocab_size, CPU, 0)
+    sampler = Sampler(vocab_size, CPU, 0) if model.share.last else None
     if not recorded:
         return Runner(model, cache, sampler)
     rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
-    rows["sampling"] = DeviceSampler(sampler, slots=SIZES.slots, rows=16, vocab_size=vocab_size, device=CPU)
+    if sampler is not None:
+        rows["sampling"] = DeviceSampler(sampler, slots=SIZES.slots, rows=16, vocab_size=vocab_size, device=CPU)
     if drafts:
         return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16))
-    return Runner(model, cache, sampler, DecodeGraphs(model, cache, **rows))
+    return Runner(model, cache, sampler, DecodeGraphs(model, cache, **rows), mesh=mesh)
 
 
-def run(runner: Runner, known: Mapping[str, list[Any]] | None = None) -> dict[str, list[Any]]:
+def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: int = 1) -> dict[str, list[Any]]:
     """Run more requests than there are slots; return tokens, and log-probabilities where wanted.
 
     Args:
-        runner: Runs one step while the results of the last one are under way.
+        runner: Runs one step while the results of others are under way, one for each stage.
         known: Tokens that each request will have: they are guessed, some wrongly, and no step is under way.
+        stages: Of the runner, where it is a pipeline.
     """
     limits = SchedulerLimits(
         max_num_seqs=4,
@@ -88,6 +92,7 @@ def run(runner: Runner, known: Mapping[str, list[Any]] | None = None) -> dict[st
         window=TINY.window,
         enable_prefix_caching=False,
         max_drafts=0 if known is None else 1,
+        stages=stages,
     )
 
     def propose(seq: Sequence, most: int) -> tuple[int, ...]:
@@ -101,20 +106,18 @@ def run(runner: Runner, known: Mapping[str, list[Any]] | None = None) -> dict[st
     for i, (name, each) in enumerate(SETTINGS.items()):
         params = SamplingParams(**each, max_tokens=3 + i % 3, ignore_eos=True)  # type: ignore[arg-type]
         prompt = tuple((7 * i + j * j) % TINY.vocab_size for j in range(3 + 4 * i))
-        scheduler.add(Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1))
-        runner.add(
-            scheduler.sequences_of(name)[0].seq_id,
-            Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1),
-            0,
-        )
+        request = Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1)
+        scheduler.add(request)
+        runner.add(scheduler.sequences_of(name)[0].seq_id, request, 0)
     seq_ids = {name: scheduler.sequences_of(name)[0].seq_id for name in SETTINGS}
-    previous: Flight | None = None
+    flights, most = deque[Flight](), 0 if known is not None else stages
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
-        flight = None if plan is None else runner.launch(plan)
-        previous, landing = (flight, previous) if known is None else (None, flight)
-        if landing is None:
+        if plan is not None:
+            flights.append(runner.launch(plan))
+        if not flights or (plan is not None and len(flights) <= most):
             continue
+        landing = flights.popleft()
         results = landing.results()
         for seq_id in runner.hosted.intersection(results):
             for one in (results[seq_id], *results[seq_id].after):
