@@ -158,7 +158,8 @@ class Prospect:
                 balancer = Balancer(model, refill, config.rebalance_steps)
             runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
             with torch.inference_mode():
-                runner.warm_up(config.max_num_batched_tokens, config.compile_cache_dir or default_cache_dir(), progress)
+                cache_dir = config.compile_cache_dir or default_cache_dir()
+                runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)
             return runner
         except Exception as error:
             explained = start_error(error, plan=plan)

@@ -35,7 +35,9 @@ from dsv4lite.request import Logprobs, Request
 
 log = logging.getLogger("dsv4lite.engine")
 
-_WARM_UP_TOKENS = (2, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
+_WARM_UP_TOKENS = (2, 9, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
+# Up to so many pairs of token and expert, and so many for each expert, experts have kernels of their own.
+_WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 SCORE_ROWS = 128  # prompt positions whose logits exist at a time
 
 
@@ -138,11 +140,12 @@ class Runner:
         if self.sampler is not None:
             self.sampler.accept(seq_id, token_id)
 
-    def warm_up(self, max_tokens: int, cache_dir: str, progress: Progress | None = None) -> None:
+    def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
         """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
 
         Args:
             max_tokens: Most tokens of a step.
+            max_model_len: No sequence is longer.
             cache_dir: Where compiled kernels are kept.
             progress: Told of kernels, then of shapes.
         """
@@ -155,20 +158,15 @@ class Runner:
                 progress(LoadProgress(phase="warmup", done=done, total=total, unit=unit))
 
         started = time.monotonic()
-        # Where rows travel, experts get those of several ranks, or one for each expert of a token.
-        each = {1, self.model.share.gathered, self.model.config.experts_per_token if self.model.share.gathered > 1 else 1}
-        lengths = sorted({max_tokens, *(n for rows in each for most in _WARM_UP_TOKENS if (n := -(-most // rows)) < max_tokens)})
+        lengths = self._warm_up_lengths(max_tokens)
         recordings = [] if self._graphs is None else self._recordings(self._graphs)
         with recording() as wanted:
-            for length in lengths:
-                self._run_padding(length)
-            for rehearse, _ in recordings:
-                rehearse()
+            self.rehearse(max_tokens, max_model_len)
         recorded = time.monotonic()
         prepare(wanted, cache_dir, partial(tell, "kernels"))
         prepared, total = time.monotonic(), len(lengths) + len(recordings)
         for done, length in enumerate(lengths):
-            self._run_padding(length)
+            self._run_padding(length, length)
             tell("shapes", done + 1, total)
         ran = time.monotonic()
         for done, (_, capture) in enumerate(recordings):
@@ -185,6 +183,25 @@ class Runner:
         )
         log.info(self.warmed)
 
+    def rehearse(self, max_tokens: int, max_model_len: int) -> None:
+        """Launch, on padding, whatever steps of up to ``max_tokens`` tokens may launch on this rank, whatever came before them."""
+        for length in self._warm_up_lengths(max_tokens):
+            for longest in {length, max_model_len}:
+                self._run_padding(length, longest)
+        for rehearse, _ in [] if self._graphs is None else self._recordings(self._graphs):
+            rehearse()
+
+    def _warm_up_lengths(self, max_tokens: int) -> list[int]:
+        """Return numbers of tokens that launch all kernels between them."""
+        share, config = self.model.share, self.model.config
+        # Where rows travel, experts get those of several ranks, or one for each expert of a token.
+        each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
+        experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
+        pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
+        tokens = [*_WARM_UP_TOKENS, *(most // config.experts_per_token for most in pairs)]
+        wanted = {-(-most // rows) for rows in each for most in tokens}
+        return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
+
     @staticmethod
     def _recordings(graphs: DecodeGraphs | VerifyGraphs | None) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
         """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
@@ -194,8 +211,10 @@ class Runner:
             return [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
         return [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
 
-    def _run_padding(self, tokens: int) -> None:
+    def _run_padding(self, tokens: int, longest: int) -> None:
+        """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
         batch = padding(tokens, self.model)
+        batch.max_tokens = longest
         streams_TND = self._forward(batch)
         if self.model.share.last:
             self.model.logits(streams_TND[:1])

@@ -268,7 +268,7 @@ def _single_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "pages"])
 def _entry_kernel(
     projected,
     ape,

@@ -15,7 +15,7 @@ from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowStore
 _NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["tokens", "count"])
+@triton.jit(do_not_specialize=["tokens", "count", "window_columns", "grow_columns"])
 def _latent_entries_kernel(
     latent, q_norm, kv_norm, cos, sin, q_codes, q_scales, fresh, window,
     projected, group_cos, group_sin, ape, norm, carry, entries, key_projected, key_ape, key_norm, key_carry, keys,

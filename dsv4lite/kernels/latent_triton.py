@@ -72,7 +72,7 @@ def kv_latent(
     store_kv(y, home + place * DATA, home + PLACES * DATA + place * SCALES, page, ROWS, NOPE, ROPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def _latent_kernel(
     latent, q_norm, kv_norm, cos, sin, q_codes, q_scales, fresh, memory,
     positions, sequences, first, lens, window_pages, window_first, row_stride, page_stride, pages, window_tokens, eps,

@@ -1,0 +1,122 @@
+"""No kernel is compiled in traffic: what steps launch is among what the warm-up of their rank asks for, whichever layers it has."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
+
+import dsv4lite.kernels  # noqa: E402
+from dsv4lite.engine.cache import StateCache, StateSizes  # noqa: E402
+from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
+from dsv4lite.engine.runner import Runner  # noqa: E402
+from dsv4lite.engine.sampler import Sampler  # noqa: E402
+from dsv4lite.engine.sampling_device import DeviceSampler  # noqa: E402
+from dsv4lite.engine.step import SequencePlan, StepPlan  # noqa: E402
+from dsv4lite.kernels import gemm_triton  # noqa: E402
+from dsv4lite.kernels.warmup import recording  # noqa: E402
+from dsv4lite.layout import Layout  # noqa: E402
+from dsv4lite.models.deepseek_v4 import DeepseekV4  # noqa: E402
+from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
+from dsv4lite.request import Request, SamplingParams  # noqa: E402
+from tests.golden import OFFICIAL, rounded  # noqa: E402
+from tests.recorded import Recording, without_device  # noqa: E402
+
+CPU = torch.device("cpu")
+MAX_TOKENS, MAX_LENGTH = 700, 8192
+SIZES = StateSizes(grow_pages=8, window_pages=8, slots=4, snapshots=1)
+
+
+class Hopper:
+    """A driver that knows its device by name only: whoever launches fails."""
+
+    def get_current_device(self) -> int:
+        return 96
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Deaf:
+    """Stands for the other stage, with whom nothing is exchanged."""
+
+    def send(self, *args: Any) -> Deaf:
+        return self
+
+    recv = broadcast = send
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let ops on the CPU take the way of a GPU."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    for info in pkgutil.iter_modules(dsv4lite.kernels.__path__):
+        module = importlib.import_module(f"dsv4lite.kernels.{info.name}")
+        if "use_triton" in vars(module):
+            monkeypatch.setattr(module, "use_triton", lambda x: True)
+    monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
+    without_device(monkeypatch)
+    monkeypatch.setattr(DecodeGraphs, "_record", lambda graphs, work: (Recording(work, result := work()), result))
+    with torch.inference_mode():
+        yield
+
+
+def runner_of(mesh: Mesh) -> Runner:
+    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
+    model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
+    cache, vocab_size, sampler, sampling = StateCache.allocate(model.layout, SIZES, CPU), OFFICIAL.vocab_size, None, None
+    if model.share.last:
+        sampler = Sampler(vocab_size, CPU, 0)
+        sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=4, vocab_size=vocab_size, device=CPU)
+    graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampling)
+    runner = Runner(model, cache, sampler, graphs, mesh=mesh)
+    for i in range(4):
+        params = SamplingParams(max_tokens=9, temperature=0.5 * i, top_p=1 - 0.1 * i)
+        runner.add(i, Request(request_id=str(i), prompt_token_ids=(5,) * 5000, params=params, eos_token_id=1), 0)
+    return runner
+
+
+def run_of(slot: int, start: int, tokens: int) -> SequencePlan:
+    """A run of some tokens of the sequence in a slot; what its pages are called is of no importance here."""
+    first, end = max(0, start - 127) // 64, start + tokens
+    pages, window = (0,) * -(-end // 256), (0,) * ((end - 1) // 64 + 1 - first)
+    return SequencePlan(slot, slot, start, (5,) * tokens, pages, first, window, True)
+
+
+STEPS = [
+    *([(0, start, tokens)] for start in (0, 300, 4090) for tokens in (2, 9, 20, 100, 300, MAX_TOKENS)),
+    [(0, 100, 1), (1, 0, 37), (2, 0, 64)],
+    [(0, 4095, 1), (1, 0, 3)],
+    *([(slot, 5000 if slot else 3, 1) for slot in range(count)] for count in (1, 2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("stages", "rank"), [(1, 0), (2, 0), (2, 1)], ids=["whole", "first", "last"])
+def test_steps_launch_what_warm_up_asked_for(stages: int, rank: int) -> None:
+    axes = {name: Axis(name, rank, stages, Deaf() if stages > 1 else None) for name in ("pp", "replica")}
+    runner = runner_of(Mesh(layout=Layout(pp=stages), rank=rank, **axes))
+    with recording() as wanted:
+        runner.rehearse(MAX_TOKENS, MAX_LENGTH)
+    known = {repr(one.specialization) for one in wanted}
+    missing = []
+    for number, runs in enumerate(STEPS):
+        with recording() as launched:
+            runner.launch(StepPlan(step=number, sequences=tuple(run_of(*run) for run in runs)))
+        assert launched
+        missing += [(runs, one.specialization) for one in launched if repr(one.specialization) not in known]
+    assert not missing
