@@ -12,6 +12,9 @@ The k in use changes when what it lost against a better one, beyond a margin, ad
 if little is, and hardly ever for noise about nothing.  Other k are tried now and then, as often as what a try loses allows: below
 ``EXPLORATION`` of all time, after a few steps that each class is granted at its start.
 
+A step costs what it costs only among steps with the same k: drafts are made a step before they run, and steps without any are
+planned ahead.  So a try goes on until there was such a step, and the steps on the way to it and back count as what the try lost.
+
 Time comes in as an argument: the same observations lead to the same decisions.
 """
 
@@ -30,6 +33,8 @@ _MARGIN = 0.01  # gain that does not count
 _PATIENCE = 4.0  # steps lost, beyond the margin, before the k in use changes
 _PAUSE = 4  # steps between two tries
 _TRIES = 3  # measurements of a k before it can be chosen
+_LONGEST_TRY = 8  # steps
+_DETOUR_MEMORY = 4  # tries that what others lose on the way remembers
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
 _STEPS = (16.0, 128.0)  # at least and at most so many steps
 _COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
@@ -87,9 +92,20 @@ class _Class:
     cost: list[float]  # logarithm of the seconds
     steps: list[int]
     tried: list[int]  # when, in steps of the class
+    detour: list[float]  # steps lost on the way to a try of k and back
     regret: list[float] = field(default_factory=list)
     now: int = 0
     last_try: int = 0
+
+
+@dataclass(slots=True)
+class _Try:
+    """A try: of which k, how long it has gone on and may, and what was lost on its ways."""
+
+    k: int
+    left: int = _LONGEST_TRY
+    lost: float = 0.0
+    measured: bool = False
 
 
 class DraftPolicy:
@@ -106,6 +122,7 @@ class DraftPolicy:
         self._accepted = [0.0] * max_k
         self._reached = [0.0] * max_k
         self._classes: dict[int, _Class] = {}
+        self._try: _Try | None = None  # the last one
         self._changes = self._tries = 0
         self._seconds = self._lost = 0.0
 
@@ -113,15 +130,22 @@ class DraftPolicy:
         """Return the number of tokens to draft for each sequence of the next step; 0 is not to draft."""
         here = self._class(num_sequences)
         here.now += 1
+        last = self._try
+        if last is not None and not last.measured and last.left:
+            last.left -= 1
+            return last.k
         candidate = self._candidate(here)
         if candidate is None:
             return here.k
+        if last is not None and last.measured:
+            here.detour[last.k] += (last.lost - here.detour[last.k]) / _DETOUR_MEMORY
+        self._try = _Try(candidate)
         here.last_try = here.tried[candidate] = here.now
         self._tries += 1
         return candidate
 
     def observe(self, num_sequences: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
-        """Learn from a step.
+        """Learn from a step that came behind one with the same k.
 
         Args:
             num_sequences: How many it continued.
@@ -131,6 +155,8 @@ class DraftPolicy:
         """
         assert 0 <= k <= self.max_k and len(accepted) == k and (seconds is None or seconds > 0)
         self._learn_acceptance(num_sequences, accepted)
+        if self._try is not None and self._try.k == k:
+            self._try.measured = True
         if seconds is None:
             return
         here = self._class(num_sequences)
@@ -140,6 +166,24 @@ class DraftPolicy:
         if k != here.k:
             self._lost += seconds - step * tokens[k] / tokens[here.k]
         self._decide(here)
+
+    def observe_detour(self, num_sequences: int, seconds: float, tokens: float) -> None:
+        """Take note of a step behind one with another k, of which nothing can be learned.
+
+        Args:
+            num_sequences: How many it continued.
+            seconds: From its start to its end.
+            tokens: That each of them gained.
+        """
+        here = self._class(num_sequences)
+        self._seconds += seconds
+        if not here.steps[here.k]:
+            return
+        step = exp(self._cost(here, here.k))
+        lost = seconds - step * tokens / self._tokens()[here.k]
+        self._lost += lost
+        if self._try is not None:
+            self._try.lost += lost / step
 
     def snapshot(self) -> DraftState:
         """Return what is known and was done."""
@@ -167,7 +211,7 @@ class DraftPolicy:
         found = self._classes.get(size)
         if found is None:
             ks = self.max_k + 1
-            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks)
+            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0.0] * ks)
             others = self._nearest(size)
             self._classes[size] = found
             if others:  # until it is measured, it is taken for its neighbour
@@ -264,7 +308,7 @@ class DraftPolicy:
             lost = max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
             granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
             # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
-            wait = 0.0 if granted else lost * self.max_k / EXPLORATION
+            wait = 0.0 if granted else (lost + max(0.0, here.detour[k])) * self.max_k / EXPLORATION
             overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
             if k != here.k and overdue >= max(1.0, most):
                 most, due = overdue, k

@@ -104,6 +104,7 @@ class Engine:
         self.config = config
         self._overlap = overlap
         self._most_in_flight = 0  # between two steps
+        self._landed = 0.0  # when the last step's results were looked at, or the first one's beginning, unless idle since
         self._background = False  # a step runs by itself once it is launched
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -343,6 +344,7 @@ class Engine:
         if self._paused and not block:
             block, timeout = True, _PAUSED_POLL_S
         if block and not self._in_flight:
+            self._landed = 0.0
             self._publish()
             if timeout is None:
                 self._scheduler.check()
@@ -359,11 +361,14 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the oldest one if there are more in flight than there may be."""
         started = time.perf_counter()
+        self._landed = self._landed or started
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
-        guesses = self._guesses
+        guesses, single = self._guesses, self.config.layout.world == 1
         length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
+        if length and single and self._in_flight:
+            self._finish(started, started, followed=False)  # guesses follow tokens that are known
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
@@ -372,24 +377,35 @@ class Engine:
             self._publish()
         if flight is not None:
             self._in_flight.append(flight)
-        most = self._most_in_flight if recorder is None and flight is not None else 0
-        if len(self._in_flight) > most:
-            previous = self._in_flight.popleft()
-            results = previous.results()
-            landed = time.perf_counter()
-            if recorder is not None:
-                recorder.end(previous.samples)
-            self._land(previous, results)
-            ended = time.perf_counter()
-            self._steps += 1
-            self._generated += len(results)
-            self._step_s, self._host_s = ended - started, launched - started + ended - landed
-            if guesses is not None:
-                ran: Any = previous.plan
-                guesses.count(ran, results, ended - started)
-                self._generated += sum(len(one.after) for one in results.values())
+        most = self._most_in_flight + (self._background and single and length == 0)
+        if len(self._in_flight) > (most if recorder is None and flight is not None else 0):
+            self._finish(started, launched, recorder)
         elif not self._in_flight and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
+
+    def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None, *, followed: bool = True) -> None:
+        """Look at the results of the oldest step in flight.
+
+        Args:
+            started, launched: When the host began to prepare what it launched last, and when that was done.
+            recorder: Has watched the step.
+            followed: Whether another one was launched behind it, if steps are.
+        """
+        previous = self._in_flight.popleft()
+        results = previous.results()
+        landed = time.perf_counter()
+        if recorder is not None:
+            recorder.end(previous.samples)
+        self._land(previous, results)
+        ended = time.perf_counter()
+        self._steps += 1
+        self._generated += len(results)
+        self._step_s, self._host_s = ended - started, launched - started + ended - landed
+        if self._guesses is not None:
+            ran: Any = previous.plan
+            self._guesses.count(ran, results, ended - self._landed, followed=followed)
+            self._landed = ended
+            self._generated += sum(len(one.after) for one in results.values())
 
     def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""

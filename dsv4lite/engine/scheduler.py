@@ -86,7 +86,7 @@ class Scheduler:
         needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
             goes by the request's settings alone.
         propose: Asked for at most so many guesses of what follows the tokens of a sequence, all of which are known. With it, a plan
-            is made only when the results of the last one are there.
+            is made only when the results of the last one are there, unless neither of the two has guesses.
         first_seq_id: Ids of sequences count from here.
 
     Raises:
@@ -268,7 +268,8 @@ class Scheduler:
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
-        most = self._limits.stages + (self._propose is None)
+        known = max_drafts == 0 and not any(plan.max_drafts for plan in self._outstanding)  # how far every sequence is
+        most = self._limits.stages + (self._propose is None or (known and self._limits.stages == 1))
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
@@ -306,7 +307,8 @@ class Scheduler:
                 self._holdings.release(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
-        guessed = [seq for seq in self._sliding if seq.in_flight and self._propose is not None]  # how far they got is unknown yet
+        guessing = any(plan.max_drafts for plan in self._outstanding)
+        guessed = [seq for seq in self._sliding if seq.in_flight and guessing]  # how far they got is unknown yet
         for seq in self._sliding:
             if seq.state is State.RUNNING and seq not in guessed:
                 self._holdings.slide(seq)

@@ -86,9 +86,7 @@ class Guesses:
         self._vocab_size = vocab_size
         self._length = drafting.max_drafts
         self._policy = DraftPolicy(drafting.max_drafts) if drafting.adaptive else None
-        self._on_device = drafting.own is not None
-        self._made = 0 if self._on_device else drafting.max_drafts  # most guesses that there can be for the next step
-        self._tested = True  # whether a step has run as it was chosen last
+        self._last: int | None = None  # guesses that each run of the last step could have
         self._drafted = [0] * drafting.max_drafts
         self._accepted = [0] * drafting.max_drafts
         self._runs = 0
@@ -99,11 +97,10 @@ class Guesses:
     def choose_length(self, num_sequences: int) -> int:
         """Return how many guesses in a row the next step, of about so many sequences, should run.
 
-        Guesses of the device are made a step before they run. A choice stays until a step has run that could have them: one
-        without says nothing of them.
+        Guesses of the device are made a step before they run.
         """
-        if self._policy is not None and self._tested:
-            self._length, self._tested = self._policy.choose(max(1, num_sequences)), False
+        if self._policy is not None:
+            self._length = self._policy.choose(max(1, num_sequences))
         return self._length
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
@@ -131,8 +128,15 @@ class Guesses:
         self._silenced.add(seq.seq_id)
         log.warning("request %s goes on without guesses: %s %s", seq.request.request_id, type(speculator).__name__, what)
 
-    def count(self, plan: StepPlan, results: Mapping[int, Sampled], seconds: float) -> None:
-        """Take note of a step: what was guessed, what was right, and how long it took."""
+    def count(self, plan: StepPlan, results: Mapping[int, Sampled], seconds: float, *, followed: bool = True) -> None:
+        """Take note of a step: what was guessed, and what was right.
+
+        Args:
+            plan: The step.
+            results: Of it.
+            seconds: Since the end of the one before.
+            followed: Whether the engine went on as it goes on behind steps with so many guesses: planned ahead, if it does so.
+        """
         self._steps += 1
         right = [0] * plan.max_drafts
         for run in plan.sequences:
@@ -145,13 +149,15 @@ class Guesses:
             for position in range(accepted):
                 self._accepted[position] += 1
                 right[position] += 1
-        made, self._made = self._made, plan.max_drafts if self._on_device else self._made
-        if self._policy is None or made < plan.max_drafts:
-            return
-        self._tested = True
+        last, self._last = self._last, plan.max_drafts
         continued = sum(run.sample and run.decodes for run in plan.sequences)
-        if continued:
-            self._policy.observe(continued, plan.max_drafts, seconds if continued == len(plan.sequences) else None, right)
+        if self._policy is None or not continued:
+            return
+        alone = continued == len(plan.sequences)
+        if last == plan.max_drafts and followed:
+            self._policy.observe(continued, plan.max_drafts, seconds if alone else None, right)
+        elif alone:
+            self._policy.observe_detour(continued, seconds, 1 + sum(right) / continued)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept of a sequence that ended."""

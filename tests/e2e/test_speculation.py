@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine import drafters, rank, runner
 from dsv4lite.engine.cache import LayerCache
+from dsv4lite.engine.draft_policy import DraftPolicy
+from dsv4lite.engine.scheduler import Scheduler
 from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
@@ -167,6 +170,7 @@ def record(engine: Any, widths: Sequence[int]) -> EagerGraphs:
         max_tokens=32,
         drafter=runner._drafter,
     )
+    runner._last_token = runner._graphs.last_token
     return runner._graphs  # type: ignore[no-any-return]
 
 
@@ -188,6 +192,38 @@ def test_guesses_on_pages_change_no_token(
             assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
         assert stats.drafted > 20 and (graphs is None or graphs.steps > 4 < graphs.rounds)
     assert stats.accepted > 20
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("own", [True, False])
+def test_steps_planned_ahead_between_guesses_change_no_token(
+    model: Path, expected: Mapping[str, RequestOutput], own: bool, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody guesses, a step is planned while the one before is on its way; guesses come and go."""
+    lengths = itertools.cycle([0] * 7 + [2] * 3 + [0] * 2 + [1] * 2)
+    ahead = []
+    inner = Scheduler.schedule
+
+    def spy(scheduler: Scheduler, now: float, most: int | None = None) -> Any:
+        ahead.append(len(scheduler._outstanding))
+        assert not ahead[-1] or most == 0
+        return inner(scheduler, now, most)
+
+    monkeypatch.setattr(Scheduler, "schedule", spy)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths))
+    if recorded:
+        monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
+    speculative = MTP(2) if own else NGram(2, min_n=1)
+    settings = {"overlap": True, "deterministic": True, "max_num_batched_tokens": 150, "speculative": speculative}
+    with opened(model, **settings) as llm:
+        graphs = engine_of(llm).call(partial(record, widths=(1, 2, 3))).result() if recorded else None
+        outputs = ask_all(llm, asks())
+        stats = llm.stats().speculation
+    if not recorded:
+        same_outputs(outputs, expected)
+    for name, output in expected.items():
+        assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
+    assert sum(ahead) > len(ahead) // 4 and stats.drafted > 20 and (graphs is None or graphs.steps > 4)
 
 
 def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:

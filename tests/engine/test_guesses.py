@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -92,3 +94,78 @@ def test_length_is_fixed_without_a_policy() -> None:
     for _ in range(20):
         device.step(0.0)
     assert set(device.lengths) == {3} and device.guesses.stats().policy is None
+
+
+# Milliseconds of a step at eight of V4-Flash's layers by its rows: measured on an H200 up to 64, beyond as the floor grows.
+ROWS, STEP_MS = (1, 2, 4, 8, 64, 320), (1.40, 1.56, 1.93, 2.50, 7.08, 15.0)
+HOST_MS = {1: 0.25, 8: 0.35, 64: 0.75}
+FEED_MS, GUESS_MS = 0.02, 0.4  # the MTP block's row of every token; the block and the head
+
+
+def step_ms(rows: int) -> float:
+    """Return the device's part of a step."""
+    i = max(1, min(bisect_left(ROWS, rows), len(ROWS) - 1))
+    share = (rows - ROWS[i - 1]) / (ROWS[i] - ROWS[i - 1])
+    return STEP_MS[i - 1] + share * (STEP_MS[i] - STEP_MS[i - 1])
+
+
+class Ahead:
+    """An engine on such a device: it plans a step without guesses ahead, and one with guesses when the last one is known."""
+
+    def __init__(self, k: int, num_sequences: int, chance: float) -> None:
+        self.guesses = Guesses(Drafting(own=MTP(k), adaptive=True), vocab_size=10)
+        self.rng = random.Random(7)
+        self.num_sequences, self.chance = num_sequences, chance
+        self.host_s, self.made, self.tokens = HOST_MS[num_sequences] / 1e3, 0, 0
+        self.now = self.free = self.landed = 0.0
+        self.flights: deque[tuple[StepPlan, dict[int, Sampled], float]] = deque()
+
+    def run(self, seconds: float) -> float:
+        """Return tokens per second."""
+        while self.now < seconds:
+            length = self.guesses.choose_length(self.num_sequences)
+            if length and self.flights:
+                self.land(followed=False)
+            self.now += 0.7 * self.host_s
+            self.launch(length)
+            if len(self.flights) > (length == 0):
+                self.land()
+        return self.tokens / self.now
+
+    def launch(self, length: int) -> None:
+        drafts, runs, results = min(self.made, length), [], {}
+        self.made = length
+        for seq_id in range(self.num_sequences):
+            right = 0
+            while right < drafts and self.rng.random() < self.chance:
+                right += 1
+            runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
+            results[seq_id] = Sampled(5, after=(Sampled(5),) * right)
+        busy_ms = step_ms(self.num_sequences * (1 + drafts)) + FEED_MS + GUESS_MS * length
+        self.free = max(self.free, self.now) + busy_ms / 1e3 * max(0.5, self.rng.gauss(1, 0.03))
+        self.flights.append((StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, self.free))
+
+    def land(self, *, followed: bool = True) -> None:
+        plan, results, end = self.flights.popleft()
+        self.now = max(self.now, end) + 0.3 * self.host_s
+        self.tokens += sum(1 + len(one.after) for one in results.values())
+        self.guesses.count(plan, results, self.now - self.landed, followed=followed)
+        self.landed = self.now
+
+
+@pytest.mark.parametrize(
+    ("k", "num_sequences", "chance"),
+    [(1, 1, 0.8), (1, 1, 0.5), (1, 1, 0.05), (1, 8, 0.8), (1, 8, 0.45), (1, 64, 0.8), (1, 64, 0.1), (4, 1, 0.8), (4, 8, 0.1)],
+)
+def test_choice_is_hardly_slower_than_the_better_of_on_and_off(k: int, num_sequences: int, chance: float) -> None:
+    """Against an engine that never guesses and plans ahead, and one that always does, with all that trying costs."""
+    device = Ahead(k, num_sequences, chance)
+    host_ms = HOST_MS[num_sequences]
+    off = num_sequences / max(host_ms, step_ms(num_sequences)) * 1e3
+    gained = sum(chance**i for i in range(k + 1))
+    on = num_sequences * gained / (host_ms + step_ms(num_sequences * (1 + k)) + FEED_MS + GUESS_MS * k) * 1e3
+    found = device.run(12.0 if num_sequences < 64 else 20.0)
+    policy = device.guesses.stats().policy
+    assert policy is not None
+    assert found > 0.97 * max(on, off)
+    assert policy.lost_seconds < 0.02 * policy.seconds
