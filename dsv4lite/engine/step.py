@@ -136,13 +136,13 @@ class StepShape(NamedTuple):
         for plan in plans:
             if plan is None:
                 continue
-            own = 0
-            for s in plan.sequences:
-                length = len(s.token_ids)
-                own, width = own + length, max(width, length)
-                decodes = decodes and s.sample and s.score is None and length == 1 + s.drafts
-                in_flight = in_flight or s.token_ids[0] == IN_FLIGHT
-            tokens, sequences = max(tokens, own), max(sequences, len(plan.sequences))
+            # By columns: a turn of a loop for every token would cost several times as much.
+            _, _, _, token_ids, _, _, _, samples, scores, drafts, *_ = zip(*plan.sequences, strict=True)
+            lengths = list(map(len, token_ids))
+            own, count = sum(lengths), len(lengths)
+            decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
+            in_flight = in_flight or (IN_FLIGHT,) in token_ids
+            tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
