@@ -168,6 +168,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
     """Return a mask with some more tokens set."""
+    if not token_ids:
+        return mask
     return mask.index_fill(0, torch.tensor(token_ids, dtype=torch.int64, device="cpu"), 1)
 
 

@@ -20,7 +20,9 @@ from dsv4lite.engine.step import Sampled
 from dsv4lite.request import Request
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
-from tests.engine.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy, request
+from tests.e2e.engines import FIRST_LETTER, LETTERS, write_tokenizer
+from tests.engine.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy
+from tests.engine.test_sampler import request as make_request
 
 V = 13
 
@@ -117,7 +119,7 @@ def test_guesses_change_no_token_and_no_logprob(
     scores = [{}, {"logprobs": 3}, {"logprobs": 2, "logprobs_mode": "processed"}]
     requests = []
     for i, (params, prompt) in enumerate(rows):
-        made = request(prompt, f"r{i}", **params, **scores[(seed + i) % 3], thinking_budget=thinking)
+        made = make_request(prompt, f"r{i}", **params, **scores[(seed + i) % 3], thinking_budget=thinking)
         requests.append(Request(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "think_ids": (11, 12)}))
     text = Text(V, seed)
     expected = Writer(text, requests).run(9)
@@ -149,7 +151,7 @@ def test_grammars_look_ahead_along_guesses(grammars: GrammarCompiler, share: flo
         Request(
             request_id=str(i),
             prompt_token_ids=(20, 21, 22) if i % 2 else (20, 21, OPEN),
-            params=request(
+            params=make_request(
                 structured_outputs=StructuredOutputs(**spec), seed=i, logprobs=2, thinking_budget=3, temperature=t
             ).params,
             eos_token_id=EOS,
@@ -181,12 +183,12 @@ def test_runs_find_the_last_row_that_counts() -> None:
 
 SMALL = 8
 SEQUENCES, ROUNDS = 2000, 50
-NEIGHBOURS = torch.tensor([[(t - last) % SMALL in (1, 2, 4, 7) for t in range(SMALL)] for last in range(SMALL)])
+FOLLOWS = {"a": "bdf", "b": "ace", "c": "bdfh", "e": "afgi"}  # what a grammar lets begin a text, and come then
 CASES: Mapping[str, Mapping[str, object]] = {
     "plain": {},
     "truncated": {"top_p": 0.9, "min_p": 0.05, "top_k": 6},
     "warm": {"temperature": 1.7, "min_p": 0.1, "logit_bias": {3: 1.0}},
-    "grammar": {"structured_outputs": StructuredOutputs(regex="a"), "top_p": 0.9},
+    "grammar": {"structured_outputs": StructuredOutputs(regex=f"({'|'.join(f'{a}[{b}]' for a, b in FOLLOWS.items())})[a-i]{{3}}")},
     "penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": -0.4, "top_p": 0.95},
 }
 
@@ -215,52 +217,49 @@ def check_pairs(pairs: Tensor, expected: Tensor) -> None:
     assert statistic(biased.view_as(expected)) > limit_of(freedom, 4.75)
 
 
-class Neighbours:
-    """A grammar in which a token is followed by one of four."""
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """Grammars over nine letters, one token each."""
+    pytest.importorskip("llguidance")
+    return GrammarCompiler(Tokenizer.from_folder(write_tokenizer(tmp_path_factory.mktemp("letters"), FIRST_LETTER + 9)))
 
-    def __init__(self, last: int = 2) -> None:
-        self.last = last
 
-    def compile(self, spec: StructuredOutputs) -> Neighbours:
-        return Neighbours()
-
-    def mask(self) -> Tensor:
-        return NEIGHBOURS[self.last]
-
-    def accept(self, token_id: int) -> None:
-        self.last = token_id
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def copy(self) -> Neighbours:
-        return Neighbours(self.last)
+def allowed_after(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    """Return what ``FOLLOWS`` lets come behind so many tokens, bool [V]."""
+    following = FOLLOWS if not tokens else FOLLOWS.get(LETTERS[tokens[0] - FIRST_LETTER], "") if tokens[0] >= FIRST_LETTER else ""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    return mask.index_fill(0, torch.tensor([FIRST_LETTER + LETTERS.index(x) for x in following], dtype=torch.int64), 1)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafted_tokens_have_the_processed_distribution(name: str) -> None:
-    """100,000 pairs of tokens (a quarter where the host masks); the first is guessed by a drafter that is off, with the very noise
-    that judges the guess."""
-    made = request((5, 6, 2), **CASES[name])
-    table = torch.randn(SMALL, SMALL, generator=torch.Generator().manual_seed(3)) * 1.2
+def test_drafted_tokens_have_the_processed_distribution(name: str, request: pytest.FixtureRequest) -> None:
+    """200,000 draws, in pairs; the first of each is guessed by a drafter that is off, with the very noise that judges the guess."""
+    grammar = "structured_outputs" in CASES[name]
+    grammars = request.getfixturevalue("letters") if grammar else None
+    vocab_size = grammars.vocab_size if grammar else SMALL
+    made = make_request((5, 6, 2), **CASES[name])
+    table = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(3)) * 1.2
     reference = Reference(made)
 
     def distribution_after(*tokens: int) -> Tensor:
         reference.output = list(tokens)
         logits = table[(2, *tokens)[-1]].clone()
-        if made.params.structured_outputs is not None:
-            logits[~Neighbours((2, *tokens)[-1]).mask()] = -math.inf
+        if grammar:
+            allowed = allowed_after(tokens, vocab_size)
+            if not allowed.any():  # behind a token that has no probability
+                return torch.zeros(vocab_size, dtype=torch.float64)
+            logits[~allowed] = -math.inf
         return torch.tensor(reference.processed(logits.tolist()), dtype=torch.float64).softmax(-1)
 
     expected = torch.stack([share * distribution_after(first) for first, share in enumerate(distribution_after())])
-    sampler = Sampler(SMALL, "cpu", 11, Neighbours())  # type: ignore[arg-type]
+    sampler = Sampler(vocab_size, "cpu", 11, grammars)
     ids = list(range(SEQUENCES))
     for i in ids:
         sampler.add(i, made, i)
-    off = (table[2] + torch.randn(SMALL, generator=torch.Generator().manual_seed(4))).expand(SEQUENCES, -1)
-    pairs = torch.zeros(SMALL * SMALL, dtype=torch.float64)
+    off = (table[2] + torch.randn(vocab_size, generator=torch.Generator().manual_seed(4))).expand(SEQUENCES, -1)
+    pairs = torch.zeros(vocab_size * vocab_size, dtype=torch.float64)
     right = 0
-    for turn in range(ROUNDS if made.params.structured_outputs is None else ROUNDS // 4):
+    for turn in range(ROUNDS):
         place = 3 + 2 * turn
         # Each turn begins behind the prompt again, with other noise.
         sampler._occurrences.output_counts.zero_()
@@ -271,12 +270,14 @@ def test_drafted_tokens_have_the_processed_distribution(name: str) -> None:
         first, second = samples.token_ids.view(-1, 2).unbind(1)
         wrong = (first != drafts).nonzero()[:, 0]
         right += SEQUENCES - len(wrong)
-        for i in wrong.tolist() if made.params.structured_outputs is not None else ():
-            sampler.accept(i, int(first[i]))
+        matchers = [matcher for i in wrong.tolist() if (matcher := sampler.state_of(i).matcher) is not None]
+        for i, token_id in zip(wrong.tolist(), first[wrong].tolist(), strict=True):
+            sampler.accept(i, token_id)
         again = sampler.sample(table[first[wrong]], wrong.tolist(), [place + 1] * len(wrong))
-        for i in ids if made.params.structured_outputs is not None else ():
-            sampler._sequences[i].matcher.last = 2
+        for matcher in matchers:
+            matcher.rollback(1)
         second = second.index_copy(0, wrong, again.token_ids)
-        pairs += torch.bincount(first * SMALL + second, minlength=SMALL * SMALL)
+        pairs += torch.bincount(first * vocab_size + second, minlength=vocab_size * vocab_size)
+    assert pairs.sum() == 100_000
     assert 0.3 < right / pairs.sum() < 0.9
-    check_pairs(pairs.view(SMALL, SMALL), expected)
+    check_pairs(pairs.view(vocab_size, vocab_size), expected)
