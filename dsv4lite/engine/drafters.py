@@ -62,7 +62,7 @@ def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache) -> Dev
     """Return the drafter that a setting names."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
-    return BlockDrafter(model, cache.layers[model.config.num_hidden_layers :], own)
+    return BlockDrafter(model, cache.layers[len(model.layers) :], own)
 
 
 def draft(
@@ -138,7 +138,7 @@ class BlockDrafter:
         def pick(logits_SV: Tensor, place: int) -> Tensor:
             return choose(logits_SV.contiguous(), (next_S + place).int())
 
-        weights = (self._model.embed, self._model.head)
+        weights = (self._model.embedded, self._model.project)
         out: Drafts = self._drafter(chain.tokens_S, where, self._caches, *weights, pick, chain.most)
         if not self._least:
             return out.token_ids_SG

@@ -86,11 +86,6 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
-        if isinstance(drafting.own, DSpark) and (config.layout.tp > 1 or config.layout.pp > 1):
-            raise UnsupportedError(
-                f"speculative={config.speculative!r} with {config.layout}: DSpark needs tp=1 and pp=1; "
-                "share the model by ep and dp, or use NGram(), a Speculator of your own, or None"
-            )
         survey = Survey(
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
             own=drafting.own,

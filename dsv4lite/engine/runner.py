@@ -227,7 +227,9 @@ class Runner:
         """Run this stage's layers; return the streams [T, N, D] after them."""
         model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
-        rest = () if routed_TLK is None else (routed_TLK,)
+        if model.passes_taps:
+            batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
+        rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
         if not model.share.first:
             shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)

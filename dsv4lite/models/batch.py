@@ -131,6 +131,7 @@ class Batch:
         write_rows, write_addresses: Which rows of the step go to which window rows.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
         most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
+        taps_TK: What a drafter sees of layers of several stages, [T, layers x D], on its way from stage to stage.
     """
 
     token_ids_T: Tensor
@@ -147,6 +148,7 @@ class Batch:
     write_addresses: Tensor
     routed_TLK: Tensor | None = None
     most_tokens: int | None = None
+    taps_TK: Tensor | None = None
 
     def entry_addresses(self, block: QueryBlock, entries: Tensor, ratio: int) -> Tensor:
         """Return the addresses of a block's entries, given by index [N, K] or [K]; negative indices stay -1."""
@@ -204,6 +206,7 @@ class PagedBatch:
         splits: How many programs share a token's rows in attention; results depend on it in their last bits.
         routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
         most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
+        taps_TK: What a drafter sees of layers of several stages, [T, layers x D], on its way from stage to stage.
     """
 
     token_ids_T: Tensor
@@ -215,6 +218,7 @@ class PagedBatch:
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
     routed_TLK: Tensor | None = None
     most_tokens: int | None = None
+    taps_TK: Tensor | None = None
 
     @classmethod
     def of(

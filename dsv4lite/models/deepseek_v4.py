@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.engine.cache import LayerCache, StateLayout
-from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import PAIR_ROWS
@@ -31,7 +30,7 @@ from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.moe import MoE
-from dsv4lite.models.share import Share
+from dsv4lite.models.share import Share, stages
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -485,9 +484,12 @@ class DeepseekV4(nn.Module):
             can be moved where they are needed (``rebalance``).
         with_mtp: Whether the last stage has a drafter: the MTP blocks, or DSpark.
 
+    Attributes:
+        targets: Hidden layers that the drafter looks at.
+        passes_taps: Whether stages have to pass on what it sees there (``empty_taps``).
+
     Raises:
         ConfigError: The model cannot be shared so.
-        UnsupportedError: Nor can its drafter.
     """
 
     def __init__(
@@ -505,8 +507,8 @@ class DeepseekV4(nn.Module):
         self.numerics = numerics
         share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher, redundant_experts)
         drafts = with_mtp and share.last and c.num_draft_layers > 0
-        if drafts and c.dspark is not None and (share.mesh.tp.size > 1 or not share.first):
-            raise UnsupportedError(f"the DSpark drafter with {share.mesh.layout}: it needs tp=1 and pp=1; turn speculation off")
+        self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, share.mesh.pp.size)[-1].start
         if share.first or drafts:
             self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
         if share.last:
@@ -554,19 +556,27 @@ class DeepseekV4(nn.Module):
         A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
 
         Args:
-            batch: The tokens.
+            batch: The tokens; with ``passes_taps`` they bring the taps of the stages before.
             caches: State of these layers, then of the drafter's.
             streams_TND: What the stage before this one returned; the first has none before it.
         """
         streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND, batch)
-        drafter, taps = self.dspark if len(caches) > len(self.layers) else None, []
-        for i, block in enumerate(self.layers):
+        drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
+        if taps_TK is None and drafter is not None:
+            taps_TK = self.empty_taps(len(batch.token_ids_T))
+        for i, (layer, block) in enumerate(zip(self.share.layers, self.layers, strict=True)):
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
-            if drafter is not None and i in drafter.targets:
-                taps.append(streams.mean())
+            if taps_TK is not None and layer in self.targets:
+                taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
         if drafter is not None:
-            drafter.feed(torch.cat(taps, -1), batch, caches[len(self.layers) :])
+            assert taps_TK is not None
+            drafter.feed(taps_TK, batch, caches[len(self.layers) :])
         return streams.final()
+
+    def empty_taps(self, tokens: int) -> Tensor:
+        """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""
+        width = len(self.targets) * self.config.hidden_size
+        return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
     def take_part(self, most_tokens: int | None = None) -> None:
         """Let this rank's experts work on other ranks' tokens, with none of its own.
@@ -586,9 +596,9 @@ class DeepseekV4(nn.Module):
 
     def _enter(self, token_ids_T: Tensor) -> Tensor:
         """Return the streams [T, N, D] that tokens begin with."""
-        return self._embed(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
+        return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
 
-    def _embed(self, token_ids_T: Tensor) -> Tensor:
+    def embedded(self, token_ids_T: Tensor) -> Tensor:
         """Return embeddings [T, D]; each comes from the rank that has its row, and nothing from the others."""
         tp, vocab = self.share.mesh.tp, self.share.vocab
         if tp.size == 1:
@@ -616,7 +626,7 @@ class DeepseekV4(nn.Module):
         """
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams = self._streams(mtp.mix(streams_TND, self._embed(batch.token_ids_T)), batch)
+        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch)
         mtp.block(streams, batch, cache)
         return streams.final()
 
@@ -630,7 +640,7 @@ class DeepseekV4(nn.Module):
         """Keep what the MTP block's later tokens see of a step's tokens; arguments are those of ``mtp_forward``."""
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams, block = self._streams(mtp.mix(streams_TND, self._embed(batch.token_ids_T)), batch), mtp.block
+        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch), mtp.block
         block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
@@ -642,10 +652,14 @@ class DeepseekV4(nn.Module):
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config
         y_TD = hc_head(streams_TND, hc.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
-        mine, tp = rms_norm(y_TD, norm, c.norm_eps), self.share.mesh.tp
+        return self.project(rms_norm(y_TD, norm, c.norm_eps), out)
+
+    def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V], in ``out`` if given; each comes from the rank that has its row of the head."""
+        tp = self.share.mesh.tp
         if tp.size == 1:
-            return linear(mine, self.head, torch.float32, out=out)
-        logits = tp.all_gather(linear(mine, self.head, torch.float32), dim=1)
+            return linear(normed_TD, self.head, torch.float32, out=out)
+        logits = tp.all_gather(linear(normed_TD, self.head, torch.float32), dim=1)
         return logits if out is None else out.copy_(logits)
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
@@ -666,8 +680,8 @@ class DeepseekV4(nn.Module):
         """
         waiting: dict[str, Slot] = {}
         imbalances: list[tuple[float, float]] = []
-        ep, groups = self.share.mesh.ep, ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0))
-        for group, name, first in groups:
+        ep, drafting = self.share.mesh.ep, self.mtp if self.dspark is None else self.dspark.stages
+        for group, name, first in ((self.layers, "layers", self.share.layers.start), (drafting, "mtp", 0)):
             for i, part in enumerate(group, first):
                 assert isinstance(part, (Block, Mtp))
                 ffn = part.ffn if isinstance(part, Block) else part.block.ffn

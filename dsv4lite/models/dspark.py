@@ -121,7 +121,10 @@ class DraftBlock:
 
 
 class DSparkDrafter(nn.Module):
-    """Three sliding-window blocks and two small heads; embedding and output head are the main model's."""
+    """Three sliding-window blocks and two small heads; embedding and output head are the main model's.
+
+    Ranks of tp share the blocks as they share layers, and each has all of the small heads.
+    """
 
     def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, share: Share) -> None:
         super().__init__()
@@ -173,8 +176,8 @@ class DSparkDrafter(nn.Module):
         anchors_S: Tensor,
         where: DraftBlock,
         caches: Sequence[LayerCache],
-        embed: Tensor,
-        head: Matrix,
+        embed: Callable[[Tensor], Tensor],
+        project: Callable[[Tensor], Tensor],
         pick: Pick = _best,
         most_sequences: int | None = None,
     ) -> Drafts:
@@ -184,7 +187,7 @@ class DSparkDrafter(nn.Module):
             anchors_S: int64, that token.
             where: Its place; the rows before it are in ``caches``.
             caches: One for each stage.
-            embed, head: Of the main model.
+            embed, project: The main model's ``embedded`` and ``project``.
             pick: Chooses a draft from its logits; by default the best one.
             most_sequences: Where several replicas share experts, those of the one with the most; ``None`` if it is not known.
         """
@@ -192,7 +195,7 @@ class DSparkDrafter(nn.Module):
         h_SGD = self._backbone(anchors_S, where, caches, embed, most_tokens)
         sequences, rows = h_SGD.shape[:2]
         normed_TD = rms_norm(h_SGD.flatten(0, 1), self.norm, self.config.norm_eps)
-        logits_SGV = linear(normed_TD, head, torch.float32).view(sequences, rows, -1)
+        logits_SGV = project(normed_TD).view(sequences, rows, -1)
         drafts, before, previous_S = [], [], anchors_S
         for place in range(rows):
             before.append(self.markov_w1[previous_S])
@@ -210,14 +213,19 @@ class DSparkDrafter(nn.Module):
             stage.ffn.take_part(most_sequences * self.block)
 
     def _backbone(
-        self, anchors_S: Tensor, where: DraftBlock, caches: Sequence[LayerCache], embed: Tensor, most_tokens: int | None
+        self,
+        anchors_S: Tensor,
+        where: DraftBlock,
+        caches: Sequence[LayerCache],
+        embed: Callable[[Tensor], Tensor],
+        most_tokens: int | None,
     ) -> Tensor:
         """Return what the last stage makes of the blocks, before the norm, [S, G, D]."""
         c, rounded = self.config, self.numerics.quantized and self.numerics.paged
         ids_SG = anchors_S[:, None].repeat(1, self.block)
         ids_SG[:, 1:] = self.noise_token_id
         ids_T = ids_SG.flatten()
-        value_TND = embed[ids_T][:, None].repeat(1, c.streams, 1)
+        value_TND = embed(ids_T)[:, None].repeat(1, c.streams, 1)
         streams = Streams(value_TND, c, self.numerics.row_tile, rounded=rounded)
         for stage, cache in zip(self.stages, caches, strict=True):
             assert isinstance(stage, Block)
@@ -241,7 +249,7 @@ class DSparkDrafter(nn.Module):
         else:  # on a CPU matrices are wide, and round what they get to the same codes again
             qr_TR = qr_TR if qr_scales is None else dequantize_fp8(qr_TR, qr_scales, QUERY_GROUP).to(x_TD.dtype)
             query = linear(qr_TR, attn.wq_b)
-        q_THC, _ = head_norms(query, c.num_attention_heads, c.head_dim, 0, 0, *angles, c.norm_eps)
+        q_THC, _ = head_norms(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps)
         o_THC = paged_attention(
             q_THC,
             fresh_TB,

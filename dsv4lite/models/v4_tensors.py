@@ -75,7 +75,7 @@ V4_SHARDING: Mapping[str, Rule] = {
     "mtp.*.main_proj": Replicate(),
     "mtp.*.main_norm": Replicate(),
     "mtp.*.markov_head.markov_w1": Replicate(),
-    "mtp.*.markov_head.markov_w2": Split(0),
+    "mtp.*.markov_head.markov_w2": Replicate(),
     "mtp.*.confidence_head.proj": Replicate(),
 }
 

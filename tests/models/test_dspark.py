@@ -65,7 +65,7 @@ def draft(state: PagedModel, sequences: Sequence[PagedSequence], anchors: Sequen
     )
     caches = state.cache.layers[model.config.num_hidden_layers :]
     with torch.no_grad():
-        out: Drafts = drafter_of(model)(torch.tensor(anchors, device=device), where, caches, model.embed, model.head)
+        out: Drafts = drafter_of(model)(torch.tensor(anchors, device=device), where, caches, model.embedded, model.project)
     return out
 
 
@@ -352,7 +352,7 @@ def test_drafts_follow_what_is_picked(model: DeepseekV4) -> None:
     )  # fmt: skip
     caches = state.cache.layers[5:]
     pick = lambda logits, place: torch.tensor([chosen[place]])
-    out = drafter_of(model)(torch.tensor([anchor]), where, caches, model.embed, model.head, pick)
+    out = drafter_of(model)(torch.tensor([anchor]), where, caches, model.embedded, model.project, pick)
     assert out.token_ids_SG.tolist() == [chosen]
     change = out.logits_SGV[0] - best.logits_SGV[0]
     before = [anchor, *best.token_ids_SG[0, :4].tolist()]
@@ -457,7 +457,7 @@ def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None
         model.rotary.main,
     )
     with torch.no_grad():
-        out = drafter_of(model)(torch.tensor([anchor, 0]), where, state.cache.layers[5:], model.embed, model.head)
+        out = drafter_of(model)(torch.tensor([anchor, 0]), where, state.cache.layers[5:], model.embedded, model.project)
     assert out.token_ids_SG[0].tolist() == [15, 1, 1, 1, 1] and out.logits_SGV[1].isfinite().all()
     after = [layer.window.memory for layer in state.cache.layers if isinstance(layer.window, RowStore)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

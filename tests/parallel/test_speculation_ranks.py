@@ -12,13 +12,16 @@ import pytest
 from dsv4lite.config import tiny_model
 from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.ranks import Ranks
-from dsv4lite.errors import EngineDeadError, UnsupportedError
+from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
+from dsv4lite.models.config import parse_config
+from dsv4lite.models.moe import MoE
+from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP, Drafter, DSpark, NGram
 from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
-from tests.parallel.requests import all_kinds, assert_same, tight
+from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
 
 ENOUGH_S = 10.0
 TWO = MTP(2, adaptive=False)
@@ -35,6 +38,15 @@ def guessed(llm: LLM) -> tuple[tuple[int, ...], int, int]:
     usage, stats = output.usage, llm.stats().speculation
     assert (usage.drafted_tokens, usage.accepted_tokens) == (stats.drafted, stats.accepted)
     return output.token_ids, usage.drafted_tokens, usage.accepted_tokens
+
+
+def experts_of_drafter(llm: LLM) -> MoE:
+    """Return those of a rank of this process that drafts; of another rank, those of a layer."""
+    runner = engine_of(llm)._runner
+    model = (runner._local if isinstance(runner, Ranks) else runner).model  # type: ignore[union-attr]
+    block = model.dspark.stages[0] if model.dspark is not None else model.mtp[0].block if model.mtp else model.layers[0]
+    assert isinstance(block.ffn, MoE)
+    return block.ffn
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +114,41 @@ def test_experts_of_the_block_move_with_the_others(
 ) -> None:
     settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
-        ranks = engine_of(llm)._crew
-        assert isinstance(ranks, Ranks) and ranks._local is not None
-        experts = ranks._local.model.mtp[0].block.ffn
-        before = experts.placement
+        before = experts_of_drafter(llm).placement
         assert guessed(llm) == alone[TWO]
-        assert experts.placement != before
+        assert experts_of_drafter(llm).placement != before
         assert_same(all_kinds(llm), expected)
 
 
-def test_block_drafter_is_refused_where_it_cannot_be_shared(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, REFRESHED)
-    with (
-        pytest.raises(UnsupportedError, match=r"DSpark\(k=4.* with tp=2 .*needs tp=1 and pp=1; share the model by ep and dp"),
-        LLM(str(folder), **MODEST, tensor_parallel_size=2, executor="thread", speculative=DSpark(4)) as llm,
-    ):
-        raise AssertionError(llm)
+@pytest.fixture(scope="module")
+def refreshed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose drafter looks at layers of both of two stages."""
+    config = {**REFRESHED, **SHARED, "compress_ratios": [4, 8, 0, 0, 0]}
+    shape = parse_config(config)
+    assert shape.dspark is not None
+    assert all(set(shape.dspark.targets).intersection(layers) for layers in stages(shape, 2))
+    return write_model(tmp_path_factory.mktemp("refreshed"), config, seed=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"data_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7},
+    ],
+    ids=["tp-pp", "dp-ep"],
+)
+def test_block_drafter_on_several_ranks_guesses_as_on_one(refreshed: Path, settings: dict[str, Any]) -> None:
+    prompts, params = PROMPTS[:2], SamplingParams(max_tokens=6, temperature=0, logprobs=3)
+    found, outputs = [], []
+    for layout in ({}, {**settings, "executor": "thread"}):
+        with LLM(str(refreshed), **MODEST, **layout, speculative=DSpark(4, adaptive=False)) as llm:
+            before = experts_of_drafter(llm).placement
+            found.append(guessed(llm))
+            assert (experts_of_drafter(llm).placement != before) == ("rebalance_steps" in layout)
+            outputs.append(llm.generate_batch([{"prompt_token_ids": p} for p in prompts], params))
+    assert found[0] == found[1] and 0 < found[0][2] < found[0][1]
+    assert_same(*outputs)
 
 
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
