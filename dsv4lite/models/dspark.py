@@ -31,8 +31,9 @@ from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.config import DSparkConfig, V4Config
-from dsv4lite.models.deepseek_v4 import Attention, Block, Hc, Streams
+from dsv4lite.models.deepseek_v4 import Attention, Block, Hc
 from dsv4lite.models.share import Share
+from dsv4lite.models.streams import Streams
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Rounded, TensorSlot, linear, parameter, rounded_linear
 
 Pick = Callable[[Tensor, int], Tensor]

@@ -20,8 +20,9 @@ from dsv4lite.kernels.rows import PlainRow, RowStore
 from dsv4lite.memory import weight_bytes
 from dsv4lite.models import dspark
 from dsv4lite.models.config import V4Config, parse_config
-from dsv4lite.models.deepseek_v4 import DeepseekV4, Streams
+from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.dspark import DraftBlock, Drafts, DSparkDrafter
+from dsv4lite.models.streams import Streams
 from dsv4lite.models.v4_tensors import official_shapes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics, linear

@@ -17,7 +17,8 @@ from dsv4lite.kernels.attention import sparse_attention
 from dsv4lite.kernels.hc import hc_project, hc_split
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp4, round_fp8
 from dsv4lite.models.batch import Batch, one_pass
-from dsv4lite.models.deepseek_v4 import DeepseekV4, Streams
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.streams import Streams
 from dsv4lite.weights.quant import Matrix, linear
 from tests.golden import OFFICIAL, OFFICIAL_DIGEST, digest, official_ids, rounded
 from tests.models.paged import PagedModel
