@@ -215,8 +215,9 @@ def _working(
     recorded = sampled if numerics.paged else 0
     if config.layout.world > 1:
         by_expert = config.dispatcher not in ("auto", "local", "all_gather")
-        workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert)
-        graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert)
+        partial = local.expert_width < model.expert_width
+        workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert, partial=partial)
+        graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert, partial=partial)
     if config.layout.pp > 1:
         workspace += hop_bytes(local, numerics, tokens)
         graphs += hop_bytes(local, numerics, recorded)

@@ -94,7 +94,9 @@ def sampling_bytes(model: V4Config) -> int:
     return _FLOAT * model.vocab_size + row_bytes(model.vocab_size) + kept
 
 
-def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: int, *, by_expert: bool = False) -> int:
+def exchange_bytes(
+    model: V4Config, numerics: Numerics, tokens: int, gathered: int, *, by_expert: bool = False, partial: bool = False
+) -> int:
     """Return what sharing a layer with other ranks takes besides: partial sums, and the rows of others and what becomes of them.
 
     Args:
@@ -103,8 +105,11 @@ def exchange_bytes(model: V4Config, numerics: Numerics, tokens: int, gathered: i
         tokens: Most tokens of a step.
         gathered: How many ranks' tokens come together where experts are; 1 if rows do not travel.
         by_expert: A row travels once for each of its experts, at worst all to the same rank.
+        partial: Experts are cut by width, and each one's result is float32; their rows do not travel.
     """
     sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one
+    if partial:
+        sums += (_FLOAT - numerics.dtype.itemsize) * model.experts_per_token * model.hidden_size
     if gathered == 1:
         return tokens * sums
     row = (_rounded(model.hidden_size, numerics) or numerics.dtype.itemsize * model.hidden_size) + model.experts_per_token * (

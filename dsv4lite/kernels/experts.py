@@ -7,7 +7,8 @@
 Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics: the sum over each 128 inputs is scaled and added in float32, one
 after the other, whatever else is computed: a token's result depends on the token alone. Against the reference, which multiplies the
 dequantized numbers in float32, rounded values differ in their last place here and there, and where that moves an FP8 code of ``u``,
-by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square.
+by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square. Where ranks share the width I,
+each has a part of every y_k, which is not rounded before the parts are added up.
 
 Tensor cores take FP4 numbers as e5m2, which has room for 27 scales: enough for those of a whole row, so each number is multiplied
 by its group's scale, relative to the row's, while it is widened, and sums need none. A group whose scale is less than 2^-26 of the
@@ -206,6 +207,8 @@ def experts_forward(
     w2: Tiles,
     limit: float,
     shared_TD: Tensor | None = None,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """Run every token through its experts and sum, in the order of k.
 
@@ -217,6 +220,7 @@ def experts_forward(
         w2: [E, D, I].
         limit: Of the activation.
         shared_TD: Added last, bfloat16.
+        partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
 
     Returns:
         float32 [T, D]; with ``shared_TD``, rounded to its dtype.
@@ -224,8 +228,8 @@ def experts_forward(
     if use_triton(x_codes):
         from dsv4lite.kernels.experts_triton import experts_forward_triton
 
-        return experts_forward_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD)
-    return experts_forward_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD)
+        return experts_forward_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
+    return experts_forward_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
 
 
 def experts_forward_ref(
@@ -237,9 +241,11 @@ def experts_forward_ref(
     w2: Tiles,
     limit: float,
     shared_TD: Tensor | None = None,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """See ``experts_forward``."""
-    outputs = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
+    outputs = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=partial)
     total = outputs[:, 0]
     for k in range(1, chosen_TK.shape[1]):
         total = total + outputs[:, k]
@@ -247,7 +253,15 @@ def experts_forward_ref(
 
 
 def experts_outputs_ref(
-    x_codes: Tensor, x_scales: Tensor, chosen_TK: Tensor, weight_TK: Tensor, w13: Tiles, w2: Tiles, limit: float
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """Return what ``experts_forward`` sums, float32 [T, K, D], zero without an expert: one by one, on dequantized numbers."""
     x_TD = dequantize_fp8(x_codes, x_scales, GROUP)
@@ -258,5 +272,6 @@ def experts_outputs_ref(
         gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
         u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
         u = round_fp8(u, GROUP).float()
-        outputs[at] = (u @ w2.dequantize(expert).T).bfloat16().float()
+        y = u @ w2.dequantize(expert).T
+        outputs[at] = y if partial else y.bfloat16().float()
     return outputs

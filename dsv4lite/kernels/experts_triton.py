@@ -12,7 +12,7 @@ Every block size runs the same additions in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -322,25 +322,25 @@ def _down_kernel(
     pair = tl.where(valid, pair, 0).to(tl.int64)
     tile = (expert * (HIDDEN // 64) + program * TILES + tl.arange(0, TILES)) * CHUNKS
     BYTES: tl.constexpr = 4096 if FP4 else 8192
-    # Reference: outputs[at] = (u @ w2.dequantize(expert).T).bfloat16()
-    out = to_bf16(
-        _product(
-            u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
-            valid,
-            u_words + block * (CHUNKS * ROWS) + row,
-            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
-            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
-            CHUNKS,
-            ROWS,
-            ROWS,
-            TILES,
-            FP4,
-            NATIVE,
-            STAGES,
-            UNROLL,
-        ),
+    # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
+    out = _product(
+        u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
+        valid,
+        u_words + block * (CHUNKS * ROWS) + row,
+        codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+        scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+        CHUNKS,
+        ROWS,
+        ROWS,
+        TILES,
+        FP4,
         NATIVE,
+        STAGES,
+        UNROLL,
     )
+    PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
+    if not PARTIAL:
+        out = to_bf16(out, NATIVE)
     column = program * (TILES * 64) + tl.arange(0, TILES * 64)
     tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
 
@@ -442,10 +442,11 @@ class Work:
             limit,
         )
 
-    def down(self, u_codes: Tensor, w2: Tiles) -> Tensor:
-        """Launch the second product; return each pair's result, bfloat16 [pairs, D]: nothing where there is no expert."""
+    def down(self, u_codes: Tensor, w2: Tiles, *, partial: bool = False) -> Tensor:
+        """Launch the second product; return each pair's result [pairs, D]: nothing where there is no expert."""
         groups = self.groups
-        y = torch.empty(groups.pairs, self.hidden, dtype=torch.bfloat16, device=u_codes.device)
+        dtype = torch.float32 if partial else torch.bfloat16
+        y = torch.empty(groups.pairs, self.hidden, dtype=dtype, device=u_codes.device)
         _down_kernel[(groups.most * (self.hidden // TILE_ROWS // self.block.tiles),)](
             u_codes.view(torch.float8_e4m3fn) if self.native else u_codes,
             self.u_words,
@@ -488,6 +489,7 @@ def experts_forward_triton(
     limit: float,
     shared_TD: Tensor | None = None,
     *,
+    partial: bool = False,
     block: Block | None = None,
 ) -> Tensor:
     """Launch ``experts_forward``; ``block`` is for measurements."""
@@ -506,7 +508,7 @@ def experts_forward_triton(
     arguments = work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes)
     _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(w13))
     del u, arguments
-    return combine_triton(work.down(u_codes, w2), chosen_TK, experts, shared_TD)
+    return combine_triton(work.down(u_codes, w2, partial=partial), chosen_TK, experts, shared_TD)
 
 
 def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor | None) -> Tensor:
@@ -538,7 +540,7 @@ _BY_E4M3 = ((True, (89, 90, 100, 120)), (False, (80,)))  # chips that know e4m3,
 
 
 def variants() -> list[Variant]:
-    """Return the sum, and every block of both products."""
+    """Return the sum, every block of both products, and one that returns parts of results."""
     found = []
     constants = {"EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN, "TOP_K": _TOP_K, "SHARED": True, "BLOCK": _SUM_BLOCK}
     for native, capabilities in _BY_E4M3:
@@ -553,7 +555,8 @@ def variants() -> list[Variant]:
     for block, fp4 in product((block for _, block in (*FEW, *BLOCKS)), (False, True)):
         for native, capabilities in _BY_E4M3:
             found += _products(block, fp4, native, capabilities)
-    return found
+    *_, partial = _products(BLOCKS[0][1], True, *_BY_E4M3[0])
+    return [*found, replace(partial, signature={**partial.signature, "y": "*fp32"})]
 
 
 def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> list[Variant]:

@@ -5,8 +5,9 @@
     y    = sum_k u_k @ w2_e(k).T                                 float32, in the order of k
 
 Source: DeepSeek-V4 specification 3.8.  Numerics: products are accumulated in float32; a, b, u and each expert's result are rounded
-to the activations' dtype, so in float32 nothing is. The kernels' sums have another order, which follows from the weights' shape
-alone: against the reference a result differs by 2^-14 of the largest in float32, and by 2^-6 of it in bfloat16.
+to the activations' dtype, so in float32 nothing is; nor is the result where ranks share the width I, and each has a part of it. The
+kernels' sums have another order, which follows from the weights' shape alone: against the reference a result differs by 2^-14 of
+the largest in float32, and by 2^-6 of it in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def wide_experts_forward(
     limit: float,
     shared_TD: Tensor | None = None,
     *,
+    partial: bool = False,
     row_tile: int | None = None,
     round_inputs: bool = False,
 ) -> Tensor:
@@ -46,6 +48,7 @@ def wide_experts_forward(
         w2: [E, D, I].
         limit: Of the activation.
         shared_TD: The shared expert's result, in the dtype of ``x``; added last.
+        partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
         row_tile: As for ``gemm.matmul_rows``; the kernels do without.
         round_inputs: Both products see their inputs rounded to FP8, 1x128, as quantized models do: by the reference only.
 
@@ -55,9 +58,9 @@ def wide_experts_forward(
     if use_triton(x_TD) and not round_inputs:
         from dsv4lite.kernels.wide_experts_triton import wide_experts_forward_triton
 
-        return wide_experts_forward_triton(x_TD, chosen_TK, weight_TK, w13, w2, limit, shared_TD)
+        return wide_experts_forward_triton(x_TD, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
     return wide_experts_forward_ref(
-        x_TD, chosen_TK, weight_TK, w13, w2, limit, shared_TD, row_tile=row_tile, round_inputs=round_inputs
+        x_TD, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial, row_tile=row_tile, round_inputs=round_inputs
     )
 
 
@@ -70,6 +73,7 @@ def wide_experts_forward_ref(
     limit: float,
     shared_TD: Tensor | None = None,
     *,
+    partial: bool = False,
     row_tile: int | None = None,
     round_inputs: bool = False,
 ) -> Tensor:
@@ -82,6 +86,8 @@ def wide_experts_forward_ref(
     def one(expert: int, x: Tensor, weight_T1: Tensor) -> Tensor:
         h_TI = matmul_rows(x, w13[expert], row_tile).to(dtype)
         u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
+        if partial:
+            return matmul_rows(as_input(u_TI).float(), w2[expert].float(), row_tile)
         return matmul_rows(as_input(u_TI), w2[expert], row_tile).to(dtype).float()
 
     x_TD = as_input(x_TD)

@@ -153,11 +153,11 @@ def _down_kernel(
     rows = w2 + (expert * HIDDEN + tl.minimum(column, HIDDEN - 1))[:, None] * WIDTH + channel[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     for k in tl.range(0, WIDTH, INPUTS, num_stages=STAGES):
-        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype)
+        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if it is a part
         inside = (k + channel < WIDTH)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
         total = _times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
-    total = rounded(total, u.dtype.element_ty == tl.float32, GPU).to(u.dtype.element_ty)
+    total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * HIDDEN + column[:, None], total, mask=valid[None, :] & (column < HIDDEN)[:, None])
 
 
@@ -188,7 +188,15 @@ def _combine_kernel(
 
 
 def wide_experts_forward_triton(
-    x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, w13: Tensor, w2: Tensor, limit: float, shared_TD: Tensor | None = None
+    x_TD: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    shared_TD: Tensor | None = None,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """See ``wide_experts.wide_experts_forward``."""
     (tokens, top_k), (experts, hidden, width) = chosen_TK.shape, w2.shape
@@ -211,7 +219,7 @@ def wide_experts_forward_triton(
         EXPERTS=experts, BINS=_bins(experts), ROWS=block.rows, CHUNK=_SCAN_CHUNK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     u = torch.empty(pairs, width, dtype=x_TD.dtype, device=device)
-    y = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=device)
+    y = torch.empty(pairs, hidden, dtype=torch.float32 if partial else x_TD.dtype, device=device)
     sizes = {"HIDDEN": hidden, "WIDTH": width, **_tile(block, x_TD.dtype), "GPU": x_TD.is_cuda}
     launch = {"num_warps": 4, "num_stages": block.num_stages, "enable_fp_fusion": True}
     _gate_up_kernel[(count * triton.cdiv(width, OUTS),)](

@@ -45,6 +45,7 @@ class WideExperts(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         self.limit, self.width, self.count = config.swiglu_limit, width, count
+        self.partial = width < config.expert_width
         self.w13 = Matrix(count, 2 * width, config.hidden_size, numerics=numerics, rounds_input=True)
         self.w2 = Matrix(count, config.hidden_size, width, numerics=numerics, rounds_input=True)
 
@@ -62,6 +63,7 @@ class WideExperts(nn.Module):
             w2.weight,
             self.limit,
             shared_TD,
+            partial=self.partial,
             row_tile=w13.row_tile,
             round_inputs=w13.rounds_input,
         )
@@ -81,14 +83,15 @@ class TiledExperts(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         hidden, fp4 = config.hidden_size, numerics.resident_experts == "fp4"
-        self.limit, self.count = config.swiglu_limit, count
+        self.limit, self.count, self.partial = config.swiglu_limit, count, width < config.expert_width
         self.w13 = TiledStack(count, 2 * width, hidden, fp4=fp4, device=numerics.device)
         self.w2 = TiledStack(count, hidden, width, fp4=fp4, device=numerics.device)
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
         """Do the same as ``WideExperts``, with inputs in FP8."""
         codes, scales = rows
-        return experts_forward(codes, scales, slots_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, shared_TD)
+        tiles = (self.w13.tiles, self.w2.tiles)
+        return experts_forward(codes, scales, slots_TK, weight_TK, *tiles, self.limit, shared_TD, partial=self.partial)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""

@@ -124,6 +124,9 @@ def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
             expected[t] += (downs[e] @ round_fp8(u, 128).float()).bfloat16().float()
     got = experts_forward(codes, scales, chosen, weights, w13, w2, limit)
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) if tokens else 0)
+    exact = experts_forward(codes, scales, chosen, weights, w13, w2, limit, partial=True)
+    assert tokens == 0 or not torch.equal(exact, got)
+    torch.testing.assert_close(exact, got, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) if tokens else 0)
     shared = torch.randn(tokens, hidden, generator=rng).bfloat16()
     with_shared = experts_forward_ref(codes, scales, chosen, weights, w13, w2, limit, shared)
     assert torch.equal(with_shared, (got + shared.float()).bfloat16())
@@ -131,3 +134,22 @@ def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
     outputs = experts_outputs_ref(codes, scales, chosen, weights, w13, w2, limit)
     assert torch.equal(outputs.sum(1), experts_forward(codes, scales, chosen, weights, w13, w2, limit))
     assert not outputs[:1, 1].any()
+
+
+def test_parts_of_the_width_add_up_without_a_rounding() -> None:
+    """Two ranks' parts are a float32 sum, whose order alone is another one."""
+    hidden, width, rng = 128, 256, generator(3)
+    whole = stack(1, 2 * width, hidden, "fp4"), stack(1, hidden, width, "fp4")
+    parts = [(stack(1, width, hidden, "fp4"), stack(1, hidden, width // 2, "fp4")) for _ in range(2)]
+    for seed, (home, half, dim) in enumerate(((0, 0, 0), (0, 1, 0), (1, None, 1))):
+        codes, scale = matrix(*((width, hidden) if home == 0 else (hidden, width)), "fp4", seed)
+        scale = (scale.view(torch.uint8) // 20 + 116).view(torch.float8_e8m0fnu)
+        whole[home].store(0, codes, scale, half)
+        for part, *piece in zip(parts, codes.chunk(2, dim), scale.view(torch.uint8).chunk(2, dim), strict=True):
+            part[home].store(0, piece[0].contiguous(), piece[1].contiguous().view(scale.dtype), half)
+    codes, scales = quantize_fp8(torch.randn(9, hidden, generator=rng).bfloat16(), 128)
+    routed = torch.zeros(9, 1, dtype=torch.int64), torch.rand(9, 1, generator=rng)
+    together = sum(experts_forward(codes, scales, *routed, *part, 0.5, partial=True) for part in parts)
+    exact = experts_forward(codes, scales, *routed, *whole, 0.5, partial=True)
+    torch.testing.assert_close(together, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+    assert torch.equal(exact.bfloat16().float(), experts_forward(codes, scales, *routed, *whole, 0.5))

@@ -85,6 +85,16 @@ def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, t
     assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
 
 
+@pytest.mark.parametrize("fp4", [True, False])
+def test_part_of_a_result_is_rounded_by_nobody(fp4: bool) -> None:
+    w13, w2 = experts(5, 256, 128, fp4=fp4)
+    given = inputs(21, 256, 5, 1)
+    exact = experts_forward_triton(*given, w13, w2, LIMIT, partial=True)
+    assert_close(exact, experts_forward_ref(*given, w13, w2, LIMIT, partial=True))
+    assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(exact.bfloat16().float(), experts_forward_triton(*given, w13, w2, LIMIT))
+
+
 @pytest.mark.skipif(not ON_GPU, reason="too many for the interpreter")
 @pytest.mark.parametrize("tokens", [8, 64, 257, 1024, 3000])
 @pytest.mark.parametrize("fp4", [True, False])

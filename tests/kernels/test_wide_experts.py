@@ -57,6 +57,23 @@ def test_sum_without_a_shared_expert_is_not_rounded(tokens: int) -> None:
     assert tokens == 0 or not torch.equal(got, got.bfloat16().float())
 
 
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_parts_of_the_width_add_up_without_a_rounding(tokens: int) -> None:
+    x, weights, chosen = (
+        random(tokens, HIDDEN, seed=3).bfloat16(),
+        random(tokens, 1, seed=5).abs(),
+        torch.arange(tokens)[:, None] % 5,
+    )
+    gate, up = W13.split(WIDTH, 1)
+    halves = [slice(0, WIDTH // 2), slice(WIDTH // 2, WIDTH)]
+    parts = [(torch.cat([gate[:, half], up[:, half]], 1), W2[:, :, half].contiguous()) for half in halves]
+    parts, whole = ([tuple(w.bfloat16() for w in pair) for pair in pairs] for pairs in (parts, [(W13, W2)]))
+    exact = wide_experts_forward(x, chosen, weights, *whole[0], LIMIT, partial=True)
+    together = sum(wide_experts_forward(x, chosen, weights, *part, LIMIT, partial=True) for part in parts)
+    torch.testing.assert_close(together, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+    assert torch.equal(exact.bfloat16().float(), wide_experts_forward(x, chosen, weights, *whole[0], LIMIT))
+
+
 def test_quantized_models_round_the_inputs_of_both_products() -> None:
     x, shared, weights = random(3, HIDDEN, seed=3), torch.zeros(3, HIDDEN), torch.ones(3, 1)
     chosen = torch.tensor([[0], [2], [4]])

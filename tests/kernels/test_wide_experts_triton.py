@@ -88,6 +88,14 @@ def test_sum_without_a_shared_expert_is_not_rounded(dtype: torch.dtype) -> None:
     assert torch.equal((got + shared).to(dtype), run((*given, shared)))
 
 
+def test_part_of_a_result_is_rounded_by_nobody() -> None:
+    given = case(5, 4, 1, 32, 48, torch.bfloat16)[:5]
+    exact, wanted = (op(*given, 0.9, partial=True) for op in (wide_experts_forward_triton, wide_experts_forward_ref))
+    assert (exact - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(exact.bfloat16().float(), wide_experts_forward_triton(*given, 0.9))
+
+
 def test_blocks_are_enough_for_any_routing() -> None:
     for pairs in (1, 6, 100, 4000):
         for experts in (1, 8, 256):
