@@ -2,12 +2,15 @@
 
 A pipeline of P stages works on P steps at a time. A sequence is in one of them only, since its next token is known when the last
 stage has sampled it; hence the sequences that decode take turns, in P groups of equally many. Nobody is given to a group: each step
-takes its share of those that are at hand. Chunks of prompts wait for no token, and go from step to step as fast as they can.
+takes its share of those that are at hand. Chunks of prompts wait for no token: a prompt is cut so that all stages work on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+LEAST_TOKENS = 1024
+"""Of a part of what there is to run: with fewer tokens a step takes nearly as long, for it reads as many weights."""
 
 
 def choose_group(decoding: Sequence[int], under_way: Sequence[Collection[int]], stages: int) -> list[int]:
@@ -30,3 +33,19 @@ def choose_group(decoding: Sequence[int], under_way: Sequence[Collection[int]], 
     if larger > sum(len(step) > size for step in recent):
         size += 1
     return [seq_id for seq_id in decoding if seq_id not in busy][:size]
+
+
+def tokens_of_step(left: Iterable[int], most: int, stages: int) -> int:
+    """Return how many tokens the next step may have: a P-th of what there is to run, lest one stage has all of it and others none.
+
+    Args:
+        left: Tokens that each sequence has still to run.
+        most: Tokens that a step can have.
+        stages: P.
+    """
+    total = 0
+    for tokens in left:
+        total += max(0, tokens)
+        if total >= most * stages:
+            return most
+    return min(most, max(LEAST_TOKENS, -(-total // stages)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, Moves
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
-from dsv4lite.engine.micro_batches import choose_group
+from dsv4lite.engine.micro_batches import choose_group, tokens_of_step
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
 from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
@@ -273,7 +273,7 @@ class Scheduler:
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
-        draft = _Draft(now, self._limits.max_num_batched_tokens, self._limits.max_drafts if max_drafts is None else max_drafts)
+        draft = _Draft(now, self._room(), self._limits.max_drafts if max_drafts is None else max_drafts)
         self._plan_running(draft)
         # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
         for leader in draft.leaders:
@@ -355,6 +355,14 @@ class Scheduler:
                 self._plan(seq, end, draft, drafts)
             else:  # everybody else comes first; it keeps what it has until somebody needs that
                 draft.crowded = True
+
+    def _room(self) -> int:
+        """Return how many tokens the next step may have."""
+        most, stages = self._limits.max_num_batched_tokens, self._limits.stages
+        if stages == 1:
+            return most
+        left = (seq.num_to_run - seq.num_computed for queue in (self._running, self._waiting) for seq in queue)
+        return tokens_of_step(left, most, stages)
 
     def _resting(self) -> set[int]:
         """Return which sequences that decode do not run in the next step: it is others' turn, or their tokens are on the way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4lite.engine.micro_batches import choose_group
+from dsv4lite.engine.micro_batches import LEAST_TOKENS, choose_group, tokens_of_step
 
 
 @given(stages=st.integers(1, 6), phases=st.lists(st.sets(st.integers(0, 20), max_size=12), min_size=1, max_size=4))
@@ -28,3 +28,11 @@ def test_groups_are_even_disjoint_and_leave_nobody_out(stages: int, phases: list
         rounds = steps[-groups:]
         assert sorted(seq_id for group in rounds for seq_id in group) == sorted(decoding)
         assert not decoding or max(map(len, rounds)) - min(map(len, rounds)) <= 1
+
+
+@given(stages=st.integers(1, 6), most=st.integers(1, 9000), left=st.lists(st.integers(-3, 20_000), max_size=9))
+def test_stages_share_the_tokens_that_there_are(stages: int, most: int, left: list[int]) -> None:
+    tokens, total = tokens_of_step(left, most, stages), sum(n for n in left if n > 0)
+    assert 0 < tokens <= most
+    assert tokens == most or tokens * stages >= total  # P steps are enough, or cannot be
+    assert tokens <= LEAST_TOKENS or (tokens - 1) * stages < total  # none of them is larger than the others
