@@ -35,7 +35,7 @@ from dsv4lite.request import Logprobs, Request
 
 log = logging.getLogger("dsv4lite.engine")
 
-_WARM_UP_TOKENS = (2, 9, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
+_WARM_UP_TOKENS = (1, 2, 9, 16, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
 # Up to so many pairs of token and expert, and so many for each expert, experts have kernels of their own.
 _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 SCORE_ROWS = 128  # prompt positions whose logits exist at a time

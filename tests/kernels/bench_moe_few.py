@@ -1,0 +1,76 @@
+"""Times the experts of few tokens at V4-Flash's shapes: ``python tests/kernels/bench_moe_few.py`` on a CUDA device.
+
+Everything between the first products and the next sub-layer's streams, in seven launches and in four, after checking that both
+give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.experts_triton import experts_forward_triton
+from dsv4lite.kernels.gemm_triton import fp8_linear_triton
+from dsv4lite.kernels.hc_few_triton import enter_few_triton
+from dsv4lite.kernels.moe_few import Router
+from dsv4lite.kernels.moe_few_triton import moe_few_triton
+from dsv4lite.kernels.moe_triton import route_triton
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.swiglu_triton import swiglu_quantize_triton
+from tests.kernels.bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
+from tests.kernels.bench_gemm import microseconds
+
+COPIES = 3
+LIMIT = 10.0
+TOKENS = (1, 2, 4, 8, 16)
+
+
+def main() -> None:
+    """Print a table: microseconds of all launches, and of parts of them."""
+    layers = [(tiles(2 * WIDTH, HIDDEN), tiles(HIDDEN, WIDTH)) for _ in range(COPIES)]
+    shared = [
+        (
+            torch.randn(HIDDEN, WIDTH, device="cuda").to(torch.float8_e4m3fn),
+            torch.randint(117, 124, (HIDDEN // 128, WIDTH // 128), dtype=torch.uint8, device="cuda"),
+        )
+        for _ in range(COPIES)
+    ]
+    fn = torch.randn(24, 4 * HIDDEN, device="cuda") / (4 * HIDDEN) ** 0.5
+    print(f"{'tokens':>7}{'alone':>9}{'moe_few':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
+    for tokens in TOKENS:
+        x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
+        logits, h = torch.randn(tokens, EXPERTS, device="cuda"), torch.randn(tokens, 2 * WIDTH, device="cuda").bfloat16()
+        streams = torch.randn(tokens, 4, HIDDEN, device="cuda").bfloat16()
+        mix = torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1)
+        ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
+        router = Router(TOP_K, 1.5, torch.rand(EXPERTS, device="cuda"), None, ids, ids)
+
+        def alone(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h) -> Tensor:  # type: ignore[type-arg]
+            chosen = route_triton(logits, TOP_K, router.scale, router.bias_E, None, None, router.positions_T)
+            added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i])
+            return experts_forward_triton(*x, *chosen, *layers[i], LIMIT, added)
+
+        def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]
+            return moe_few_triton(logits, router, *x, h, *shared[i], *layers[i], LIMIT)
+
+        def enter(y, streams: Tensor = streams, mix: tuple = mix) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def,type-arg]
+            return enter_few_triton(streams, (y, *mix), fn)
+
+        for i in range(COPIES):
+            assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"
+        chosen = route_triton(logits, TOP_K, 1.5, router.bias_E)
+        times = [
+            microseconds(op, COPIES)
+            for op in (
+                alone,
+                few,
+                lambda i, enter=enter, alone=alone: enter(alone(i)),  # type: ignore[misc]
+                lambda i, enter=enter, few=few: enter(few(i)),  # type: ignore[misc]
+                lambda i, x=x, chosen=chosen: experts_forward_triton(*x, *chosen, *layers[i], LIMIT),  # type: ignore[misc]
+            )
+        ]
+        print(f"{tokens:>7}" + "".join(f"{time:>9.1f}" for time in times), flush=True)
+
+
+if __name__ == "__main__":
+    main()

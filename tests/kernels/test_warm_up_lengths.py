@@ -1,0 +1,75 @@
+"""The steps that an engine runs before its first request launch every kernel that any other step does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4lite.config import tiny_model
+from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
+from dsv4lite.engine.runner import Runner
+from dsv4lite.models.batch import PagedBatch, SequenceInput, make_paged_batch
+from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.weights.quant import Numerics
+
+triton = pytest.importorskip("triton")
+
+from dsv4lite.kernels.warmup import recording  # noqa: E402
+from tests.kernels.test_warmup import Hopper  # noqa: E402
+
+CPU = torch.device("cpu")
+MOST = 8192
+COUNTS = (*range(1, 140, 3), *range(62, 68), 200, 256, 300, 511, 512, 513, 1000, 1025, 2047, 2048, 2049, 3001, 5000, 8191, 8192)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops take their kernels, which nobody compiles or launches."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
+            monkeypatch.setattr(module, "use_triton", lambda x: True)
+
+
+def shipped() -> DeepseekV4:
+    """The shipped checkpoint's model, one layer of each kind, with anything for weights."""
+    config = parse_config(json.loads((Path(tiny_model()) / "config.json").read_text()))
+    config = replace(config, num_hidden_layers=4, ratios=(0, 4, 128, 0), num_hash_layers=1, num_mtp_layers=0)
+    numerics = Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=True, device=CPU)
+    numerics = replace(numerics, paged=True, resident_fp8=True, resident_experts="fp4", matrix_dtype=torch.bfloat16)
+    return DeepseekV4(config, numerics)
+
+
+def step_of(model: DeepseekV4, tokens: int) -> PagedBatch:
+    """Return a step that reads the beginning of a prompt."""
+    pages, windows = -(-tokens // GROW_PAGE), -(-tokens // WINDOW_PAGE)
+    sequence = SequenceInput(
+        token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
+    )
+    return make_paged_batch([sequence], model.rotary, CPU, deterministic=True)
+
+
+@torch.inference_mode()
+def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
+    model = shipped()
+    sizes = StateSizes(grow_pages=MOST // GROW_PAGE + 1, window_pages=1, slots=1, snapshots=0)
+    cache = StateCache.allocate(model.layout, sizes, CPU)
+    runner = Runner(model, cache, None)
+    with recording() as wanted:
+        runner.rehearse(MOST, MOST)
+    ready = {repr(one.specialization) for one in wanted}
+    assert len(ready) > 40
+    late: dict[str, int] = {}
+    for tokens in COUNTS:
+        with recording() as wanted:
+            model(step_of(model, tokens), cache.layers)
+        for one in wanted:
+            if repr(one.specialization) not in ready:
+                late.setdefault(one.specialization.name, tokens)
+    assert late == {}
