@@ -365,9 +365,9 @@ class Engine:
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
-        guesses, single = self._guesses, self.config.layout.world == 1
+        guesses, alone = self._guesses, self.config.layout.pp == 1  # a pipeline has steps of others in flight
         length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
-        if length and single and self._in_flight:
+        if length and alone and self._in_flight:
             self._finish(started, started, followed=False)  # guesses follow tokens that are known
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
@@ -377,7 +377,7 @@ class Engine:
             self._publish()
         if flight is not None:
             self._in_flight.append(flight)
-        most = self._most_in_flight + (self._background and single and length == 0)
+        most = self._most_in_flight + (self._background and alone and length == 0)
         if len(self._in_flight) > (most if recorder is None and flight is not None else 0):
             self._finish(started, launched, recorder)
         elif not self._in_flight and self._scheduler.has_work():

@@ -289,7 +289,7 @@ class Runner:
             recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
         if not self.model.share.last:
-            self._remember([s for s in plan.sequences if s.sample])
+            self._remember(plan, [s for s in plan.sequences if s.sample])
             return Flight(plan=plan, samples=None)
         rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
         first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
@@ -374,7 +374,7 @@ class Runner:
             else:
                 samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
                 self._write(sequences, samples)
-        self._remember(sequences)
+        self._remember(plan, sequences)
         return Flight(plan=plan, samples=samples)
 
     def _write(self, sequences: Sequence[SequencePlan], samples: Samples) -> None:
@@ -382,12 +382,12 @@ class Runner:
         places = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device="cpu")
         self._last_token[send(places, self._last_token.device)] = samples.token_ids
 
-    def _remember(self, sequences: Sequence[SequencePlan]) -> None:
+    def _remember(self, plan: StepPlan, sequences: Sequence[SequencePlan]) -> None:
         """Let every rank that has these sequences have the tokens that were sampled for them.
 
-        Steps that may check guesses have no token in flight: they are planned when the results of the last one are known.
+        Where guesses are wanted of what follows a step, nobody begins with a token of it that the leader does not know.
         """
-        if sequences and self.cache.layout.copies == 1:
+        if sequences and not plan.max_drafts:
             self._relay.begin([s.slot for s in sequences])
 
     def _sample(
@@ -411,7 +411,7 @@ class Runner:
         elif self.sampler is not None:
             samples = self.sampler.sample(logits, seq_ids, positions)
             self._write(sampling, samples)
-        self._remember(sampling)
+        self._remember(plan, sampling)
         return samples
 
     def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import tiny_model
+from dsv4lite.engine.draft_policy import DraftPolicy
 from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.ranks import Ranks
+from dsv4lite.engine.scheduler import Scheduler
 from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.models.config import parse_config
@@ -19,7 +22,7 @@ from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP, Drafter, DSpark, NGram
-from tests.e2e.engines import MODEST, SMALL, engine_of, prompts_of, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
 
@@ -107,6 +110,27 @@ def test_trained_block_changes_no_bit_in_deterministic_mode(
             stats = llm.stats().speculation
     assert_same(*outputs, tolerance=0)
     assert stats.accepted > 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
+)
+def test_ranks_plan_ahead_while_nobody_guesses(
+    model: Path, expected: list[RequestOutput], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses come and go; tokens in flight reach the other ranks in between."""
+    lengths, ahead, inner = itertools.cycle([0] * 3 + [2] * 3), 0, Scheduler.schedule
+
+    def spy(scheduler: Scheduler, now: float, most: int | None = None) -> Any:
+        nonlocal ahead
+        ahead += len(scheduler._outstanding)
+        return inner(scheduler, now, most)
+
+    monkeypatch.setattr(Scheduler, "schedule", spy)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths))
+    with overlapping(True), LLM(str(model), **MODEST, **settings, executor="thread", speculative=MTP(2)) as llm:
+        assert_same(all_kinds(llm), expected)
+        assert ahead > 2 and llm.stats().speculation.drafted > 2
 
 
 def test_experts_of_the_block_move_with_the_others(
