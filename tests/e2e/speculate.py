@@ -1,0 +1,176 @@
+"""The same prompts with and without guesses, under load and with aborts: who says something else?
+
+    python -m tests.e2e.speculate --prompts 200                       # on this machine's CPU
+    python -m tests.e2e.speculate --prompts 200 --tokens 64 --device cuda
+
+In deterministic mode no prompt may have another token or another bit in a log-probability. Nor may it have another token in the
+default mode of a plain float32 model. A quantized model amplifies roundings: there, no more prompts may come out differently than
+do without guesses when other numbers of requests share the steps. Exits with status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4lite.config import tiny_model
+from dsv4lite.llm import AsyncLLM
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP, NGram
+from tests.e2e.engines import SMALL, assert_idle, engine_of, prompts_of, write_model
+
+ABORTS = 4  # requests that are about to be aborted, at any time
+BATCHES = (32, 16, 5)  # most requests that share a step; guesses are made in steps of the first
+MODES = ("deterministic", "default")
+DRAFTERS: Mapping[str, Any] = {
+    **{f"MTP({k})": MTP(k, adaptive=False) for k in (1, 2, 3, 4)},
+    "NGram(3)": NGram(3, adaptive=False),
+    "NGram(3), MTP(2)": (NGram(3, adaptive=False), MTP(2, adaptive=False)),
+    "adaptive": "auto",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Prompts for a model.
+
+    Attributes:
+        exact: Whether the default mode has to give the same tokens.
+    """
+
+    name: str
+    model: str
+    prompts: Sequence[Sequence[int]]
+    exact: bool
+
+
+def library_prompts(count: int, tokenizer: Any, *, seed: int = 0) -> list[list[int]]:
+    """Return pieces of the standard library's source, 5 to 300 tokens long."""
+    rng, source = random.Random(seed), Path(traceback.__file__).parent
+    files = sorted(file for file in source.glob("*.py") if file.stat().st_size > 8000)
+    prompts = []
+    for _ in range(count):
+        text = rng.choice(files).read_text(encoding="utf-8", errors="replace")
+        begin = text.index("\n", rng.randrange(len(text) // 2)) + 1
+        prompts.append(tokenizer.encode(text[begin : begin + 1500])[: rng.choice((5, 40, 90, 130, 300))])
+    return prompts
+
+
+async def answers(case: Case, tokens: int, settings: Mapping[str, Any]) -> tuple[list[RequestOutput], str, float]:
+    """Send all prompts at once, among others that come and are aborted as long as it takes.
+
+    Returns:
+        The outputs in order, what is to be said of guesses, and the seconds.
+    """
+    rng = random.Random(1)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+    async with AsyncLLM(case.model, **settings) as llm:
+
+        async def disturb() -> None:
+            while True:
+                work = asyncio.ensure_future(llm.generate(list(rng.choice(case.prompts)), params))
+                await asyncio.sleep(rng.random() / 2)
+                work.cancel()
+
+        others = [asyncio.ensure_future(disturb()) for _ in range(ABORTS)]
+        started = time.perf_counter()
+        outputs = await asyncio.gather(*(llm.generate(list(prompt), params) for prompt in case.prompts))
+        seconds = time.perf_counter() - started
+        for other in others:
+            other.cancel()
+        llm.abort()
+        while llm._session._in_engine:  # the last ones are being aborted
+            await asyncio.sleep(0.01)
+        await asyncio.wrap_future(engine_of(llm).call(assert_idle))
+        stats = llm.stats().speculation
+        return list(outputs), f"{stats.accepted}/{stats.drafted}" if stats.drafted else "", seconds
+
+
+def differing(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput], *, bits: bool) -> int:
+    """Count the prompts that go on with other tokens, or also (``bits``) with other log-probabilities."""
+    return sum(not _same(one, other, bits) for one, other in zip(ours, theirs, strict=True))
+
+
+def _same(one: RequestOutput, other: RequestOutput, bits: bool) -> bool:
+    if one.token_ids != other.token_ids:
+        return False
+    a, b = one.outputs[0].logprobs, other.outputs[0].logprobs
+    assert a is not None and b is not None
+    return not bits or all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("sampled", "ranks", "token_ids", "values"))
+
+
+async def compare(case: Case, drafters: Mapping[str, Any], tokens: int, settings: Mapping[str, Any], *, deterministic: bool) -> int:
+    """Print a table; return how many of its lines say too much."""
+    base = {"max_num_seqs": BATCHES[0], "max_num_batched_tokens": 512, **settings, "deterministic": deterministic}
+    wrong = 0
+    mode = MODES[not deterministic]
+
+    def tell(drafter: str, differ: int, most: int, guesses: str, seconds: float) -> None:
+        print(f"{case.name:<10}{mode:<15}{drafter:<30}{differ:>7}{most:>7}{guesses:>15}{seconds:>8.1f}", flush=True)
+
+    expected, _, seconds = await answers(case, tokens, base)
+    plain, most = [expected], 0
+    for batch in () if deterministic or case.exact else BATCHES[1:]:
+        plain.append((await answers(case, tokens, {**base, "max_num_seqs": batch}))[0])
+    if len(plain) > 1:
+        most = max(differing(a, b, bits=False) for a, b in combinations(plain, 2))
+    tell(f"none, in steps of {', '.join(map(str, BATCHES[: len(plain)]))}", most, most, "", seconds)
+    for name, speculative in drafters.items():
+        found, guesses, seconds = await answers(case, tokens, {**base, "speculative": speculative})
+        differ = differing(found, expected, bits=deterministic)
+        tell(name, differ, most, guesses, seconds)
+        wrong += differ > most or not guesses
+    return wrong
+
+
+async def run(
+    cases: Sequence[Case], drafters: Mapping[str, Any], tokens: int, settings: Mapping[str, Any], modes: Sequence[str] = MODES
+) -> int:
+    """Compare everything; return the number of lines that say too much."""
+    print(f"{'model':<10}{'mode':<15}{'guesses':<30}{'differ':>7}{'most':>7}{'right':>15}{'seconds':>8}")
+    return sum([await compare(case, drafters, tokens, settings, deterministic=m == MODES[0]) for case in cases for m in modes])
+
+
+def random_case(folder: Path, count: int) -> Case:
+    """Write a plain float32 model with random weights; prompts of up to three pages."""
+    prompts = prompts_of([1 + (i * 83) % (700 if i % 16 == 0 else 200) for i in range(count)], SMALL["vocab_size"], seed=8)
+    return Case(name="random", model=str(write_model(folder, seed=2)), prompts=prompts, exact=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=16, help="to generate for each prompt (default 16)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", choices=("random", "tiny"), default=["random", "tiny"])
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    args = parser.parse_args()
+    settings = {"device": args.device, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+    drafters = {name: DRAFTERS[name] for name in args.drafters}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = []
+        if "random" in args.models:
+            cases.append(random_case(Path(folder), args.prompts))
+        if "tiny" in args.models:
+            from dsv4lite.text.tokenizer import Tokenizer
+
+            prompts = library_prompts(args.prompts, Tokenizer.from_folder(tiny_model()))
+            cases.append(Case(name="tiny", model=str(tiny_model()), prompts=prompts, exact=False))
+        sys.exit(1 if asyncio.run(run(cases, drafters, args.tokens, settings, args.modes)) else 0)
+
+
+if __name__ == "__main__":
+    main()
