@@ -221,7 +221,8 @@ class Runner:
         if self._drafter is not None:
             self._drafter.feed(batch, streams_TND, batch.token_ids_T)
             nobody = Chain.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])
-            self._drafter.guess(nobody, lambda logits_SV, positions_S: argmax_finite(logits_SV)[1])
+            # Whatever is chosen does not count: kernels are not launched while they are looked for.
+            self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
     def _forward(self, batch: Batch | PagedBatch) -> Tensor:
         """Run this stage's layers; return the streams [T, N, D] after them."""

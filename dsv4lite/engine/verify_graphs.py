@@ -147,7 +147,7 @@ class VerifyGraphs:
             self._sample(self.sampling, inputs, output, EVERYTHING)
         if self.drafter is not None:
             self._begin(self.drafter, output)
-            self._guess(self.drafter, shape[0])
+            self._guess(self.drafter, shape[0], real=False)
         return inputs
 
     def capture(self, shape: tuple[int, int]) -> None:
@@ -252,14 +252,16 @@ class VerifyGraphs:
         self._chain.first(len(tokens_T) // output.width).begin(output.batch, streams, tokens_T.view(-1, output.width))
         self._made.copy_(torch.arange(drafter.round, device=tokens_T.device))
 
-    def _guess(self, drafter: DeviceDrafter, size: int) -> None:
-        """Run a round of guessing from there."""
+    def _guess(self, drafter: DeviceDrafter, size: int, *, real: bool = True) -> None:
+        """Run a round of guessing from there; one that is not ``real`` goes on with token 0, for its kernels may not have run."""
         chain, sampling = self._chain.first(size), self.sampling
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
             if sampling is None:
-                return argmax_finite(logits_SV)[1]
-            return sampling.guess(logits_SV, chain.slots_S, positions_S)
+                tokens_S = argmax_finite(logits_SV)[1]
+            else:
+                tokens_S = sampling.guess(logits_SV, chain.slots_S, positions_S)
+            return tokens_S if real else torch.zeros_like(tokens_S)
 
         found_SG = drafter.guess(chain, choose)
         self._drafts[:, :size].index_copy_(0, self._made, found_SG.t())
