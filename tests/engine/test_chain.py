@@ -1,0 +1,86 @@
+"""Where guesses begin behind a step: found on the device among rows with padding, and by the host's own plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4lite.engine.chain import Chain
+from dsv4lite.engine.sampling_runs import Runs
+from dsv4lite.engine.step import UNKNOWN, SequencePlan
+from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
+from dsv4lite.models.batch import Rotary
+
+CPU = torch.device("cpu")
+PAGES, SLOTS = 3, 9
+ONES = torch.ones(2)
+MODEL: Any = SimpleNamespace(rotary=Rotary.of(ONES, ONES, (), CPU), numerics=SimpleNamespace(deterministic=True))
+TOKENS = st.integers(0, 2)  # few, so that guesses are right
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[SequencePlan], list[list[int]], int, int]:
+    """Return sequences, what is sampled from their rows, and the size and width of a graph that covers them."""
+    plans, sampled = [], []
+    for i, slot in enumerate(draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, 4))]):
+        tokens = draw(st.lists(TOKENS, min_size=1, max_size=5))
+        start, pages = draw(st.integers(0, 500)), draw(st.integers(1, PAGES))
+        plan = SequencePlan(i, slot, start, tuple(tokens), (0,), start // 64, tuple(range(pages)), True, drafts=len(tokens) - 1)
+        plans.append(plan)
+        sampled.append(draw(st.lists(TOKENS, min_size=len(tokens), max_size=len(tokens))))
+    width = max(len(plan.token_ids) for plan in plans) + draw(st.integers(0, 2))
+    return plans, sampled, len(plans) + draw(st.integers(0, 3)), width
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(steps())
+def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
+    step: tuple[list[SequencePlan], list[list[int]], int, int],
+) -> None:
+    plans, sampled, size, width = step
+    tables = torch.zeros(SLOTS + 1, 1, dtype=torch.int32)
+    nothing = torch.zeros(SLOTS + 1, dtype=torch.int64)
+    inputs = verify_inputs(plans, size, width, PAGES)
+    batch, places_S = verify_batch(inputs, tables, nothing, MODEL, width, max_model_len=512)
+    assert places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
+    rows = [i * width + place for i, plan in enumerate(plans) for place in range(1 + plan.drafts)]
+    assert batch.paging.positions_T[rows].tolist() == [p for plan in plans for p in range(plan.start, plan.end)]
+    assert batch.token_ids_T[rows].tolist() == [token for plan in plans for token in plan.token_ids]
+    assert int((batch.paging.positions_T >= 0).sum()) == len(rows)
+
+    generator = torch.Generator().manual_seed(0)
+    streams_TND = torch.randn(size * width, 2, 3, generator=generator)
+    tokens_T = torch.randint(0, 3, (size * width,), generator=generator)
+    tokens_T[rows] = torch.tensor([token for some in sampled for token in some])
+    places = Chain.empty(size + 1, PAGES, streams_TND[0])
+    chain = places.first(size)
+    chain.begin(batch, streams_TND, tokens_T.view(size, width))
+
+    seq_ids = [plan.seq_id for plan in plans for _ in plan.token_ids]
+    runs = Runs.of(seq_ids, [guess for plan in plans for guess in (*plan.token_ids[1:], UNKNOWN)])
+    first_rows = runs.first_rows[:-1]
+    wanted = Chain.behind(plans, first_rows, streams_TND[rows], runs.ends(tokens_T[rows]), most=size)
+    count, pages = len(plans), wanted.window_SP.shape[1]
+    assert torch.equal(chain.streams_SND[:count], wanted.streams_SND)
+    assert torch.equal(chain.tokens_S[:count], wanted.tokens_S)
+    assert torch.equal(chain.positions_S[:count], wanted.positions_S)
+    assert torch.equal(chain.slots_S[:count], wanted.slots_S)
+    assert torch.equal(chain.window_SP[:count, :pages], wanted.window_SP) and (chain.window_SP[:count, pages:] < 0).all()
+    assert torch.equal(chain.window_first_S[:count], wanted.window_first_S)
+    for missing in (*range(count, size), size):
+        assert places.positions_S[missing] == places.slots_S[missing] == -1
+    before = places.positions_S.clone()
+    chain.advance(2 * chain.streams_SND, chain.tokens_S + 1)
+    assert places.positions_S.tolist() == [p + 1 if p >= 0 else p for p in before.tolist()]
+    assert torch.equal(places.streams_SND[:count], 2 * wanted.streams_SND)
+
+
+def test_widths_of_graphs_are_few_and_cover_all_guesses() -> None:
+    assert verify_widths(1, adaptive=True) == (1, 2)
+    assert verify_widths(4, adaptive=True) == (1, 2, 3, 4, 5)
+    assert verify_widths(4, adaptive=False) == (1, 5)
+    assert verify_widths(16, adaptive=True) == (1, 2, 3, 4, 5, 9, 17)
