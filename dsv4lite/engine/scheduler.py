@@ -30,6 +30,7 @@ __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequenc
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
+_new_tuple = tuple.__new__
 _ALONE = Sampled(0)[2:]  # neither an error nor anything after it
 
 
@@ -326,7 +327,7 @@ class Scheduler:
         while i < len(running) and draft.room:  # those behind i may be preempted on the way
             seq = running[i]
             i += 1
-            if seq.in_flight and seq.may_wait and (self._needs_host is None or self._needs_host(seq)):
+            if seq.may_wait and seq.in_flight and (self._needs_host is None or self._needs_host(seq)):
                 continue
             if seq.seq_id in resting:
                 continue
@@ -406,12 +407,12 @@ class Scheduler:
 
     def _plan_quiet(self, seq: Sequence, draft: _Draft) -> None:
         """Do what ``_plan`` does for a single token that concerns nothing but the token."""
-        assert seq.page_tuple is not None and seq.window_tuple is not None
-        start = seq.num_computed
+        pages, window_pages, start = seq.page_tuple, seq.window_tuple, seq.num_computed
+        assert pages is not None and window_pages is not None
         token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
-        # This runs for nearly every token of every completion, and keywords would double its time.
-        plan = SequencePlan(seq.seq_id, seq.slot, start, token_ids, seq.page_tuple, seq.window_first, seq.window_tuple, True)
-        draft.singles.append(plan)
+        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, 0, 0, UNKNOWN)
+        # This runs for nearly every token of every completion, and the usual way of making one would take twice as long.
+        draft.singles.append(_new_tuple(SequencePlan, every))
         draft.room -= 1
         seq.num_computed = start + 1
         seq.in_flight += 1
