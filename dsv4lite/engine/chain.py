@@ -93,6 +93,7 @@ class Chain:
             slots_S=self.slots_S[:count],
             window_SP=self.window_SP[:count],
             window_first_S=self.window_first_S[:count],
+            most=count,  # others replay the same round
         )
 
     def begin(self, batch: PagedBatch, streams_TND: Tensor, tokens_SQ: Tensor) -> None:

@@ -40,7 +40,7 @@ class Peers:
             samples: On the rank that has them.
         """
         ends = self._unknown(2, count) if samples is None else torch.stack(samples.ends())
-        behind_S, tokens_S = self._told(ends)
+        behind_S, tokens_S = self.told(ends)
         return behind_S, tokens_S
 
     def chooser(self, seq_ids: Sequence[int]) -> Choose:
@@ -49,11 +49,11 @@ class Peers:
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
             sampler = self._sampler
             unknown = self._unknown(len(seq_ids)) if sampler is None else sampler.draft(logits_SV, seq_ids, positions_S + 1)
-            return self._told(unknown)
+            return self.told(unknown)
 
         return choose
 
-    def _told(self, token_ids: Tensor) -> Tensor:
+    def told(self, token_ids: Tensor) -> Tensor:
         """Return what the rank that samples gives."""
         return self._axis.broadcast(token_ids, 0)
 

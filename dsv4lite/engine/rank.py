@@ -130,7 +130,7 @@ class Prospect:
             sampling, rows = None, config.max_num_seqs
             if model.paged and device.type == "cuda":
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
-                if sampler is not None and (not most or mesh.layout.world == 1):
+                if sampler is not None and (not most or mesh.layout.pp == 1):
                     sampled = min(tokens, rows * (1 + most))
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=sampled, vocab_size=vocab_size, device=device)
                 if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
@@ -142,7 +142,7 @@ class Prospect:
                         widths=verify_widths(most, adaptive=drafting.adaptive),
                         max_tokens=tokens,
                         sampling=sampling,
-                        drafter=None if sampling is None else drafter,
+                        drafter=drafter,
                     )
                 elif model.capturable and not most:
                     graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)

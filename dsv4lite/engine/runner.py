@@ -25,7 +25,7 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
-from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -251,10 +251,14 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        if self._graphs is not None and self._graphs.covers(shape):
-            self._graphs.replay((), shape)
-        else:
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
+        if graphs is None:
             self.model.take_part(shape.tokens)
+        else:
+            output = graphs.replay((), shape)
+            if isinstance(graphs, VerifyGraphs) and isinstance(output, VerifyOutput) and graphs.drafter is not None:
+                graphs.draft(output.out[0], shape.max_drafts)
+                return
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
@@ -317,6 +321,7 @@ class Runner:
             out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
             samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token)
             tokens_R = out[0]
+            self._remember(plan, sequences)
         else:
             first_row = {s.seq_id: row for s, row in zip(sequences, rows, strict=True)}
             samples, tokens_R = self._sample(plan, first_row, partial(_take, output.logits)), output.out[0]
@@ -327,7 +332,8 @@ class Runner:
             eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
             return Flight(plan=plan, samples=samples, drafts=eager)
         drafts = graphs.draft(tokens_R, plan.max_drafts)
-        return Flight(plan=plan, samples=samples, drafts=Arrival(drafts[: len(sequences)]) if plan.max_drafts else None)
+        wanted = plan.max_drafts and samples is not None
+        return Flight(plan=plan, samples=samples, drafts=Arrival(drafts[: len(sequences)]) if wanted else None)
 
     def _draft(
         self,
@@ -352,7 +358,7 @@ class Runner:
         if sampling is None:
             return peers.chooser([s.seq_id for s in sequences])
         slots = torch.tensor([s.slot for s in sequences], dtype=torch.int32, device=self._last_token.device)
-        return lambda logits_SV, positions_S: sampling.guess(logits_SV, slots, positions_S)
+        return lambda logits_SV, positions_S: peers.told(sampling.guess(logits_SV, slots, positions_S))
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""

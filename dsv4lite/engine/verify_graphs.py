@@ -82,7 +82,7 @@ class VerifyGraphs:
         widths: Most tokens of a sequence in the graphs, ascending; see ``verify_widths``.
         max_tokens: Most rows of a step; one that would need more of them runs without a graph.
         sampling: Samples behind the steps, if somebody does on the device.
-        drafter: Guesses behind them, if that is to be recorded.
+        drafter: Guesses behind them, if that is to be recorded; together with those of the ranks that work on the same tokens.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class VerifyGraphs:
     ) -> None:
         self.sampling, self.drafter = sampling, drafter
         self._model = model
+        self._peers = model.share.peers
         self._cache = cache
         self.last_token = empty_last_token(cache)
         self._max_model_len = max_model_len
@@ -199,7 +200,7 @@ class VerifyGraphs:
         """Guess what follows the step that ``replay`` has just run.
 
         Args:
-            tokens_R: What was sampled from each of its rows, any integers.
+            tokens_R: What was sampled from each of its rows, any integers; does not count on ranks that do not sample.
             count: How many guesses in a row; with 0 the drafter only learns of the step.
 
         Returns:
@@ -247,7 +248,7 @@ class VerifyGraphs:
 
     def _begin(self, drafter: DeviceDrafter, output: VerifyOutput) -> None:
         """Let the drafter know of a step whose sampled tokens are in their place, and put down where it is to go on."""
-        tokens_T, streams = self._tokens[: len(output.streams)], output.streams
+        tokens_T, streams = self._peers.broadcast(self._tokens[: len(output.streams)], 0), output.streams
         drafter.feed(output.batch, streams, tokens_T)
         self._chain.first(len(tokens_T) // output.width).begin(output.batch, streams, tokens_T.view(-1, output.width))
         self._made.copy_(torch.arange(drafter.round, device=tokens_T.device))
@@ -257,11 +258,9 @@ class VerifyGraphs:
         chain, sampling = self._chain.first(size), self.sampling
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-            if sampling is None:
-                tokens_S = argmax_finite(logits_SV)[1]
-            else:
-                tokens_S = sampling.guess(logits_SV, chain.slots_S, positions_S)
-            return tokens_S if real else torch.zeros_like(tokens_S)
+            tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.guess(logits_SV, chain.slots_S, positions_S)
+            told_S = self._peers.broadcast(tokens_S, 0)
+            return told_S if real else torch.zeros_like(told_S)
 
         found_SG = drafter.guess(chain, choose)
         self._drafts[:, :size].index_copy_(0, self._made, found_SG.t())

@@ -12,6 +12,7 @@ import pytest
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.speculator import Guesses
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
@@ -25,7 +26,7 @@ from tests.parallel.test_external import Job, job_of, on_ranks
 from tests.recorded import Recording, without_device
 
 PROMPTS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
-SPECULATIVE = MTP(2, adaptive=False)
+Guessed = list[tuple[int, tuple[int, ...]]]
 
 
 def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
@@ -42,7 +43,8 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
 
     def build(prospect: Prospect, *args: Any) -> Runner:
         runner = building(prospect, *args)
-        runner._graphs = VerifyGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, widths=(1, 3), max_tokens=24)
+        sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "widths": (1, 3), "max_tokens": 24}
+        runner._graphs = VerifyGraphs(runner.model, runner.cache, **sizes, drafter=runner._drafter)
         return runner
 
     building, replaying = Prospect.build, VerifyGraphs.replay
@@ -52,37 +54,53 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
     patch.setattr(VerifyGraphs, "replay", replay)
 
 
-def requests(llm: LLM) -> tuple[list[RequestOutput], tuple[int, int]]:
-    """Run a prompt by itself, which leaves another replica idle, then prompts of several lengths; count guesses of the first."""
-    params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, allowed_token_ids=(9, 10, 11), ignore_eos=True)
-    first = llm.generate({"prompt_token_ids": PROMPTS[2]}, params)
-    others = llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS], replace(params, seed=1, temperature=0.8))
-    return [first, *others], (first.usage.drafted_tokens, first.usage.accepted_tokens)
+def run(model: Path, settings: Job, patch: pytest.MonkeyPatch, *, leads: bool = True) -> tuple[list[RequestOutput], Guessed]:
+    """Run a prompt by itself, which leaves another replica idle, then prompts of several lengths.
+
+    Returns:
+        What comes of them, and what was guessed for the first: behind how many tokens, and which ones.
+    """
+    guessed: Guessed = []
+    propose = Guesses.propose
+
+    def spy(guesses: Guesses, sequence: Any, most: int) -> tuple[int, ...]:
+        drafts = propose(guesses, sequence, most)
+        guessed.append((len(sequence.tokens), drafts))
+        return drafts
+
+    patch.setattr(Guesses, "propose", spy)
+    params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True)
+    others = replace(params, seed=1, temperature=0.5, allowed_token_ids=(9, 10, 11))
+    with LLM(str(model), **settings, speculative=MTP(2, adaptive=False)) as llm:
+        if not leads:
+            return [], []
+        first, known = llm.generate({"prompt_token_ids": PROMPTS[2]}, params), list(guessed)
+        outputs = [first, *llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS], others)]
+        assert llm.stats().speculation.accepted > 0
+        return outputs, known
 
 
-def generate(model: Path, settings: Job, rank: int) -> tuple[Any, list[int]]:
+def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], Guessed, list[int]]:
     replays: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_device(patch, replays)
-        with LLM(str(model), **settings, speculative=SPECULATIVE) as llm:
-            return requests(llm) if rank == 0 else None, replays
+        return *run(model, settings, patch, leads=rank == 0), replays
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> tuple[list[RequestOutput], tuple[int, int]]:
-    with LLM(str(model), **MODEST, speculative=SPECULATIVE) as llm:
-        return requests(llm)
+def alone(model: Path) -> tuple[list[RequestOutput], Guessed]:
+    with pytest.MonkeyPatch.context() as patch:
+        return run(model, dict(MODEST), patch)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=4)], ids=str)
 def test_ranks_that_replay_steps_guess_as_one_rank(
-    ranks: Ranks, model: Path, alone: tuple[list[RequestOutput], tuple[int, int]], layout: Layout
+    ranks: Ranks, model: Path, alone: tuple[list[RequestOutput], Guessed], layout: Layout
 ) -> None:
     sizes = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
     job = job_of(ranks, model, generate, {**MODEST, **sizes}, layout.world)
     answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
-    outputs, guesses = answers[0][0]
-    assert_same(outputs, alone[0])
-    assert guesses == alone[1] and guesses[0] > guesses[1] > 0
-    together = list(zip(*(replays for _, replays in answers), strict=True))
+    assert_same(answers[0][0], alone[0])
+    assert answers[0][1] == alone[1] and sum(len(drafts) for _, drafts in alone[1]) > 10
+    together = list(zip(*(replays for _, _, replays in answers), strict=True))
     assert any(set(step) == {0, 1} for step in together)  # one replica replays the other's step
