@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import NO_PAGE, SequencePlan
 from dsv4lite.models.batch import PagedBatch
 
@@ -71,7 +72,7 @@ class Chain:
             (begin, s.end - 1 - s.drafts, s.slot, s.window_first, *s.window_pages, *[NO_PAGE] * (width - len(s.window_pages)))
             for s, begin in zip(plans, begins, strict=True)
         ]
-        table = torch.tensor(lines, dtype=torch.int64, device=tokens_S.device)
+        table = send(torch.tensor(lines, dtype=torch.int64, device="cpu"), tokens_S.device)
         begin_S, start_S, slots_S, first_S = table[:, :4].unbind(dim=1)
         return cls(
             streams_SND=streams_TND[begin_S + behind_S],

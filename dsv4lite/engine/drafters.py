@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4lite.engine.cache import LayerCache, StateCache
 from dsv4lite.engine.chain import Chain, Choose
 from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import UNKNOWN, StepPlan, StepShape
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -96,12 +97,12 @@ def draft(
     rows = zip(plan.sequences, first_rows, strict=True)
     known = [(row + len(s.token_ids) - 1, s.next_id) for s, row in rows if s.next_id != UNKNOWN]
     if known:
-        places, token_ids = torch.tensor(known, dtype=torch.int64, device=next_T.device).unbind(dim=1)
+        places, token_ids = send(torch.tensor(known, dtype=torch.int64, device="cpu"), next_T.device).unbind(dim=1)
         next_T[places] = token_ids
     every = [(s, row + len(s.token_ids) - 1 - s.drafts) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
     if ends is not None:
-        begins = torch.tensor([begin for _, begin in every], dtype=torch.int64, device=next_T.device)
-        next_T[begins + ends[0]] = ends[1]
+        begins = torch.tensor([begin for _, begin in every], dtype=torch.int64, device="cpu")
+        next_T[send(begins, next_T.device) + ends[0]] = ends[1]
     drafter.feed(batch, streams_TND, next_T)
     count = min(plan.max_drafts, drafter.most)
     if ends is None or not count:

@@ -357,7 +357,7 @@ class Runner:
         sampling = self._sampling
         if sampling is None:
             return peers.chooser([s.seq_id for s in sequences])
-        slots = torch.tensor([s.slot for s in sequences], dtype=torch.int32, device=self._last_token.device)
+        slots = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), self._last_token.device)
         return lambda logits_SV, positions_S: peers.told(sampling.guess(logits_SV, slots, positions_S))
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
@@ -443,4 +443,4 @@ class Runner:
 
 def _take(x: Tensor, rows: list[int]) -> Tensor:
     """Return some rows, in ascending order."""
-    return x if len(rows) == len(x) else x[torch.tensor(rows, dtype=torch.int64, device=x.device)]
+    return x if len(rows) == len(x) else x[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), x.device)]

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import UNKNOWN
 
 
@@ -60,12 +61,12 @@ class Runs:
         Args:
             token_ids: int64 [R], what was sampled.
         """
-        first_S = torch.tensor(self.first_rows[:-1], dtype=torch.int64, device=token_ids.device)
+        first_S = self._first(token_ids.device)
         if self.single:
             return first_S
         width = max(end - begin for begin, end in self.spans()) - 1
         padded = [self.drafts[begin : end - 1] + (UNKNOWN,) * (width - (end - 1 - begin)) for begin, end in self.spans()]
-        drafts_SK = torch.tensor(padded, dtype=torch.int64, device=token_ids.device)
+        drafts_SK = send(torch.tensor(padded, dtype=torch.int64, device="cpu"), token_ids.device)
         rows_SK = first_S[:, None] + torch.arange(width, device=token_ids.device)
         right_SK = token_ids[rows_SK.clamp_max(len(token_ids) - 1)] == drafts_SK
         return first_S + right_SK.long().cumprod(1).sum(1)
@@ -77,11 +78,14 @@ class Runs:
             token_ids: int64 [R], what was sampled.
         """
         last_S = self.last_rows(token_ids)
-        return last_S - torch.tensor(self.first_rows[:-1], dtype=torch.int64, device=token_ids.device), token_ids[last_S]
+        return last_S - self._first(token_ids.device), token_ids[last_S]
+
+    def _first(self, device: torch.device) -> Tensor:
+        return send(torch.tensor(self.first_rows[:-1], dtype=torch.int64, device="cpu"), device)
 
     def counting(self, token_ids: Tensor) -> Tensor:
         """Return which rows count, bool [R]."""
         last_S = self.last_rows(token_ids)
         owner = [i for i, (begin, end) in enumerate(self.spans()) for _ in range(begin, end)]
         every = torch.arange(len(token_ids), device=token_ids.device)
-        return every <= last_S[torch.tensor(owner, dtype=torch.int64, device=token_ids.device)]
+        return every <= last_S[send(torch.tensor(owner, dtype=torch.int64, device="cpu"), token_ids.device)]
