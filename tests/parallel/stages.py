@@ -33,7 +33,9 @@ def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
 
     ``logits`` are those of a whole pass over the token ids of ``mid``.
     """
-    model, stored = build(mesh, job), load_file(OFFICIAL_OUTPUTS)
+    model = build(mesh, job)
+    device = model.numerics.device
+    stored = load_file(OFFICIAL_OUTPUTS, device=str(device))
     main, mid, kept = official_ids(400), official_ids(136), stored["main.pos"].long()
     found = {}
     for layer in (1, 2):
@@ -42,7 +44,8 @@ def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
         found[f"main.attn_out.{layer}"] = model.layers[layer].attn(x_TD, quantize_fp8(x_TD, 128), batch, caches[layer])[kept]
     for layer in (0, 2):
         x_TD = stored[f"main.ffn_in.{layer}"]
-        found[f"main.ffn_out.{layer}"] = model.layers[layer].ffn(x_TD, torch.tensor(main)[kept], None, quantize_fp8(x_TD, 128))
+        ids_T = torch.tensor(main, device=device)[kept]
+        found[f"main.ffn_out.{layer}"] = model.layers[layer].ffn(x_TD, ids_T, None, quantize_fp8(x_TD, 128))
     for layer in range(OFFICIAL.num_hidden_layers):
         batch, caches = start(model, mid)
         streams = model._streams(stored[f"mid.streams.{layer}"], batch)
