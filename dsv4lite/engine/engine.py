@@ -7,8 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ Deliver = Callable[[list[SequenceUpdate]], None]
 DeliverFailure = Callable[[EngineDeadError], None]
 
 _PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
+_JOIN_POLL_S = 0.5  # how often one who closes looks whether the engine has died
+_LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to come back from its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,9 @@ class Engine:
         self._deliver: Deliver = _nobody
         self._deliver_failure: DeliverFailure = _nobody
         self._dead: EngineDeadError | None = None
+        self._died = 0.0
+        self._dying = threading.Lock()
+        self._asked: Future[Any] | None = None  # whose answer the engine's thread is working on
         self._closing = False
         self._ended = False
         self._paused = False
@@ -138,7 +143,7 @@ class Engine:
 
         Args:
             deliver: Called in the engine's thread, once per step, with the news of all sequences. Must not block.
-            deliver_failure: Called there once if the engine dies.
+            deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
 
         Raises:
             CheckpointError, ConfigError, CapacityError: The model cannot be loaded; nothing is left behind.
@@ -211,13 +216,18 @@ class Engine:
     def close(self) -> None:
         """End every request as aborted, free everything and join the thread; a rank that follows waits for the leader to do so.
 
-        May be called twice, and from any thread but the engine's.
+        May be called twice, and from any thread but the engine's. A dead engine's thread that does not come back from its step is
+        left behind with what it holds.
         """
         thread = self._thread
         if thread is None:
             return
         self._inbox.put(self._close)
-        thread.join()
+        while thread.is_alive():
+            thread.join(_JOIN_POLL_S)
+            if thread.is_alive() and self._dead is not None and time.monotonic() - self._died > _LAST_STEP_S:
+                log.warning("the engine's thread does not come back from its last step; it is left behind with what it holds")
+                return
 
     def _put(self, command: Callable[[], None]) -> None:
         if self._dead is not None:
@@ -228,7 +238,7 @@ class Engine:
         if self._guest is not None:
             raise EngineStateError("this rank follows rank 0, which alone takes requests", state="following")
         self._inbox.put(command)
-        if self._ended:  # it ended in this very moment, and will not look again
+        if self._ended or self._dead is not None:  # it ended in this very moment, and will not look again
             self._answer_rest()
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
@@ -301,7 +311,7 @@ class Engine:
         except DSV4LiteError as error:
             problem = error
         machines = host.agree(problem, device)
-        return Ranks(config, self._lose, (host, machines)) if host.rank == 0 else Guest(host)
+        return Ranks(config, self._lose, (host, machines)) if host.rank == 0 else Guest(host, self._lose)
 
     def _inform(self, survey: Survey, plan: MemoryPlan, tokenizer: Tokenizer) -> None:
         vocab_size = survey.model.vocab_size
@@ -491,10 +501,14 @@ class Engine:
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
+        self._asked = future
         try:
-            future.set_result(function(self))
+            result = function(self)
         except BaseException as error:
-            future.set_exception(error)
+            _answer(future, error=error)
+        else:
+            _answer(future, result)
+        self._asked = None
 
     def _dump_step(self, path: Path) -> None:
         if self._recorder is None:
@@ -516,11 +530,17 @@ class Engine:
                 raise self._die(error) from error
 
     def _lose(self, loss: EngineDeadError) -> None:
-        """Learn, from another thread, that a rank is lost."""
+        """Learn, from another thread, that a rank is lost. Everybody is told there: the engine's may be in a step for ever."""
 
         def fail() -> None:
             raise loss
 
+        if self._info is not None:  # else whoever starts the engine is told
+            self._announce(loss)
+            asked = self._asked
+            if asked is not None:
+                _answer(asked, error=loss)
+            self._answer_rest()
         self._inbox.put(fail)
 
     def _expire(self) -> None:
@@ -539,19 +559,29 @@ class Engine:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
             error = self._crew.explain(error)
-            log.error("the engine failed", exc_info=error)
             saved = None if self._recorder is None else self._recorder.failed(error)
             where = "" if saved is None else f"; the step is saved as {saved}"
             if isinstance(error, EngineDeadError):
-                self._dead = error
+                dead = error
             else:
                 message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
-                self._dead = EngineDeadError(message, phase="step")
-                self._dead.__cause__ = error
-            self._closing = True
+                dead = EngineDeadError(message, phase="step")
+                dead.__cause__ = error
             self._flush()
-            self._deliver_failure(self._dead)
+            self._announce(dead)
+        assert self._dead is not None
         return self._dead
+
+    def _announce(self, dead: EngineDeadError) -> None:
+        """Tell everybody that the engine is dead, in any thread; who comes second tells nobody."""
+        with self._dying:
+            if self._dead is not None:
+                return
+            self._died = time.monotonic()
+            self._dead = dead
+        self._closing = True
+        log.error("the engine failed", exc_info=dead)
+        self._deliver_failure(dead)
 
     def _free(self) -> None:
         """Drop tensors, and answer those who still wait."""
@@ -603,6 +633,15 @@ class _Routed:
         for start, part in every:
             joined[start : start + len(part)] = part[: max(0, length - start)]
         return joined
+
+
+def _answer(future: Future[Any], result: object = None, *, error: BaseException | None = None) -> None:
+    """Settle a future, unless another thread has done so."""
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def _nobody(news: object) -> None:

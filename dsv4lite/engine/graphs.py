@@ -120,6 +120,10 @@ class DecodeGraphs:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
         return shape.decodes and shape.width == 1 and shape.sequences <= self.sizes[-1]
 
+    def forget(self) -> None:
+        """Free the graphs. The process groups of collectives in them cannot end before."""
+        self._captured.clear()
+
     def rehearse(self, size: int) -> Tensor:
         """Run a step of ``size`` sequences that are all padding; return its inputs."""
         inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)

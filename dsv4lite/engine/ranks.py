@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -63,7 +64,7 @@ class Ranks:
 
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
-        on_loss: Called in another thread when a rank is lost; everything else fails by itself then.
+        on_loss: Called in another thread when a rank is lost, which may be this one: its thread may wait for ever.
         host: The host's ranks, of which this is the first, and their machines, where they are not this package's.
     """
 
@@ -281,21 +282,23 @@ class Ranks:
         if self._watch is not None:
             self._watch.stop()
         self._end(kill=self._lost is not None or self._phase != "step")
+        if self._local is not None:
+            self._local.close()
         self._local = self._prospect = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:
         """Note that a rank is lost, and let everybody who waits for it fail."""
-        process = self._processes[loss.rank]
-        reason = process.fate() if loss.gone else loss.reason
-        self._lost = EngineDeadError(
-            f"rank {loss.rank} ({process.where}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase
-        )
-        self._lost.__cause__ = loss.error
+        process = self._processes.get(loss.rank)  # none of this one's own
+        where = f"process {os.getpid()}" if process is None else process.where
+        reason = process.fate() if loss.gone and process is not None else loss.reason
+        lost = EngineDeadError(f"rank {loss.rank} ({where}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase)
+        lost.__cause__ = loss.error
+        self._lost = lost
+        self._on_loss(lost)
         for other in self._processes.values():
-            other.kill(self._lost)
+            other.kill(lost)
         if self._mesh is not None and self._prospect is not None and self._prospect.numerics.device.type == "cuda":
             self._mesh.abort()
-        self._on_loss(self._lost)
 
     def _end(self, *, kill: bool) -> None:
         processes, self._processes = self._processes, {}

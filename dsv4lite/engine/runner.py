@@ -140,6 +140,11 @@ class Runner:
         if self.sampler is not None:
             self.sampler.accept(seq_id, token_id)
 
+    def close(self) -> None:
+        """Free the graphs, which the process groups wait for; the rest goes in whatever order Python chooses."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
         """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -151,7 +152,7 @@ class Follower:
     def __init__(self, config: EngineConfig, rank: int, device: torch.device, work: Channel, life: Channel) -> None:
         self._config, self._rank, self._device = config, rank, device
         self._work, self._life = work, life
-        self._runner: Runner
+        self._runner: Runner | None = None
         self.mesh: Mesh | None = None
         self.prospect: Prospect | None = None
         self._reader = PlanReader()
@@ -189,6 +190,7 @@ class Follower:
         Raises:
             Closed: The leader is gone.
         """
+        assert self._runner is not None
         reporting = self._runner.sampler is not None
         # On a device with a stream of its own somebody else waits for results while the next step is launched.
         apart = threading.Thread(target=self._report, name="dsv4lite-results", daemon=True)
@@ -208,13 +210,21 @@ class Follower:
             apart.join()
 
     def _run(self, step: Step) -> Flight | None:
+        runner = self._runner
+        assert runner is not None
         for method, arguments in step.changes:
-            getattr(self._runner, method)(*arguments)
+            getattr(runner, method)(*arguments)
         if step.plan is None:
             assert step.shape is not None, "a replica that shares nothing is left alone while it has nothing to do"
-            self._runner.take_part(step.shape)
+            runner.take_part(step.shape)
             return None
-        return self._runner.launch(self._reader.read(step.plan), shape=step.shape)
+        return runner.launch(self._reader.read(step.plan), shape=step.shape)
+
+    def close(self) -> None:
+        """Free the model and its graphs, then the groups."""
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self.prospect = self.mesh = None
 
     def _report(self) -> None:
         try:
@@ -231,10 +241,12 @@ class Guest:
 
     Args:
         host: The host's ranks.
+        on_loss: Called in another thread when a rank is lost, or the leader is gone.
     """
 
-    def __init__(self, host: HostRanks) -> None:
+    def __init__(self, host: HostRanks, on_loss: Callable[[EngineDeadError], None]) -> None:
         self._host = host
+        self._on_loss = on_loss
         self._lost: EngineDeadError | None = None
         self._heard = threading.Event()
         self._follower: Follower | None = None
@@ -251,6 +263,7 @@ class Guest:
         stack.callback(work.close)
         stack.callback(life.close)
         stack.enter_context(own_stream(device))
+        stack.callback(self._close)
         self._work = work
         pulse = Pulse(life, self._lose)
         stack.callback(pulse.stop)
@@ -284,9 +297,14 @@ class Guest:
         """Stop waiting for anybody."""
         self._lost = error
         self._heard.set()
+        self._on_loss(error)
         self._work.hang_up()
         if self._follower is not None and self._follower.mesh is not None:
             self._follower.mesh.abort()
+
+    def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return what is behind an error; tell the leader if it is this rank's own."""

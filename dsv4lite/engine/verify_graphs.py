@@ -136,6 +136,12 @@ class VerifyGraphs:
     def _shape_for(self, step: StepShape) -> tuple[int, int] | None:
         return next((shape for shape in self.shapes if shape[0] >= step.sequences and shape[1] >= step.width), None)
 
+    def forget(self) -> None:
+        """Free the graphs. The process groups of collectives in them cannot end before."""
+        self._last = None
+        self._captured.clear()
+        self._rounds.clear()
+
     def rehearse(self, shape: tuple[int, int]) -> Tensor:
         """Run a step of sequences that are all padding, and all that may come behind it; return its inputs.
 

@@ -65,8 +65,8 @@ class EngineLike(Protocol):
     """The engine as this side sees it. All methods but ``start`` and ``close`` are thread-safe and never block.
 
     Every sequence of a request that was accepted ends with exactly one update that has a ``finish_reason``, however it ends. A
-    request that the engine refuses ends with one update whose ``error`` says so. ``deliver`` and ``deliver_failure`` are called in
-    the engine's thread. Once it is dead or closed, its methods raise ``EngineDeadError`` or ``EngineStateError``.
+    request that the engine refuses ends with one update whose ``error`` says so. ``deliver`` is called in the engine's thread,
+    ``deliver_failure`` in any. Once it is dead or closed, its methods raise ``EngineDeadError`` or ``EngineStateError``.
     """
 
     @property

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import socket
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,10 +25,11 @@ class Closed(ConnectionError):
 
 
 class Channel:
-    """One end of a connection; one thread may send while another one receives."""
+    """One end of a connection; one thread may receive while others send."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
         """Send a message.
@@ -44,7 +46,8 @@ class Channel:
             Closed: The other end is gone.
         """
         try:
-            self.connection.send_bytes(message)
+            with self._sending:
+                self.connection.send_bytes(message)
         except (OSError, ValueError) as error:
             raise Closed(str(error)) from error
 

@@ -116,7 +116,7 @@ def _signal_name(number: int) -> str:
 
 
 class Pulse:
-    """Signs of life of a rank, from a thread that nothing else holds up; tells when the leader is gone.
+    """Signs of life of a rank, from a thread that nothing else holds up; tells when the leader is gone, unless it said so before.
 
     Args:
         life: Where they go.
@@ -146,7 +146,7 @@ class Pulse:
                 error = EngineDeadError("the engine's process is gone", phase="step")
             except Closed:
                 error = EngineDeadError("the leader is gone", phase="step")
-            if not self._stop.is_set():
+            if error is not None and not self._stop.is_set():
                 self._on_silence(error)
             return
 

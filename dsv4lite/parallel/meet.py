@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -169,7 +170,10 @@ class HostRank:
             self.work.hang_up()
 
     def end(self, *, kill: bool) -> None:
-        """Close the connections; what was sent still arrives."""
+        """Close the connections; what was sent still arrives. The rank is told that they end on purpose."""
+        if not kill:
+            with suppress(Closed):
+                self.life.send(None)
         self.work.close()
         self.life.close()
 

@@ -9,6 +9,8 @@ dimension.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +25,8 @@ from dsv4lite.layout import AXES, Layout, Place
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger("dsv4lite.parallel")
 
 Group = Any
 """A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
@@ -252,9 +256,13 @@ class Mesh:
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
-        """Make collectives that wait for other ranks fail; the mesh is of no use afterwards. For groups of its own only."""
+        """Make collectives that wait for other ranks fail; the mesh is of no use afterwards. For groups of its own only.
+
+        Returns at once: NCCL comes to an end only when the graphs are gone that have its collectives, and one group's end may wait
+        for a kernel of another's.
+        """
         for group in self.groups():
-            group.abort()
+            threading.Thread(target=_abort, args=(group,), name="dsv4lite-abort", daemon=True).start()
 
     @property
     def place(self) -> Place:
@@ -268,9 +276,8 @@ class Mesh:
 
     def groups(self) -> tuple[Group, ...]:
         """Return the process groups of all axes, each once."""
-        return tuple(
-            {id(axis.group): axis.group for axis in (self.tp, self.ep, self.dp, self.pp) if axis.group is not None}.values()
-        )
+        axes = (self.tp, self.ep, self.dp, self.pp, self.replica)
+        return tuple({id(axis.group): axis.group for axis in axes if axis is not None and axis.group is not None}.values())
 
 
 def open_store(host: str) -> Store:
@@ -283,6 +290,13 @@ def join_store(host: str, port: int) -> Store:
     """Return another process's store."""
     store: Store = dist.TCPStore(host, port, None, is_master=False)  # type: ignore[attr-defined]
     return store
+
+
+def _abort(group: Group) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        log.warning("a process group of the engine was not given up properly: %s", error)
 
 
 class _Outline:

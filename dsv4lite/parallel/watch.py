@@ -54,7 +54,8 @@ class Watch:
 
     def expect(self, rank: int, within_s: float, what: str) -> None:
         """Count a rank as lost unless ``content`` is called in time."""
-        self._deadline = (time.monotonic() + within_s, rank, f"did not {what} within {within_s:g} s")
+        reason = f"did not {what} within {within_s:g} s: it, or a rank that it waits for, is stuck"
+        self._deadline = (time.monotonic() + within_s, rank, reason)
 
     def content(self) -> None:
         """What was expected has come."""
@@ -90,16 +91,17 @@ class Watch:
                 if isinstance(message, BaseException):
                     failed[rank] = Loss(rank=rank, reason=f"failed: {type(message).__name__}: {message}", error=message)
                     decide_at = min(decide_at, time.monotonic() + _GRACE_S)
-            loss = self._overdue(seen, time.monotonic()) or (next(iter(failed.values())) if time.monotonic() >= decide_at else None)
+            loss = self._overdue(seen, time.monotonic(), None if failed else self._deadline) or (
+                next(iter(failed.values())) if time.monotonic() >= decide_at else None
+            )
             if loss is not None:
                 self._decide(loss)
                 return
 
-    def _overdue(self, seen: Mapping[int, float], now: float) -> Loss | None:
+    def _overdue(self, seen: Mapping[int, float], now: float, deadline: tuple[float, int, str] | None) -> Loss | None:
         for rank, last in seen.items():
             if now - last > self._silence_s:
                 return Loss(rank=rank, reason=f"gave no sign of life for {self._silence_s:g} s")
-        deadline = self._deadline
         return Loss(rank=deadline[1], reason=deadline[2]) if deadline is not None and now > deadline[0] else None
 
     def _decide(self, loss: Loss) -> None:

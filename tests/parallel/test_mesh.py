@@ -109,7 +109,7 @@ def test_axes_connect_the_ranks_of_the_layout(ranks: Ranks, layout: Layout) -> N
         groups = {name: layout.group(name, rank) for name in gathered}
         assert gathered == {name: list(group) for name, group in groups.items()}
         assert positions == {name: (getattr(layout.place(rank), name), getattr(layout, name)) for name in gathered}
-        assert num_groups == len({group for group in groups.values() if len(group) > 1})
+        assert num_groups == len({group for group in (*groups.values(), layout.group("replica", rank)) if len(group) > 1})
         assert not initialised
 
 

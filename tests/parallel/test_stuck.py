@@ -1,0 +1,102 @@
+"""Steps that fail on another rank, or never end: every request fails with the rank, the phase and the reason all the same."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4lite.engine import engine as engine_module
+from dsv4lite.errors import EngineDeadError
+from dsv4lite.layout import Layout
+from dsv4lite.llm import LLM
+from dsv4lite.request import SamplingParams
+from tests.e2e.engines import MODEST
+from tests.parallel.ranks import Ranks
+from tests.parallel.requests import PROMPTS
+from tests.parallel.test_external import Job, job_of, on_ranks
+from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps
+
+SETTINGS = {**MODEST, "expert_parallel_size": 2}
+STEP_S = {Fails: 60.0, Sleeps: 0.5, LeaderSleeps: 0.5}  # what fails is told at once
+Told = tuple[str, int | None, str | None]
+
+
+def failures(llm: LLM) -> list[Told]:
+    """Return what several requests fail with, and another one behind them."""
+    errors: list[Told] = []
+
+    def ask(prompt: list[int]) -> None:
+        try:
+            llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=20, ignore_eos=True))
+        except EngineDeadError as error:
+            errors.append((str(error), error.rank, error.phase))
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    ask(PROMPTS[0])
+    return errors
+
+
+def assert_told(errors: list[Told], trouble: type[Fails]) -> None:
+    stuck = "did not finish a step within 0.5 s: it, or a rank that it waits for, is stuck"
+    rank, reason = (1, "failed: ValueError: no experts today") if trouble is Fails else (0, stuck)
+    assert len(errors) == len(PROMPTS) + 1
+    for message, lost, phase in errors:
+        assert (lost, phase) == (rank, "step")
+        assert message.startswith(f"rank {rank} (process ") and message.endswith(f") {reason}; phase: step")
+
+
+@pytest.mark.parametrize(("executor", "trouble"), [("thread", Fails), ("thread", Sleeps), ("process", LeaderSleeps)])
+def test_step_that_does_not_end_ends_every_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executor: Any, trouble: type[Fails]
+) -> None:
+    monkeypatch.setenv(ALARM, str(tmp_path / "never"))
+    with LLM(str(model), **SETTINGS, executor=executor, dispatcher=trouble, step_timeout_s=STEP_S[trouble]) as llm:
+        errors = failures(llm)
+    assert_told(errors, trouble)
+
+
+def test_thread_that_does_not_come_back_from_its_step_holds_nobody_up(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(ALARM, str(tmp_path / "alarm"))
+    monkeypatch.setattr(engine_module, "_LAST_STEP_S", 0.1)
+    monkeypatch.setattr(engine_module, "_JOIN_POLL_S", 0.05)
+    with LLM(str(model), **SETTINGS, executor="thread", dispatcher=LeaderSleeps, step_timeout_s=0.5) as llm:
+        thread = llm._session.engine("test")._thread  # type: ignore[attr-defined]
+        errors = failures(llm)
+    assert thread.is_alive()  # nobody has woken it
+    assert_told(errors, LeaderSleeps)
+    assert f"rank 0 (process {os.getpid()})" in errors[0][0]
+    (tmp_path / "alarm").touch()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def stumble(model: Path, settings: Job, rank: int) -> list[Told]:
+    alarm = Path(settings.pop("alarm"))
+    with pytest.MonkeyPatch.context() as patch, LLM(str(model), **settings) as llm:
+        patch.setenv(ALARM, str(alarm))
+        if rank == 0:
+            errors = failures(llm)
+            alarm.touch()  # not before: whoever sleeps wakes up when everybody has been told
+            return errors
+        llm._session.engine("test")._thread.join(30)  # type: ignore[attr-defined]
+        return failures(llm)
+
+
+@pytest.mark.parametrize("trouble", [Fails, Sleeps, LeaderSleeps])
+def test_step_that_does_not_end_ends_every_request_of_the_host(
+    ranks: Ranks, model: Path, tmp_path: Path, trouble: type[Fails]
+) -> None:
+    settings = {**SETTINGS, "dispatcher": trouble, "step_timeout_s": STEP_S[trouble], "alarm": str(tmp_path / "alarm")}
+    first, second = ranks.run(on_ranks, job_of(ranks, model, stumble, settings, 2), layout=Layout(dp=2))
+    assert_told(first, trouble)
+    assert len(second) == len(first)  # the other rank's engine is dead, too
