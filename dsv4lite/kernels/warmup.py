@@ -180,6 +180,28 @@ def _kernels() -> list[Any]:
     return found
 
 
+def _hash_in_order() -> None:
+    """Let Triton hash every function after those that it calls.
+
+    A function's hash covers the constants of those it calls only if these were hashed before: left to chance, processes disagree
+    about the names of compiled kernels, and what one has compiled the other does not find.
+    """
+    seen: set[int] = set()
+
+    def visit(function: Any) -> None:
+        if id(function) in seen:
+            return
+        seen.add(id(function))
+        for name in function.fn.__code__.co_names:
+            called = function.fn.__globals__.get(name)
+            if isinstance(called, JITFunction):
+                visit(called)
+        _ = function.cache_key
+
+    for kernel in _kernels():
+        visit(kernel)
+
+
 def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[[int, int], None] | None = None) -> int:
     """Load or compile kernels, so that their launches find them.
 
@@ -194,6 +216,7 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
         How many are not ready.
     """
     started, directory = time.monotonic(), Path(directory).absolute()
+    _hash_in_order()
     missing = [one for one in wanted if not _install(one, directory)]
     loaded = len(wanted) - len(missing)
     if not missing:
@@ -255,6 +278,7 @@ def main() -> None:
     """Be the other process: read what to compile from stdin, write a line of JSON to stdout as each kernel ends."""
     directory, specializations = pickle.load(sys.stdin.buffer)
     triton.knobs.cache.dir = directory
+    _hash_in_order()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # whoever else writes to stdout
         for specialization in specializations:  # before the forks, which so have everything loaded, and the hash of Triton itself

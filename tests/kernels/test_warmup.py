@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -207,3 +209,21 @@ def test_specialization_is_what_triton_compiles_by_itself(tmp_path: Path, monkey
     forget()
     specialization: Specialization = record()[0].specialization
     assert specialization.load(tmp_path) is not None
+
+
+_HASHES = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from dsv4lite.kernels import warmup
+kernels = warmup._kernels()
+warmup._kernels = lambda: kernels[:: int(sys.argv[2])]
+warmup._hash_in_order()
+print(json.dumps([[kernel.module, kernel.__name__, kernel.cache_key] for kernel in kernels]))
+"""
+
+
+def test_names_of_compiled_kernels_follow_from_no_order() -> None:
+    """Triton hashes the constants of a called function only if that was hashed before; processes have to agree."""
+    programs = [[sys.executable, "-c", _HASHES, json.dumps(sys.path), step] for step in ("1", "-1")]
+    found = [subprocess.run(program, capture_output=True, text=True, check=True).stdout for program in programs]
+    assert found[0] == found[1] and len(json.loads(found[0])) > 50
