@@ -95,9 +95,11 @@ def overheard(model: Path, settings: Job, rank: int) -> tuple[Said, list[str]]:
         patch.setattr(mesh_module, "_make_group", make)
         patch.setattr(Recording, "__init__", record)
         with LLM(str(model), **settings) as llm:
+            engine: Any = llm._session.engine("test")
             if rank == 0:
                 traffic(llm)
-    del llm
+        assert engine._dead is None  # the leader has left on purpose
+    del llm, engine
     gc.collect()
     return said, ends
 
