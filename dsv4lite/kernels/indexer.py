@@ -23,7 +23,6 @@ from dsv4lite.kernels.rows import RowStore
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
-FEW_TOKENS, FEW_ENTRIES = 16, 8192  # at most, that one launch prepares queries for, scores, and chooses from
 SCORE_BYTES = 256 << 20  # that the scores of one round of tokens may take
 
 
@@ -97,10 +96,6 @@ def choose_paged(
     See ``index_scores_paged`` and ``select_paged``.
     """
     if angles is not None:
-        if paging.singles and len(iq_THC) <= FEW_TOKENS and entries_max <= FEW_ENTRIES and use_triton(iq_THC):
-            from dsv4lite.kernels.index_choose_triton import choose_few_triton
-
-            return choose_few_triton(iq_THC, weights_TH, keys, paging, top_k, entries_max, weight_scale, *angles)
         iq_THC = _turned(iq_THC, angles)
     tokens = len(iq_THC)
     round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, entries_max)))

@@ -66,7 +66,7 @@ def _e2m1(nibble, factor):
 
 
 @triton.jit
-def key_piece(
+def _keys(
     keys, pages, piece, count,
     PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -129,26 +129,18 @@ def _query(
     q = tl.load(iq + (row * H + head[:, None]) * CHANNELS + channel[None, :], mask=inside, other=0.0)
     if not GPU:
         q = q.to(tl.float32)
-    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
-    return q, head_weights(weights + row * weight_stride, weight_scale, WIDE, H, HEADS, GPU)
-
-
-@triton.jit
-def head_weights(weights, weight_scale, WIDE: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
-    """Return the weights of a token's heads, float32 [HEADS], rounded to bfloat16 unless WIDE."""
     # Reference: weights_NH.to(iq_NHC.dtype) * weight_scale
-    head = tl.arange(0, HEADS)
-    weight = tl.load(weights + head, mask=head < H, other=0.0).to(tl.float32)
+    weight = tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
+    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
     if WIDE:
         weight = weight * weight_scale
     else:
         weight = _round(_round(weight, GPU) * weight_scale, GPU)
-    return weight
+    return q, weight
 
 
 @triton.jit
-def score_of(k, q, weight, WIDE: tl.constexpr, GPU: tl.constexpr):
-    """Return the scores of a piece of keys [KEYS, C] for a token's queries [HEADS, C], float32."""
+def _score(k, q, weight, WIDE: tl.constexpr, GPU: tl.constexpr):
     # Reference: _weigh(dots, weights, dtype)
     dots = tl.dot(k, tl.trans(q), input_precision="tf32x3")
     if WIDE:
@@ -208,7 +200,7 @@ def _scores_kernel(
             if GROUPS == 0:
                 k = _plain_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
             else:
-                k = key_piece(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
+                k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
             # The first that needs scores and sees an entry of the piece.
             needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
@@ -217,16 +209,15 @@ def _scores_kernel(
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
                 out = scores + row * columns + at
-                tl.store(out, score_of(k, q, weight, WIDE, GPU).to(scores.dtype.element_ty), mask=at < visible)
+                tl.store(out, _score(k, q, weight, WIDE, GPU).to(scores.dtype.element_ty), mask=at < visible)
         n = end
 
 
 @triton.jit
-def _ordered(scores, at, visible, CACHE: tl.constexpr):
+def _ordered(scores, at, visible):
     """Return numbers in [0, 65536) in the order of the scores, -1 for what is not visible."""
     # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
-    score = tl.load(scores + at, mask=at < visible, other=0.0, cache_modifier=CACHE)
-    bits = score.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     bits = tl.where(bits == 0x8000, 0, bits)
     return tl.where(at < visible, bits ^ tl.where(bits >= 0x8000, 0xFFFF, 0x8000), -1)
 
@@ -243,20 +234,6 @@ def _gather(selected, at, number, threshold, above, equal, wanted):
     tl.store(selected + above + (both & 0xFFFF) + tl.minimum(equals, wanted) - 1, at, mask=take)
 
 
-@triton.jit
-def select_best(scores, selected, visible, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Store the best TOP_K of a token's visible entries, of which there are more, up to BLOCK."""
-    at = tl.arange(0, BLOCK)
-    number = _ordered(scores, at, visible, CACHE)
-    # The largest number that TOP_K scores reach, bit by bit.
-    threshold = 0
-    for i in range(16):
-        higher = threshold | (0x8000 >> i)
-        threshold = tl.where(tl.sum((number >= higher).to(tl.int32)) >= TOP_K, higher, threshold)
-    wanted = TOP_K - tl.sum((number > threshold).to(tl.int32))
-    _gather(selected, at, number, threshold, 0, 0, wanted)
-
-
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _select_kernel(
     scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
@@ -265,7 +242,15 @@ def _select_kernel(
     visible = (tl.load(positions + begin + n) + 1) // RATIO
     if visible <= TOP_K:
         return
-    select_best(scores + n * columns, selected + n * TOP_K, visible, TOP_K, BLOCK, "")
+    at = tl.arange(0, BLOCK)
+    number = _ordered(scores + n * columns, at, visible)
+    # The largest number that TOP_K scores reach, bit by bit.
+    threshold = 0
+    for i in range(16):
+        higher = threshold | (0x8000 >> i)
+        threshold = tl.where(tl.sum((number >= higher).to(tl.int32)) >= TOP_K, higher, threshold)
+    wanted = TOP_K - tl.sum((number > threshold).to(tl.int32))
+    _gather(selected + n * TOP_K, at, number, threshold, 0, 0, wanted)
 
 
 @triton.jit
@@ -314,7 +299,7 @@ def _segment_kernel(
     if (visible <= TOP_K) | (segment >= used):
         return
     at = segment * SEGMENT + tl.arange(0, SEGMENT)
-    number = _ordered(scores + n * columns, at, visible, "")
+    number = _ordered(scores + n * columns, at, visible)
     row = n * tl.num_programs(1)
     if PASS == 0:
         _count(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
@@ -462,7 +447,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         )
         return out
     if columns <= MOST:
-        block = block_for(columns)
+        block = _block_for(columns)
         _select_kernel[(count,)](
             scores_NE,
             paging.positions_T,
@@ -500,7 +485,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     return out
 
 
-def block_for(columns: int) -> int:
+def _block_for(columns: int) -> int:
     """Return how many scores one program takes, from a small set of sizes."""
     return max(1024, 1 << (columns - 1).bit_length())
 

@@ -12,7 +12,7 @@ from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.indexer_triton import MOST, block_for, index_scores_paged_triton, select_paged_triton, variants  # noqa: E402
+from dsv4lite.kernels.indexer_triton import MOST, index_scores_paged_triton, select_paged_triton, variants  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -161,4 +161,4 @@ def test_no_tokens_give_nothing() -> None:
 
 def test_every_block_is_listed() -> None:
     blocks = {v.constants["BLOCK"] for v in variants() if "BLOCK" in v.constants}
-    assert blocks == {block_for(columns) for columns in range(1, MOST + 1)} and all(block_for(n) >= n for n in (1, 1025, MOST))
+    assert blocks == {max(1024, triton.next_power_of_2(columns)) for columns in range(1, MOST + 1)}
