@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import PlainRow, RowStore
@@ -83,12 +82,11 @@ def paged_attention(
     splits: int = 1,
     *,
     window_size: int = WINDOW,
-    norm_eps: float | None = None,
 ) -> Tensor:
     """Attend each token's heads to its window and its compressed entries, and rotate the results back.
 
     Args:
-        q_THC: bfloat16 queries, tokens at any stride; on plain rows in their dtype.
+        q_THC: bfloat16 queries; on plain rows in their dtype.
         fresh_TB: uint8, packed rows of this step's tokens: data bytes, then scale bytes. A stride of a multiple of 16 bytes is
             read faster.
         window, entries: Packed or plain kv rows; ``None`` for a layer without compressed entries.
@@ -101,8 +99,6 @@ def paged_attention(
             to every entry they see.
         splits: Programs that share a token's rows; part of what the result's bits depend on.
         window_size: Latest positions that a token sees, itself included.
-        norm_eps: Queries are as projected: ``head_norms`` with this eps comes first, with another order of the sum; packed rows
-            only.
 
     Returns:
         [T, H, C] in the dtype of q; zeros for padding.
@@ -111,25 +107,10 @@ def paged_attention(
         from dsv4lite.kernels.attention_triton import paged_attention_triton
         from dsv4lite.kernels.plain_attention_triton import plain_paged_attention_triton
 
-        given = (q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
-        if not isinstance(window.format, PlainRow):
-            return paged_attention_triton(*given, norm_eps)
-        assert norm_eps is None
-        return plain_paged_attention_triton(*given)
+        op = plain_paged_attention_triton if isinstance(window.format, PlainRow) else paged_attention_triton
+        return op(q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
     return paged_attention_ref(
-        q_THC,
-        fresh_TB,
-        window,
-        entries,
-        paging,
-        sink_H,
-        scale,
-        cos,
-        sin,
-        ratio,
-        selected_TK,
-        window_size=window_size,
-        norm_eps=norm_eps,
+        q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, window_size=window_size
     )
 
 
@@ -147,11 +128,8 @@ def paged_attention_ref(
     selected_TK: Tensor | None = None,
     *,
     window_size: int = WINDOW,
-    norm_eps: float | None = None,
 ) -> Tensor:
     """See ``paged_attention``; gathers rows and calls ``sparse_attention``."""
-    if norm_eps is not None:
-        q_THC = rope(rms_norm_heads(q_THC, norm_eps), cos, sin)
     out = torch.empty_like(q_THC)
     for part in torch.arange(len(q_THC), device=q_THC.device).split(_REF_TOKENS):
         rows, valid = _window_rows(part, fresh_TB, window, paging, window_size, q_THC.dtype)

@@ -1,6 +1,6 @@
 """Kernels of ``attention.py`` on packed pages.
 
-    attend    one token x a block of heads x one of ``splits`` shares of its rows; each of these norms the queries, where nobody has
+    attend    one token x a block of heads x one of ``splits`` shares of its rows
     merge     one token and head: adds the shares, in order; not launched for a single share
 
 A token's rows are cut into pieces of fixed size, window first; share s takes pieces s, s + splits, … A piece is read once for all
@@ -22,7 +22,6 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import capability_of
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
-from dsv4lite.kernels.rows_triton import bf16, inverse_root, mean_of
 
 LOG2_E = 1.4426950408889634
 FEW_SPLITS = 8  # from here on blocks of few heads: more programs, each of which waits less for its queries
@@ -206,29 +205,15 @@ def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr)
 
 
 @triton.jit
-def _rotated(x, cos, sin, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Turn the last 64 channels of the second half of heads [H, C / 2] by a token's angles, or back; float32."""
-    # Reference: rope(x, cos, sin, inverse=BACK)
+def _rotated_back(o, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Turn the last 64 channels of the second half of results [H, C / 2] by the token's angles."""
+    # Reference: rope(o, cos, sin, inverse=True)
     pair = tl.arange(0, HALF // 2) - (HALF // 2 - 32)
     turns = (pair >= 0)[None, :]
     c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[None, :]
     s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[None, :]
-    if BACK:
-        s = -s
-    a, b = tl.split(tl.reshape(x.to(tl.float32), (HEADS, HALF // 2, 2)))
-    return tl.reshape(tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b)), (HEADS, HALF))
-
-
-@triton.jit
-def _normed(q0, q1, cos, sin, eps, HEADS: tl.constexpr, HALF: tl.constexpr, GPU: tl.constexpr):
-    """Return both halves of a token's heads, normalised and rotated."""
-    # Reference: rope(rms_norm_heads(q, eps), cos, sin)
-    q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
-    total = tl.sum(bf16(q0 * q0, GPU), 1) + tl.sum(bf16(q1 * q1, GPU), 1)
-    mean = bf16(mean_of(total, 2 * HALF), GPU)
-    factor = bf16(inverse_root(bf16(mean + eps, GPU)), GPU)[:, None]
-    turned = _rotated(bf16(q1 * factor, GPU), cos, sin, False, HEADS, HALF)
-    return _bf16(q0 * factor, GPU), _bf16(turned, GPU)
+    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, HALF // 2, 2)))
+    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, HALF))
 
 
 @triton.jit
@@ -291,9 +276,9 @@ def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.con
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
 def _attend_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
-    sink, cos, sin, out, parts, stats, query_row, grow_columns, window_columns, scale, eps,
+    sink, cos, sin, out, parts, stats, grow_columns, window_columns, scale,
     H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
-    NORM: tl.constexpr, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
+    FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
     STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -315,14 +300,10 @@ def _attend_kernel(
     here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence), tl.load(window_firsts + sequence))
 
     inside = (head < H)[:, None]
-    within = head[:, None] * C + tl.arange(0, HALF)[None, :]
-    at = token * H * C + within
-    q += token * query_row
-    q0 = tl.load(q + within, mask=inside, other=0.0)
-    q1 = tl.load(q + HALF + within, mask=inside, other=0.0)
-    if NORM:
-        q0, q1 = _normed(q0, q1, cos + token * 32, sin + token * 32, eps, HEADS, HALF, GPU)
-    elif not GPU:
+    at = (token * H + head[:, None]) * C + tl.arange(0, HALF)[None, :]
+    q0 = tl.load(q + at, mask=inside, other=0.0)
+    q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
+    if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
@@ -354,7 +335,7 @@ def _attend_kernel(
     else:
         # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
-        o1 = _rotated(_bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, True, HEADS, HALF)
+        o1 = _rotated_back(_bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, HEADS, HALF)
         tl.store(out + at, _bf16(acc0 / total[:, None], GPU), mask=inside)
         tl.store(out + HALF + at, _bf16(o1, GPU), mask=inside)
 
@@ -386,7 +367,7 @@ def _merge_kernel(
         total += tl.sum(tl.load(stats + place * 2 + 1, mask=live, other=0.0) * weight)
         share = tl.load(parts + place[:, None] * C + column[None, :], mask=live[:, None], other=0.0)
         acc += tl.sum(share * weight[:, None], 0)
-    o = _rotated(_bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, True, 1, C)
+    o = _rotated_back(_bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
     tl.store(out + at * C + column[None, :], _bf16(o, GPU))
 
 
@@ -404,7 +385,6 @@ def paged_attention_triton(
     selected_TK: Tensor | None,
     splits: int,
     window_size: int,
-    norm_eps: float | None = None,
 ) -> Tensor:
     """See ``attention.paged_attention``."""
     tokens, heads, channels = q_THC.shape
@@ -414,8 +394,8 @@ def paged_attention_triton(
     assert cos.shape == sin.shape == (tokens, fmt.rope // 2) and cos.is_contiguous() and sin.is_contiguous(), cos.shape
     assert fresh_TB.shape == (tokens, fmt.data_bytes + fmt.scale_bytes) and fresh_TB.stride(1) == 1, fresh_TB.shape
     assert selected_TK is None or selected_TK.is_contiguous()
-    q = q_THC if q_THC.stride()[1:] == (channels, 1) else q_THC.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q = q_THC.contiguous()
+    out = torch.empty_like(q)
     if tokens == 0:
         return out
     tile = tile_for(heads, splits, capability_of(q.device))
@@ -433,8 +413,7 @@ def paged_attention_triton(
     pages = (paging.grow_SP, paging.window_SP, paging.window_first_S)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
         q, fresh_TB, window.memory, entry_store.memory, selected, *rows, *pages, sink_H, cos, sin, out, parts, stats,
-        q.stride(0), paging.grow_SP.stride(0), paging.window_SP.stride(0), scale * LOG2_E, norm_eps or 0.0, **layer,
-        NORM=norm_eps is not None,
+        paging.grow_SP.stride(0), paging.window_SP.stride(0), scale * LOG2_E, **layer,
         FRESH_ROW=fresh_TB.stride(0),
         WINDOW_BYTES=window.memory.shape[1],
         WINDOW_ROWS=window.rows_per_page,
@@ -459,7 +438,7 @@ def variants() -> list[Variant]:
     signature = {
         "q": "*bf16", **dict.fromkeys(("fresh", "window", "entries"), "*u8"), **dict.fromkeys(ints, "*i32"),
         **dict.fromkeys(("sink", "cos", "sin"), "*fp32"), "out": "*bf16", "parts": "*fp32", "stats": "*fp32",
-        "query_row": "i32", "grow_columns": "i32", "window_columns": "i32", "scale": "fp32", "eps": "fp32",
+        "grow_columns": "i32", "window_columns": "i32", "scale": "fp32",
     }  # fmt: skip
     order = _attend_kernel.arg_names
     signature = {name: signature[name] for name in order if name in signature}
@@ -480,9 +459,9 @@ def variants() -> list[Variant]:
             "GPU": True,
         }  # fmt: skip
         places = {
-            "NORM": splits > 1, "FRESH_ROW": nope + 136 if splits == 1 else nope + 144, "WINDOW_BYTES": 65 * (nope + 128),
-            "WINDOW_ROWS": 64, "ENTRY_BYTES": 65 * (nope + 128), "ENTRY_ROWS": 256 // ratio if ratio else 0,
-            "HEADS": tile.heads, "SWAP": tile.swap, "STAGES": tile.num_stages,
+            "FRESH_ROW": nope + 136 if splits == 1 else nope + 144, "WINDOW_BYTES": 65 * (nope + 128), "WINDOW_ROWS": 64,
+            "ENTRY_BYTES": 65 * (nope + 128), "ENTRY_ROWS": 256 // ratio if ratio else 0, "HEADS": tile.heads,
+            "SWAP": tile.swap, "STAGES": tile.num_stages,
         }  # fmt: skip
         only = (capability,)
         found.append(

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.gemm import matmul_rows
-from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import RowStore
 
@@ -80,23 +79,12 @@ def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_paged(
-    iq_THC: Tensor,
-    weights_TH: Tensor,
-    keys: RowStore,
-    paging: Paging,
-    top_k: int,
-    entries_max: int,
-    weight_scale: float = 1.0,
-    *,
-    angles: tuple[Tensor, Tensor] | None = None,
+    iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, weight_scale: float = 1.0
 ) -> Tensor:
     """Return the entries that each token attends to, int32 [T, top_k] ascending, as many tokens at a time as scores have room for.
 
-    With ``angles``, float32 cosines and sines [T, rope / 2], index queries are as projected: ``head_norms`` comes first.
     See ``index_scores_paged`` and ``select_paged``.
     """
-    if angles is not None:
-        iq_THC = _turned(iq_THC, angles)
     tokens = len(iq_THC)
     round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, entries_max)))
     selected_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=iq_THC.device)
@@ -111,14 +99,6 @@ def choose_paged(
             out=selected_TK[part],
         )
     return selected_TK
-
-
-def _turned(iq_THC: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Return index queries rotated, transformed and rounded to FP4."""
-    heads, channels = iq_THC.shape[1:]
-    turned = head_norms(iq_THC.flatten(1), 0, channels, heads, channels, *angles, 0.0)[1]
-    assert turned is not None
-    return turned
 
 
 def index_scores_paged(

@@ -94,12 +94,6 @@ class Compressor(nn.Module):
         yield prefix + "wgate.weight", inputs.rows(begin + self.columns, begin + 2 * self.columns)
 
 
-def _split_heads(query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Return queries [T, H, C] and, unless there are none, index queries, as the projection leaves them."""
-    q_TK, iq_TK = query_TK.split([heads * channels, index_heads * index_dim], 1)
-    return q_TK.unflatten(1, (heads, channels)), iq_TK.unflatten(1, (index_heads, index_dim)) if index_heads else None
-
-
 class Attention(nn.Module):
     """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
 
@@ -168,9 +162,8 @@ class Attention(nn.Module):
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, projected = self._enter(x_TD, rounded)
-        # Which numbers are rounded otherwise must not depend on how many tokens there are, if it is to be deterministic.
-        few = len(x_TD) <= PAIR_ROWS and self.numerics.quantized and not self.numerics.deterministic
-        together = projected is not None and few
+        # Which numbers are rounded otherwise must not depend on how many tokens there are.
+        together = projected is not None and self.numerics.quantized and not self.numerics.deterministic
         qr_scales: Tensor | None
         if together and projected is not None:
             qr_TR, qr_scales, fresh_TB = self._enter_together(latent, projected, angles, batch, cache)
@@ -179,10 +172,7 @@ class Attention(nn.Module):
             qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
         query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
         heads = (self.heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
-        if few:  # attention and the indexer do the rest
-            q_THC, iq_THC = _split_heads(query, *heads)
-        else:
-            q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
+        q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
         del query
         if self.ratio and not together:
             projected = self._compress_paged(x_TD, projected, batch, cache)
@@ -191,9 +181,21 @@ class Attention(nn.Module):
         if iq_THC is not None and count > c.index_topk:
             assert isinstance(cache.keys, RowStore) and projected is not None
             weights = (projected[:, -c.index_heads :], cache.keys, paging, c.index_topk, count, self._index_scale)
-            selected_TK = choose_paged(iq_THC, *weights, angles=angles if few else None)
-        rows = (fresh_TB, window, entries, paging, self.attn_sink, c.head_dim**-0.5, *angles, self.ratio, selected_TK, batch.splits)
-        return paged_attention(q_THC, *rows, window_size=c.window, norm_eps=c.norm_eps if few else None)
+            selected_TK = choose_paged(iq_THC, *weights)
+        return paged_attention(
+            q_THC,
+            fresh_TB,
+            window,
+            entries,
+            paging,
+            self.attn_sink,
+            c.head_dim**-0.5,
+            *angles,
+            ratio=self.ratio,
+            selected_TK=selected_TK,
+            splits=batch.splits,
+            window_size=c.window,
+        )
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
         """Keep the kv rows that later tokens see, and do nothing else; of a layer without compressed entries."""

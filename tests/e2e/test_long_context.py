@@ -23,7 +23,7 @@ from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replay import RebuiltStep, load_model, rebuild, replay
 from dsv4lite.engine.step import StepPlan
-from dsv4lite.kernels import attention_triton
+from dsv4lite.kernels import heads_triton
 from dsv4lite.llm import LLM
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
@@ -162,13 +162,13 @@ def test_kernels_agree_with_their_references(steps: Mapping[str, Path], kind: st
 
 @pytest.mark.parametrize("steps", GPU, indirect=True)
 def test_a_wrong_kernel_of_a_recorded_step_is_named(steps: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, calls = attention_triton.paged_attention_triton, itertools.count()
+    launch, calls = heads_triton.head_norms_triton, itertools.count()
 
     def wrong(*args: Any) -> Any:
-        o_THC = launch(*args)
-        o_THC[0, 3, :5] *= 2 if next(calls) == 3 else 1
-        return o_THC
+        q_THC, iq_THC = launch(*args)
+        q_THC[0, 3, :5] *= 2 if next(calls) == 3 else 1
+        return q_THC, iq_THC
 
-    monkeypatch.setattr(attention_triton, "paged_attention_triton", wrong)
+    monkeypatch.setattr(heads_triton, "head_norms_triton", wrong)
     first = replay(steps["decode"]).first
-    assert first is not None and (first.place, first.op) == ("layers.3.attn", "paged_attention")
+    assert first is not None and (first.place, first.op) == ("layers.3.attn", "head_norms")

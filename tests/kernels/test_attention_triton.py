@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.attention import paged_attention_ref
-from dsv4lite.kernels.heads import head_norms_ref
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
@@ -55,13 +54,12 @@ class Case:
     sin: Tensor
     selected: Tensor | None
     layer: Layer
-    norm_eps: float | None = None
 
     def kernel(self, splits: int) -> Tensor:
-        return paged_attention_triton(*self._arguments(), splits, self.layer.window, self.norm_eps)
+        return paged_attention_triton(*self._arguments(), splits, self.layer.window)
 
     def reference(self) -> Tensor:
-        return paged_attention_ref(*self._arguments(), window_size=self.layer.window, norm_eps=self.norm_eps)
+        return paged_attention_ref(*self._arguments(), window_size=self.layer.window)
 
     def _arguments(self) -> tuple:
         scale = self.q.shape[-1] ** -0.5
@@ -147,32 +145,6 @@ REAL = [
 def test_kernel_equals_the_reference(layer: Layer, steps: list[tuple[int, int]], splits: int) -> None:
     given = case(layer, steps)
     close(given.kernel(splits), given.reference())
-
-
-def as_projected(given: Case) -> Case:
-    """Return the case with queries that nobody has normed, as the projection leaves them: beside those of the indexer."""
-    tokens, heads, channels = given.q.shape
-    generator = torch.Generator().manual_seed(7)
-    room = 3 * torch.randn(tokens, heads * channels + 256, generator=generator) * torch.rand(tokens, 1, generator=generator)
-    q = room.to(torch.bfloat16).to(DEVICE)[:, : heads * channels].unflatten(1, (heads, channels))
-    return replace(given, q=q, norm_eps=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("layer", "steps", "splits"),
-    [
-        (replace(TINY, ratio=0, top_k=None), [(40, 2)], 1),
-        (replace(TINY, heads=21, top_k=9), [(90, 1)], 2),
-        *((layer, steps, splits) for layer, steps, splits in REAL if CUDA and splits > 1),
-    ],
-)
-def test_queries_as_projected_are_normed_and_rotated(layer: Layer, steps: list[tuple[int, int]], splits: int) -> None:
-    given = as_projected(case(layer, steps))
-    got = given.kernel(splits)
-    assert got.is_contiguous() and (len(got) == 1 or not given.q.is_contiguous())
-    close(got, given.reference())
-    normed = head_norms_ref(given.q.flatten(1), *given.q.shape[1:], 0, 0, given.cos, given.sin, 1e-6)[0]
-    close(got, replace(given, q=normed, norm_eps=None).kernel(splits))
 
 
 @pytest.mark.parametrize(
