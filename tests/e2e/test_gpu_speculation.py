@@ -51,7 +51,8 @@ def test_guesses_change_no_bit_on_a_gpu(speculative: Any) -> None:
     for output, other in zip(outputs, expected, strict=True):
         assert output.token_ids == other.token_ids
         same_bits(output.outputs[0].logprobs, other.outputs[0].logprobs)
-    assert stats.speculation.accepted > 50
+    # Where guessing does not pay, the policy only tries now and then.
+    assert stats.speculation.accepted > (0 if speculative == "auto" else 50)
 
 
 @pytest.mark.parametrize("own", [True, False])
