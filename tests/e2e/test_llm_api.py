@@ -35,6 +35,7 @@ from dsv4lite.errors import (
 from dsv4lite.face import session
 from dsv4lite.face.common import EngineSettings
 from dsv4lite.llm import AsyncLLM
+from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
 from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless
 
@@ -1363,7 +1364,7 @@ def test_state_allows_or_refuses_the_call(backend: str, lab: Lab, phase: str, me
 
 
 def test_settings_mirror_the_engine_config() -> None:
-    names = {"LoadProgress": LoadProgress}  # an alias in both refers to it by name
+    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory}  # aliases in both refer to them by name
     wanted = get_type_hints(EngineConfig, localns=names)
     del wanted["model"]
     assert get_type_hints(EngineSettings, localns=names) == wanted
