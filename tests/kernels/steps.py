@@ -31,7 +31,7 @@ def step_of(
     ``carry`` is the copy of its accumulators that a sequence starts from.
     """
     count = len(starts)
-    assert not singles or all(length == 1 for length in lens)
+    assert all(length == 1 for length in lens) if singles else min(lens, default=0) >= 0, lens
     slots = list(range(count)) if slots is None else list(slots)
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
     grow_pages, window_pages = 4096 // GROW, 4096 // WINDOW

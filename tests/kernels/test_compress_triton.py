@@ -139,7 +139,7 @@ def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transforme
     for slot, copy in zip((1, 2, 0), ours.copies, strict=True):
         assert torch.equal(ours.carry[slot, copy], singles.carry[slot, 0])
     for run in (ours, singles):
-        run.step([2 * ratio - start for start in run.starts], 1, False)
+        run.step([3 * ratio - start for start in run.starts], 1, False)
     assert torch.equal(ours.store.memory, singles.store.memory)
 
 
