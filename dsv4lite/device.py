@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from queue import Empty, SimpleQueue
 
 import torch
@@ -97,11 +98,11 @@ def _require_triton(wanted: str) -> None:
     least = ".".join(map(str, LEAST_TRITON))
     remedy = f"install it with pip install 'triton>={least}', or use device='cpu'"
     try:
-        version = triton_version()
+        found = triton_version()
     except ImportError as error:
         raise UnsupportedError(f"device={wanted!r} needs Triton, which cannot be imported ({error}); {remedy}") from error
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TRITON:
-        raise UnsupportedError(f"device={wanted!r} needs Triton {least} or newer, and finds {version}; {remedy}")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < LEAST_TRITON:
+        raise UnsupportedError(f"device={wanted!r} needs Triton {least} or newer, and finds {found}; {remedy}")
 
 
 def triton_version() -> str:
@@ -113,6 +114,14 @@ def triton_version() -> str:
     import triton
 
     return str(triton.__version__)
+
+
+def installed_version(package: str) -> str:
+    """Return the version of a package; ``none`` if it is not installed, but found on ``sys.path``, or not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:

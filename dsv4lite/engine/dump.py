@@ -15,7 +15,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4lite.device import installed_version
 from dsv4lite.engine.cache import LayerCache
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
@@ -208,11 +208,7 @@ def _sequence(values: Mapping[str, Any]) -> SequencePlan:
 def versions(device: torch.device) -> dict[str, str]:
     """Return what a step's numbers depend on besides the model."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
+    found |= {package: installed_version(package) for package in _PACKAGES}
     found["device"] = device.type
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir, local_rank
-from dsv4lite.device import choose_device, give_back_unused, own_stream, reserve, start_error
+from dsv4lite.device import choose_device, give_back_unused, installed_version, own_stream, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
@@ -92,7 +92,7 @@ class Prospect:
             model=source.model,
             generation_config=source.generation_config,
             folder=str(source.folder),
-            facts={} if rank is None else _facts(config, source, device),
+            facts=_facts(config, source, device) if several else {},
         )
         return cls(config=config, source=source, numerics=numerics, drafting=drafting, survey=survey)
 
@@ -285,6 +285,7 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
         **settings,
         "dispatcher": given if isinstance(given, str) else f"{named.__module__}.{named.__qualname__}",
         "device": device.type,
+        "dsv4lite": installed_version("dsv4lite"),
         "PyTorch": torch.__version__,
         "the model's config": _digest([repr(source.model)]),
         "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),

@@ -24,7 +24,7 @@ from dsv4lite.engine.step import Sampled, StepPlan, StepShape
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.memory import MemoryPlan, require_fit
-from dsv4lite.parallel.channel import Channel, Closed, encode, portable
+from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.meet import HostRank, HostRanks, lead
 from dsv4lite.parallel.mesh import Mesh, open_store
@@ -122,21 +122,29 @@ class Ranks:
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
         for rank, process in self._processes.items():
             self._send(process.work, Setup(config=config, rank=rank, store=(name, self._store.port)))
-        surveys: dict[int, Survey] = {}
-        if 0 not in self._processes:
-            device = device_of(config, 0)
-            stack.enter_context(own_stream(device))
-            self._prospect = Prospect.of(config, device, several=True)
-            surveys[0] = self._prospect.survey
-        surveys |= self._gather(Survey)
         try:
+            surveys: dict[int, Survey] = {}
+            if 0 not in self._processes:
+                device = device_of(config, 0)
+                stack.enter_context(own_stream(device))
+                self._prospect = Prospect.of(config, device, several=True)
+                surveys[0] = self._prospect.survey
+            surveys |= self._gather(Survey)
             plan = common_plan(surveys)
             require_fit(plan)
-        except DSV4LiteError as error:
-            for process in self._processes.values():
-                self._send(process.work, portable(error))
+        except Exception as error:
+            self._call_off(error)
             raise
         return surveys[0], plan
+
+    def _call_off(self, error: Exception) -> None:
+        """Tell the other ranks why they will not load."""
+        assert self._watch is not None
+        self._watch.stop()  # that they end from now on is no loss
+        if not isinstance(error, DSV4LiteError):
+            error = EngineDeadError(f"rank 0 could not start: {type(error).__name__}: {error}", rank=0, phase=self._phase)
+        for process in self._processes.values():
+            process.kill(error)
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Ranks:
         """Load on all ranks, and return when they are ready for steps.
@@ -272,10 +280,12 @@ class Ranks:
         """Return the loss of a rank that is behind an error, if there is one."""
         if self._watch is not None:
             self._watch.settle()
-        if self._lost is None:
-            return error
-        cause = self._lost.__cause__
-        return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else self._lost
+        return error if self._lost is None else self._verdict(self._lost)
+
+    def _verdict(self, lost: EngineDeadError) -> DSV4LiteError:
+        """Return what everybody is told of a loss: until the engine is ready, what the rank itself has found wrong."""
+        cause = lost.__cause__
+        return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else lost
 
     def close(self) -> None:
         """End the ranks. May be repeated."""
@@ -296,7 +306,7 @@ class Ranks:
         self._lost = lost
         self._on_loss(lost)
         for other in self._processes.values():
-            other.kill(lost)
+            other.kill(self._verdict(lost))
         if self._mesh is not None and self._prospect is not None and self._prospect.numerics.device.type == "cuda":
             self._mesh.abort()
 

@@ -3,14 +3,14 @@
     leader                                       rank
     Setup                             ------>
                                       <------    Survey           what it would hold, and facts to compare
-    Go(plan)                          ------>                     or the error that another rank has
+    Go(plan)                          ------>
                                       <------    LoadProgress …
                                       <------    Ready
     Step(changes, plan)               ------>    runner.launch
                                       <------    Landed           from ranks that sample
     None                              ------>    the end
 
-Errors go the way of signs of life: the leader listens there at any time.
+Errors go the way of signs of life, in both directions: at either end somebody listens there at any time.
 """
 
 from __future__ import annotations
@@ -169,16 +169,13 @@ class Follower:
         prospect = Prospect.of(config, self._device, rank, several=True)
         self.prospect = prospect
         self._work.send(prospect.survey)
-        answer = self._work.receive()
-        if isinstance(answer, BaseException):
-            raise answer
-        assert isinstance(answer, Go)
+        go: Go = self._work.receive()
         mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
             grammars, _ = grammar_compiler(tokenizer, prospect.source.model.vocab_size)
-        self._runner = prospect.build(answer.plan, mesh, grammars, self._tell if rank == 0 else None)
+        self._runner = prospect.build(go.plan, mesh, grammars, self._tell if rank == 0 else None)
         self._work.send(Ready(warmed=self._runner.warmed))
 
     def _tell(self, progress: LoadProgress) -> None:
@@ -247,7 +244,7 @@ class Guest:
     def __init__(self, host: HostRanks, on_loss: Callable[[EngineDeadError], None]) -> None:
         self._host = host
         self._on_loss = on_loss
-        self._lost: EngineDeadError | None = None
+        self._lost: DSV4LiteError | None = None
         self._heard = threading.Event()
         self._follower: Follower | None = None
 
@@ -293,11 +290,12 @@ class Guest:
         """Return what is behind an error."""
         return error
 
-    def _lose(self, error: EngineDeadError) -> None:
+    def _lose(self, error: DSV4LiteError) -> None:
         """Stop waiting for anybody."""
         self._lost = error
         self._heard.set()
-        self._on_loss(error)
+        if isinstance(error, EngineDeadError):  # else nothing was loaded, and ``open`` raises it
+            self._on_loss(error)
         self._work.hang_up()
         if self._follower is not None and self._follower.mesh is not None:
             self._follower.mesh.abort()

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from dsv4lite.errors import ConfigError, EngineDeadError
+from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed
 
 log = logging.getLogger("dsv4lite.parallel")
@@ -89,7 +90,7 @@ class RankProcess:
             return f"was killed by {_signal_name(-status)}"
         return f"ended with exit status {status}; its messages are on standard error"
 
-    def kill(self, error: EngineDeadError) -> None:
+    def kill(self, error: DSV4LiteError) -> None:
         """End the process at once."""
         self._process.kill()
         self.work.hang_up()
@@ -124,7 +125,7 @@ class Pulse:
         parent: Number of the process that started this one, if it did.
     """
 
-    def __init__(self, life: Channel, on_silence: Callable[[EngineDeadError], None], parent: int | None = None) -> None:
+    def __init__(self, life: Channel, on_silence: Callable[[DSV4LiteError], None], parent: int | None = None) -> None:
         self._life, self._on_silence, self._parent = life, on_silence, parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsv4lite-pulse", daemon=True)
@@ -137,8 +138,10 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            error: DSV4LiteError | None
             try:
-                self._life.send(None)
+                with suppress(Closed):  # there may still be something to hear
+                    self._life.send(None)
                 error = self._life.receive(HEARTBEAT_S)
             except TimeoutError:
                 if self._parent is None or os.getppid() == self._parent:

@@ -160,8 +160,8 @@ class HostRank:
         """Return what became of a rank whose connection ended."""
         return "has ended, or its machine cannot be reached"
 
-    def kill(self, error: EngineDeadError) -> None:
-        """Tell the rank that the engine is lost; its process is the host's."""
+    def kill(self, error: DSV4LiteError) -> None:
+        """Tell the rank why there is no engine any more; its process is the host's."""
         try:
             self.life.send(error)
         except Closed:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.rank import Prospect, common_plan
 from dsv4lite.engine.ranks import Ranks
 from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
@@ -24,9 +25,10 @@ from dsv4lite.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
 from tests.parallel.dispatchers import Marked, refuses
+from tests.parallel.holdings import held
 from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
 
-ENOUGH_S = 10.0
+ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
 
 def processes(llm: LLM) -> dict[int, int]:
@@ -65,7 +67,11 @@ class Repeat:
     ids=["process", "tp", "ep", "dp-ep", "pp"],
 )
 def test_ranks_give_what_one_rank_gives(
-    model: Path, expected: list[RequestOutput], settings: dict[str, Any], request: pytest.FixtureRequest
+    model: Path,
+    expected: list[RequestOutput],
+    settings: dict[str, Any],
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     overlap = request.node.callspec.id in ("ep", "pp")  # tokens in flight reach the other ranks by themselves
     with overlapping(overlap), LLM(str(model), **tight(model, **settings)) as llm:
@@ -73,8 +79,7 @@ def test_ranks_give_what_one_rank_gives(
         engine_of(llm).check().result(ENOUGH_S)
         pids = processes(llm)
         assert len(pids) == llm.config.layout.world - (llm.config.place_of_ranks == "thread")
-        started = time.monotonic()
-    assert time.monotonic() - started < ENOUGH_S and not any(map(is_alive, pids.values()))
+    assert not any(map(is_alive, pids.values())) and not caplog.messages  # none had to be killed
 
 
 def test_dispatcher_may_be_the_users_own(model: Path) -> None:
@@ -162,33 +167,19 @@ def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseE
     return errors
 
 
-def children() -> set[str]:
-    return {child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()}
-
-
-def sockets() -> int:
-    count = 0
-    for entry in Path("/proc/self/fd").glob("*"):
-        try:
-            count += os.readlink(entry).startswith("socket:")
-        except FileNotFoundError:
-            continue
-    return count
-
-
 @pytest.mark.parametrize(
     ("settings", "rank", "number", "reason", "busy"),
     [
         ({"executor": "process"}, 0, signal.SIGKILL, "was killed by SIGKILL", False),
         ({"expert_parallel_size": 2, "executor": "thread"}, 1, signal.SIGKILL, "was killed by SIGKILL", True),
-        ({"expert_parallel_size": 2, "rank_timeout_s": 1.5}, 1, signal.SIGSTOP, "gave no sign of life for 1.5 s", True),
+        ({"expert_parallel_size": 2, "rank_timeout_s": 3}, 1, signal.SIGSTOP, "gave no sign of life for 3 s", True),
     ],
     ids=["process-idle", "thread", "stuck"],
 )
 def test_lost_rank_ends_every_request_with_its_name(
     model: Path, settings: dict[str, Any], rank: int, number: int, reason: str, busy: bool
 ) -> None:
-    before = children(), sockets(), threading.active_count()
+    before = held()
     with LLM(str(model), **MODEST, **settings) as llm:
         pids = processes(llm)
         errors = doomed(llm, rank, number, busy=busy)
@@ -201,15 +192,15 @@ def test_lost_rank_ends_every_request_with_its_name(
         while any(map(is_alive, pids.values())):  # before anybody closes the engine
             assert time.monotonic() < until
             time.sleep(0.01)
-    assert (children(), sockets(), threading.active_count()) == before
+    assert held() <= before
 
 
 def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_path: Path) -> None:
-    before = children(), sockets(), threading.active_count()
+    before = held()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError), LLM(str(tmp_path), **MODEST, executor="process"):
         pass
-    assert (children(), sockets(), threading.active_count()) == before
+    assert held() <= before
 
 
 def test_layout_without_devices_is_refused(model: Path) -> None:
@@ -258,7 +249,7 @@ def prospect(model: Path) -> Prospect:
 
 
 def test_ranks_with_other_settings_or_weights_are_told_apart(
-    model: Path, prospect: Prospect, tmp_path_factory: pytest.TempPathFactory
+    model: Path, prospect: Prospect, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_model(tmp_path_factory.mktemp("other"), seed=1)
     wide = write_model(tmp_path_factory.mktemp("wide"), {**SMALL, "moe_intermediate_size": 32})
@@ -275,6 +266,12 @@ def test_ranks_with_other_settings_or_weights_are_told_apart(
     elsewhere = replace(prospect.survey, facts={**prospect.survey.facts, "device": "cuda"})
     with pytest.raises(ConfigError, match="device is cuda on rank 1 and cpu on rank 0"):
         common_plan({0: prospect.survey, 1: elsewhere})
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_module, "installed_version", lambda package: "9.9")
+        newer = Prospect.of(config, torch.device("cpu"), several=True).survey
+    known = prospect.survey.facts["dsv4lite"]
+    with pytest.raises(ConfigError, match=rf"dsv4lite is 9\.9 on rank 1 and {known} on rank 0"):
+        common_plan({0: prospect.survey, 1: newer})
     moved = replace(config, progress=True, compile_cache_dir="elsewhere")
     assert Prospect.of(moved, torch.device("cpu"), several=True).survey.facts == prospect.survey.facts
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.engine import rank as rank_module
 from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
@@ -21,6 +23,7 @@ from dsv4lite.parallel import meet
 from dsv4lite.parallel.meet import HostRanks, join, lead
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import MODEST, write_model
 from tests.parallel.ranks import RankError, Ranks
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
@@ -105,16 +108,42 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
         ),
         ({"expert_parallel_size": 2, "redundant_experts": 1}, {}, "ConfigError", "5 expert slots on 2 ranks"),
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
+        ({"tensor_parallel_size": 2}, {"on_rank": {0: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
+        ({"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1}, {}, "CapacityError", "kv_cache_memory_bytes"),
         ({"tensor_parallel_size": 4}, {"dimensions": {"tp": 2}}, "ConfigError", "tensor_parallel_size=4, but the dimension tp"),
         ({}, {"dimensions": {"tp": 2}, "on_rank": {0: {"tensor_parallel_size": 4}}}, "ConfigError", "but the dimension tp"),
         ({}, {"dimensions": {"rows": 2}}, "ConfigError", "name them tp, dp and pp"),
     ],
-    ids=["settings", "device", "size", "size-of-one", "slots", "checkpoint", "mesh", "mesh-of-one", "names"],
+    ids="settings device size size-of-one slots checkpoint leaders-checkpoint memory mesh mesh-of-one names".split(),
 )
 def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, told: str) -> None:
     job = job_of(ranks, model, refused, {**MODEST, **settings}, 2, **more)
     for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
         assert told in message and (found == kind or kind == "DSV4LiteError")
+
+
+def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
+    """Rank 1 has not looked at its checkpoint yet when rank 0 has failed, and is gone."""
+    gone = dist.TCPStore("127.0.0.1", settings.pop("port"), None, is_master=False)
+    name = settings.pop("name")
+    if rank == 0:
+        told = refused(model, {**settings, "model": "/nowhere"}, rank)
+        gone.set(name, "")
+        return told
+
+    def opened(config: EngineConfig) -> ModelSource:
+        gone.wait([name])
+        return ModelSource.open(config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_module, "ModelSource", SimpleNamespace(open=opened))
+        return refused(model, settings, rank)
+
+
+def test_rank_that_comes_late_still_learns_what_was_wrong(ranks: Ranks, model: Path) -> None:
+    settings = {**MODEST, "tensor_parallel_size": 2, "port": ranks.port, "name": uuid.uuid4().hex}
+    for found, message in ranks.run(on_ranks, job_of(ranks, model, come_late, settings, 2), layout=Layout(dp=2)):
+        assert found == "CheckpointError" and "'/nowhere' is not a folder" in message
 
 
 def test_ranks_with_different_weights_are_refused_on_every_rank(ranks: Ranks, model: Path, tmp_path: Path) -> None:

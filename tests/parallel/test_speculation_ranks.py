@@ -26,7 +26,7 @@ from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of,
 from tests.e2e.test_drafters import REFRESHED
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
 
-ENOUGH_S = 10.0
+ENOUGH_S = 60.0
 TWO = MTP(2, adaptive=False)
 FOUR = MTP(4, adaptive=False)
 BOTH = (NGram(2, min_n=1, adaptive=False), MTP(3, adaptive=False))
