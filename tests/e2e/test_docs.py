@@ -1,0 +1,118 @@
+"""What the README and the pages of ``docs/`` show: code runs, commands are understood, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import dsv4lite
+from dsv4lite import EngineConfig, SamplingParams, config
+from dsv4lite import __main__ as program
+from tests.e2e.engines import SMALL, prompts_of, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these starts processes, or needs some; other tests do
+HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page=page.name, line=line, language=match[1], text=match[2]))
+    return found
+
+
+PYTHON = [block for block in blocks() if block.language == "python"]
+COMMANDS = [
+    pytest.param(line, id=f"{block.page}:{line}")
+    for block in blocks()
+    for line in block.text.splitlines()
+    if line.startswith(("python ", "sh ")) and not block.language
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint that takes the place of all that pages name."""
+    folder = tmp_path_factory.mktemp("model")
+    return str(write_model(folder, {**SMALL, "max_position_embeddings": 220}))
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_code_of_the_pages_runs(
+    block: Block, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = HUB.sub(model, block.text)
+    code = compile("\n" * block.line + text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if any(setting in text for setting in ELSEWHERE):
+        return
+    monkeypatch.setattr(config, "tiny_model", lambda: model)
+    monkeypatch.delitem(vars(dsv4lite), "tiny_model", raising=False)  # where it was looked up before
+    names: dict[str, Any] = {name: getattr(dsv4lite, name) for name in dsv4lite.__all__}
+    names |= {"anyio": anyio, "model": model, "prompt": prompts_of((9,), SMALL["vocab_size"])[0]}
+    result = eval(code, names)
+    if inspect.iscoroutine(result):
+        asyncio.run(result)
+    if "print(" in text:
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_pages_are_understood(command: str) -> None:
+    words = shlex.split(command)
+    if words[:3] == ["python", "-m", "dsv4lite"]:
+        if words[3:] != ["--help"]:
+            program._parser().parse_args(words[3:])
+    else:
+        assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+def names_in(section: str) -> set[str]:
+    """Return what stands in backticks in a section of api.md: in the first column of its table, or in its first paragraph."""
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0].strip()
+    columns = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) or [text.partition(": each")[0]]
+    return {name for column in columns for name in re.findall(r"`(\w+)`", column)}
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_api_page_names_every_setting_and_no_other(kind: type[EngineConfig | SamplingParams]) -> None:
+    assert names_in(kind.__name__) == {field.name for field in fields(kind)}
