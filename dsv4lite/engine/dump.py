@@ -1,7 +1,7 @@
 """A step in a file: what ran, what it read, and in which versions. ``engine/replay.py`` runs it again.
 
 The file is in the safetensors format; its metadata hold one JSON text under ``dsv4lite.step``, and its tensors the state that the
-step's sequences use, of every layer I:
+step's sequences use, of every layer I, those of the model's own drafter last:
 
     layers.I.window              uint8 [pages, bytes], the window pages that the plan names, by ascending id
     layers.I.entries, .keys      the same of the grow pages
@@ -31,7 +31,7 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.weights.quant import Numerics
 
-VERSION = 1
+VERSION = 2
 REQUESTED = "it was asked for"  # a reason
 _HEADER = "dsv4lite.step"
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
@@ -68,6 +68,7 @@ class Places:
                 )
                 for s in plan.sequences
             ),
+            max_drafts=plan.max_drafts,
         )
 
 
@@ -101,7 +102,9 @@ class StepDump:
 
     Attributes:
         reason: Why it was saved.
-        plan: Its sequences; what the step did before and after them is in the state, or of no matter.
+        plan: Its sequences, and how many guesses of what follows were wanted; what the step did before and after is in the state,
+            or of no matter.
+        drafter: Whether the model's own drafter had a part in it.
         copies: Of each slot's accumulators.
         left_out: How many sequences of the step there was no room for.
         graph: If the step was replayed from a CUDA graph, which one.
@@ -113,6 +116,7 @@ class StepDump:
 
     reason: str
     plan: StepPlan
+    drafter: bool
     copies: int
     left_out: int
     graph: GraphShape | None
@@ -133,6 +137,8 @@ class StepDump:
             "reason": self.reason,
             "step": self.plan.step,
             "sequences": [s._asdict() for s in self.plan.sequences],
+            "max_drafts": self.plan.max_drafts,
+            "drafter": self.drafter,
             "copies": self.copies,
             "left_out": self.left_out,
             "graph": None if self.graph is None else [self.graph.size, self.graph.max_model_len],
@@ -169,9 +175,11 @@ class StepDump:
                     f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the one"
                     f" that saved it: {header['versions']}"
                 )
+            sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
                 reason=header["reason"],
-                plan=StepPlan(step=header["step"], sequences=tuple(_sequence(s) for s in header["sequences"])),
+                plan=StepPlan(step=header["step"], sequences=sequences, max_drafts=header["max_drafts"]),
+                drafter=header["drafter"],
                 copies=header["copies"],
                 left_out=header["left_out"],
                 graph=None if header["graph"] is None else GraphShape(size=header["graph"][0], max_model_len=header["graph"][1]),

@@ -72,7 +72,7 @@ class StepRecorder:
             "hf_overrides": dict(config.hf_overrides),
         }
         self._numerics, self._cache = model.numerics, cache
-        self._layers = cache.layers[: model.config.num_hidden_layers]
+        self._drafter = len(cache.layers) > len(model.layers)
         self._versions = versions(cache.device)  # now: a device that has failed does not tell
         self._wanted: list[Path] = []
         self._step: _Step | None = None
@@ -90,7 +90,7 @@ class StepRecorder:
         """Keep what a step will change; the plan's copies of state are done, its sequences have not begun."""
         with self._harmless():
             slots = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
-            kept = {name: carry.index_select(0, slots) for name, carry in carries(self._layers).items()}
+            kept = {name: carry.index_select(0, slots) for name, carry in carries(self._cache.layers).items()}
             self._step = _Step(plan=plan, graph=graph, carries=kept)
 
     def watch(self, streams_TND: Tensor) -> None:
@@ -160,6 +160,7 @@ class StepRecorder:
         dump = StepDump(
             reason=reason,
             plan=plan,
+            drafter=self._drafter,
             copies=self._cache.layout.copies,
             left_out=left_out,
             graph=step.graph,
@@ -181,14 +182,15 @@ class StepRecorder:
             if size <= room:
                 kept.add(sequence.seq_id)
                 room -= size
-        return StepPlan(step=plan.step, sequences=tuple(s for s in plan.sequences if s.seq_id in kept))
+        kept_plans = tuple(s for s in plan.sequences if s.seq_id in kept)
+        return StepPlan(step=plan.step, sequences=kept_plans, max_drafts=plan.max_drafts)
 
     def _state(self, step: _Step, plan: StepPlan) -> dict[str, Tensor]:
         """Copy to the host what a plan's sequences used."""
         places = Places.of(plan.sequences)
         kept = [i for i, slot in enumerate(Places.of(step.plan.sequences).slots) if slot in places.slots]
         rows = {name: carry.cpu()[kept] for name, carry in step.carries.items()}
-        for name, store, ids in stores(self._layers, places):
+        for name, store, ids in stores(self._cache.layers, places):
             memory = store.memory
             rows[name] = torch.empty(len(ids), memory.shape[1], dtype=torch.uint8, device="cpu")
             index = torch.tensor(ids, dtype=torch.int64, device=memory.device)

@@ -1,7 +1,7 @@
 """Runs a saved step again, op by op, each beside its reference, and names the first op that is wrong.
 
-Model and state are as they were; sampling is no part of it. A step that was replayed from a CUDA graph runs as it was recorded,
-padding included, but without the graph.
+Model and state are as they were. Sampling is no part of it: the model's own drafter guesses again behind the best tokens. A step
+that was replayed from a CUDA graph runs as it was recorded, padding included, but without the graph.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import choose_device, own_stream
 from dsv4lite.engine.cache import GROW_PAGE, StateCache, StateSizes
+from dsv4lite.engine.drafters import draft, make_drafter
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
 from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
 from dsv4lite.engine.plan import empty_last_token, pack
-from dsv4lite.engine.step import StepPlan
+from dsv4lite.engine.step import StepPlan, StepShape
 from dsv4lite.engine.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.speculation import MTP, DSpark
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -94,30 +98,34 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     settings = dict(dump.settings) | ({} if model is None else {"model": model})
     where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
     with own_stream(where), torch.inference_mode():
-        step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where)))
+        step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
-            step.model.logits(step.model(step.batch, step.cache.layers))
+            streams_TND = step.model(step.batch, step.cache.layers)
+            logits_TV = step.model.logits(streams_TND)
+            if dump.drafter:
+                _guess(step, streams_TND, logits_TV)
         return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch), ops=tuple(watch.reports))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RebuiltStep:
-    """A step that is ready to run: a model, the state as it was, and the tokens, those of padding last."""
+    """A step that is ready to run: a model, the state as it was, where its sequences are there, and tokens, padding last."""
 
     model: DeepseekV4
     cache: StateCache
+    plan: StepPlan
     batch: Batch | PagedBatch
 
 
-def load_model(settings: Mapping[str, Any], numerics: Numerics) -> DeepseekV4:
-    """Load the model that a dump's settings name, in some arithmetic.
+def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> DeepseekV4:
+    """Load the model that a dump's settings name, in some arithmetic, with or without its own drafter.
 
     Raises:
         CheckpointError: It cannot be loaded.
     """
     config = EngineConfig.from_dict(settings)
-    return ModelSource.open(config).build(numerics, with_mtp=False, seed=config.seed)
+    return ModelSource.open(config).build(numerics, with_mtp=drafter, seed=config.seed)
 
 
 def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
@@ -129,8 +137,20 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
     places = Places.of(dump.plan.sequences)
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
     if dump.graph is not None and model.paged:
-        return RebuiltStep(model=model, cache=cache, batch=_recorded(plan, dump.graph, model, cache))
-    return RebuiltStep(model=model, cache=cache, batch=pack(plan, model, empty_last_token(cache)))
+        return RebuiltStep(model=model, cache=cache, plan=plan, batch=_recorded(plan, dump.graph, model, cache))
+    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
+
+
+def _guess(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
+    """Let the model's own drafter keep what it needs of a step, and guess as far as was wanted, as if no guess in it had held."""
+    model, plan = step.model, step.plan
+    own = MTP(MTP.most) if model.dspark is None else DSpark(model.dspark.block)
+    first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
+    begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
+    best_S = logits_TV[begins].argmax(-1)
+    ends = (torch.zeros_like(best_S), best_S) if begins else None
+    drafter, shape = make_drafter(own, model, step.cache), StepShape.of((plan,))
+    draft(drafter, plan, shape, step.batch, streams_TND, first_rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
 
 
 def _home(saved: torch.device) -> str:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dsv4lite.__main__ import main
 from dsv4lite.config import tiny_model
-from dsv4lite.engine import rank
+from dsv4lite.engine import drafters, rank, runner
 from dsv4lite.engine import recorder as recorder_file
+from dsv4lite.engine import replay as replay_file
 from dsv4lite.engine.dump import StepDump
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
@@ -34,6 +35,7 @@ from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.memory import choose_numerics
 from dsv4lite.models import deepseek_v4, moe
 from dsv4lite.request import SamplingParams
+from dsv4lite.speculation import MTP, DSpark
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
@@ -235,6 +237,55 @@ def test_names_are_put_back(paged: dict[str, Path], monkeypatch: pytest.MonkeyPa
     with pytest.raises(ZeroDivisionError):
         replay(paged["decode"])
     assert names() == before
+
+
+REFRESHED: dict[str, Any] = {
+    **SMALL,
+    "compress_ratios": [4, 8, 0, 0, 0],
+    "dspark_block_size": 4,
+    "dspark_noise_token_id": 0,
+    "dspark_target_layer_ids": [1, 2],
+    "dspark_markov_rank": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "own"), [(SMALL, MTP(2, adaptive=False)), (REFRESHED, DSpark(3, adaptive=False))], ids=["MTP", "DSpark"]
+)
+def test_the_drafter_guesses_again(
+    config: dict[str, Any], own: MTP | DSpark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it kept of the steps before is saved; one that is ill is named, though it harms no request."""
+    guesses: list[Tensor] = []
+
+    def spied(*args: Any) -> Any:
+        guesses.append(drafters.draft(*args))
+        return guesses[-1]
+
+    def spoiled(name: str, tensor: Tensor) -> Tensor:
+        return tensor * float("nan") if name == "mtp.0.attn.wo_b.weight" else tensor
+
+    for file in (runner, replay_file):
+        monkeypatch.setattr(file, "draft", spied)
+    healthy, ill = write_model(tmp_path / "model", config), write_model(tmp_path / "ill", config, change=spoiled)
+    path = tmp_path / "step"
+    with opened(healthy, speculative=own, max_num_batched_tokens=64) as llm:
+        begin = StepRecorder.begin
+
+        def choose(recorder: StepRecorder, plan: StepPlan, graph: GraphShape | None) -> None:
+            if plan.sequences[0].end == len(LONG):
+                recorder.request(path)
+            begin(recorder, plan, graph)
+
+        monkeypatch.setattr(StepRecorder, "active", property(lambda recorder: True))
+        monkeypatch.setattr(StepRecorder, "begin", choose)
+        llm.generate(LONG, some(max_tokens=8))
+    assert StepDump.load(path).plan.max_drafts == own.k
+    wanted = next(guess for guess in guesses if guess is not None)
+    report = replay(path)
+    assert report.first is None and torch.equal(guesses[-1], wanted)
+    first = replay(path, model=str(ill)).first
+    assert first is not None and first.weights == first.bad_weights and first.weights[0].startswith(("mtp.0", "dspark.stages.0"))
 
 
 # ----------------------------------------------------------------------------------------------------------- what is saved
@@ -474,7 +525,7 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
         save_file({"a": torch.zeros(3)}, folder / name, metadata)
         yield folder / name, "no step that dsv4lite has saved"
-    yield edit(good, folder / "newer", version=2, sequences=None), "has version 2, this dsv4lite reads 1"
+    yield edit(good, folder / "newer", version=3, sequences=None), "has version 3, this dsv4lite reads 2"
     (folder / "text").write_bytes(content.replace(b'{\\"version\\"', b'(\\"version\\"', 1))
     yield folder / "text", "damaged"
     header = json.loads(header_of(good))
