@@ -76,7 +76,7 @@ and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
 fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
 prmt.b32 t, $2, 0, 0x3424;
 and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $3, z;
+fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
 }""")
 
 
@@ -84,11 +84,12 @@ fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $3, z;
 def _widen(codes, scale, GPU: tl.constexpr):
     """Return e4m3 codes [R, 64] times a power of two for each row, given as e8m0 byte int32 [R]."""
     # Reference: dequantize_fp8(codes, scales, KV_GROUP).to(dtype)
-    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time.
+    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time,
+    # each with its own scale: which four a thread has side by side is the compiler's choice.
     if GPU:
         bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
-        both = (bits | (bits << 16))[:, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r,r,r", [codes, both], dtype=tl.bfloat16, is_pure=True, pack=4)
+        factor = bits.to(tl.int16)[:, None]
+        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         bits = ((codes.to(tl.int32) & 0x7F) << 20) | ((codes.to(tl.int32) & 0x80) << 24)
         factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))

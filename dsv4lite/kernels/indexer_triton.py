@@ -42,7 +42,8 @@ def _round(x, GPU: tl.constexpr):
     return rounded
 
 
-# Bytes 0 and 1, then 2 and 3: their low nibbles, then their high ones.
+# Bytes 0 and 1, then 2 and 3: their low nibbles, then their high ones. Every byte has its own scale: where k is multiplied from
+# registers, the four of a thread are of several keys.
 _WIDEN = tl.constexpr("""{
 .reg .b32 t, s, m, f, z;
 mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;
@@ -53,9 +54,9 @@ shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x800
 fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $2, s, $5, z;
 prmt.b32 t, $4, 0, 0x4342;
 shl.b32 s, t, 12; shl.b32 m, t, 6; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $1, s, $5, z;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $1, s, $6, z;
 shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $5, z;
+fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $6, z;
 }""")
 
 
@@ -87,9 +88,9 @@ def _keys(
     # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
     if GPU:
         bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
-        both = (bits | (bits << 16))[:, :, None]
+        factor = bits.to(tl.int16)[:, :, None]
         low, high = tl.inline_asm_elementwise(
-            _WIDEN, "=r,=r,=r,=r,r,r,r,r,r", [codes, both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _WIDEN, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
         bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
