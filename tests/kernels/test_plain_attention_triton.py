@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import paged_attention_ref
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.kernels.rows import PlainRow
+from dsv4lite.kernels.rows import PlainRow, RowStore
 from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
@@ -103,6 +103,27 @@ if CUDA:
 def test_kernel_equals_the_reference(layer: Layer, steps: Steps, splits: int, dtype: torch.dtype) -> None:
     given = case(layer, dtype, steps)
     close(plain_paged_attention_triton(**given, splits=splits), paged_attention_ref(**given))
+
+
+def widened(store: RowStore) -> RowStore:
+    """Return the same rows in float32."""
+    wide = RowStore(PlainRow(store.format.width, torch.float32), len(store.memory), store.rows_per_page, DEVICE)
+    wide.memory.view(torch.float32).copy_(store.memory.view(torch.bfloat16))
+    return wide
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_bfloat16_is_no_farther_from_float32_than_the_reference(splits: int) -> None:
+    """Probabilities are rounded relative to other peaks, so numbers differ; their errors are as large."""
+    given = case(FLASH if CUDA else Layer(heads=16, width=64, top_k=None, window=128), torch.bfloat16, [(1100, 2)])
+    wide = {name: widened(given[name]) for name in ("window", "entries")}
+    fresh = given["fresh_TB"].view(torch.bfloat16).float().view(torch.uint8)
+    exact = paged_attention_ref(**{**given, **wide, "q_THC": given["q_THC"].float(), "fresh_TB": fresh})
+    ours, theirs = (
+        (result.float() - exact).norm()
+        for result in (plain_paged_attention_triton(**given, splits=splits), paged_attention_ref(**given))
+    )
+    assert theirs > 0 and ours < 1.03 * theirs
 
 
 @DTYPES

@@ -5,7 +5,9 @@ The known answers come from the published drafter, in float32, on the tiny model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.watch import OpWatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
@@ -31,7 +34,6 @@ from tests.models.paged import PagedModel, PagedSequence
 from tests.tiny import TINY_REFRESHED
 
 TOLERANCE = 1e-4
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE_DSPARK = replace(
     WIDE, num_mtp_layers=0, ratios=(*WIDE.ratios[:4], 0, 0, 0), dspark=replace(TINY_DSPARK.dspark, targets=(1, 2, 3))
 )
@@ -404,33 +406,98 @@ def quantized(config: V4Config, tensors: Mapping[str, Tensor], *, resident: bool
     return fill(poisoned(config, numerics, with_mtp=True), tensors).requires_grad_(False)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_stored_formats_draft_as_widened_ones(device: str) -> None:
+STORED = replace(
+    OFFICIAL,
+    vocab_size=128,
+    num_hidden_layers=2,
+    num_hash_layers=1,
+    num_mtp_layers=0,
+    ratios=(0, 4, 0, 0),
+    dspark=replace(TINY_DSPARK.dspark, targets=(0, 1), stages=2, noise_token_id=127, markov_rank=16),
+)
+"""A model in the release's formats, of 2 layers and 2 stages."""
+ANCHORS = [3, 4]
+
+
+def stored_tensors() -> dict[str, Tensor]:
+    return dict(dummy_tensors(STORED, expert_format="fp4", quantized=True, seed=1))
+
+
+def behind_prompts(model: DeepseekV4) -> tuple[PagedModel, list[PagedSequence]]:
+    """Run two prompts, the last token of each by itself."""
+    state = PagedModel(model, tokens=80, sequences=2)
+    sequences = [state.open(), state.open()]
+    for sequence, length in zip(sequences, (20, 3), strict=True):
+        ids = [(5 * i * i + i) % 128 for i in range(length)]
+        state.step([(sequence, ids[:-1])])
+        state.step([(sequence, ids[-1:])])
+    return state, sequences
+
+
+def distance(got: Drafts, wanted: Drafts) -> float:
+    """Return how far the logits of the first drafts are apart: those of others follow from what was picked."""
+    return float((got.logits_SGV - wanted.logits_SGV)[:, 0].norm() / wanted.logits_SGV[:, 0].norm())
+
+
+def test_stored_formats_draft_as_widened_ones() -> None:
     """The same drafts but for roundings: a bfloat16 that falls on the other side moves logits by some 2^-8 of their size."""
-    config = replace(
-        OFFICIAL,
-        vocab_size=128,
-        num_hidden_layers=2,
-        num_hash_layers=1,
-        num_mtp_layers=0,
-        ratios=(0, 4, 0, 0),
-        dspark=replace(TINY_DSPARK.dspark, targets=(0, 1), stages=2, noise_token_id=127, markov_rank=16),
+    tensors = stored_tensors()
+    wide, stored = (
+        draft(*behind_prompts(quantized(STORED, tensors, resident=resident, device="cpu")), ANCHORS) for resident in (False, True)
     )
-    tensors, results = dict(dummy_tensors(config, expert_format="fp4", quantized=True, seed=1)), []
-    for resident in (False, True):
-        model = quantized(config, tensors, resident=resident, device=device)
-        state = PagedModel(model, tokens=80, sequences=2)
-        sequences = [state.open(), state.open()]
-        for sequence, length in zip(sequences, (20, 3), strict=True):
-            ids = [(5 * i * i + i) % 128 for i in range(length)]
-            state.step([(sequence, ids[:-1])])
-            state.step([(sequence, ids[-1:])])
-        results.append(draft(state, sequences, [3, 4]))
-    wide, stored = results
     assert stored.logits_SGV.isfinite().all()
-    distance = (stored.logits_SGV.cpu() - wide.logits_SGV)[:, 0].norm() / wide.logits_SGV[:, 0].norm()
-    assert distance < 0.1
-    assert (stored.confidence_SG.cpu() - wide.confidence_SG).abs().max() < 0.1
+    assert distance(stored, wide) < 0.1
+    assert (stored.confidence_SG - wide.confidence_SG).abs().max() < 0.1
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> tuple[PagedModel, list[PagedSequence]]:
+    return behind_prompts(quantized(STORED, stored_tensors(), resident=True, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_every_op_of_a_draft_agrees_with_its_reference(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
+    """The rows that a step keeps for the drafter, and a draft: each op on the kernels' own inputs."""
+    state, sequences = on_gpu
+    for layer in state.cache.layers:
+        for carry in (layer.carry, layer.key_carry):
+            if carry is not None:  # of nobody: its poison would be among what an op leaves behind
+                carry.masked_fill_(carry.isnan(), 0.0)
+    watch = OpWatch(state.model, state.cache, rows=2, tokens=2)
+    with torch.no_grad(), watch.watching():
+        state.step([(sequence, [7]) for sequence in sequences])
+        draft(state, sequences, ANCHORS)
+    assert [str(op) for op in watch.reports if op.problem is not None] == []
+    ours = {op.op for op in watch.reports if op.compared and op.place.startswith("dspark")}
+    assert ours >= {"latent_norms", "fp8_linear", "head_norms", "paged_attention", "hc_leave_enter", "hc_head", "float_linear"}
+    assert ours >= {"rms_norm", "pair_linear", "moe_few", "hc_collapse_quantize", "fp8_weight_linear_quantize", "hc_expand"}
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Refuse every kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
+                patch.setattr(module, "use_triton", lambda x: False)
+        yield
+
+
+@pytest.mark.gpu
+def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
+    """Codes of 8 and 4 bits make much of little: from the same rows, other last bits of a few embeddings move drafts as far."""
+    state, sequences = on_gpu
+    ours, embed = draft(state, sequences, ANCHORS), state.model.embed
+    whole, moved = embed.clone(), []
+    with references():
+        theirs = draft(state, sequences, ANCHORS)
+        for seed in range(4):
+            columns = torch.randperm(STORED.hidden_size, generator=torch.Generator().manual_seed(seed))[:50]
+            embed.view(torch.int16)[:, columns] ^= 1
+            moved.append(distance(draft(state, sequences, ANCHORS), theirs))
+            embed.copy_(whole)
+    assert 0.01 < max(moved) < 0.5
+    assert distance(ours, theirs) < 2 * max(moved)
 
 
 @pytest.mark.parametrize("count", [1, 3])
