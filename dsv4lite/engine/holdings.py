@@ -19,7 +19,7 @@ from dsv4lite.engine.pages import (
     pages_for,
 )
 from dsv4lite.engine.sequence import NO_SLOT, Sequence
-from dsv4lite.engine.step import NO_PAGE
+from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,47 @@ class Moves:
             self.resets.append(slot)
         else:
             self.restores.append((checkpoint.snapshot, slot))
+
+
+@dataclass(slots=True, eq=False)
+class StepDraft:
+    """A step plan in the making.
+
+    Attributes:
+        now: ``time.monotonic()``.
+        room: Tokens that it can still take.
+        max_drafts: Most guesses in a run.
+        singles, chunks: Runs of one known token, and others.
+        moves: What else is done to state.
+        leaders: Sequences whose prompt ends in this step, with completions that wait for it.
+        borders: Sequences that end on a border, which border, and whether its checkpoint is a lasting one.
+        crowded: Somebody had to give way, so that nobody new may come in.
+    """
+
+    now: float
+    room: int
+    max_drafts: int
+    singles: list[SequencePlan] = field(default_factory=list)
+    chunks: list[SequencePlan] = field(default_factory=list)
+    moves: Moves = field(default_factory=Moves)
+    leaders: list[Sequence] = field(default_factory=list)
+    borders: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    crowded: bool = False
+
+    def plan(self, step: int) -> StepPlan:
+        """Return the finished plan."""
+        moves = self.moves
+        return StepPlan(
+            step=step,
+            sequences=(*self.singles, *self.chunks),
+            resets=tuple(moves.resets),
+            restores=tuple(moves.restores),
+            grow_copies=tuple(moves.grow_copies),
+            window_copies=tuple(moves.window_copies),
+            slot_copies=tuple(moves.slot_copies),
+            saves=tuple(moves.saves),
+            max_drafts=self.max_drafts,
+        )
 
 
 class Holdings:
@@ -167,8 +208,8 @@ class Holdings:
         return min(next_page, self.slides_at(seq))
 
     def slide(self, seq: Sequence) -> None:
-        """Release the window pages that the next token does not attend to."""
-        first = first_window_page(seq.num_computed, self._window)
+        """Release the window pages that the next token does not attend to, wherever its sequence goes on."""
+        first = first_window_page(min(seq.num_computed, len(seq.tokens)), self._window)
         gone = seq.window[: first - seq.window_first]
         del seq.window[: first - seq.window_first]
         seq.window_first = first
@@ -176,7 +217,7 @@ class Holdings:
         self._pools.window.release(page for page in gone if page != NO_PAGE)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Take back what a sequence ran from position ``length`` on, all of it drafts: rows are overwritten, pages given back."""
+        """Take back what a sequence runs from position ``length`` on, all of it drafts: rows are overwritten, pages given back."""
         seq.num_computed = length
         kept = (length - 1) // WINDOW_PAGE_TOKENS + 1 - seq.window_first
         if kept < len(seq.window):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, takewhile
 
@@ -21,6 +21,7 @@ from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.peers import Peers
 from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
@@ -50,6 +51,8 @@ class Flight:
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
         drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
+        begun: If the host did not know where runs begin: position, number of guesses, and tokens of each, int32 [2 + width, S], on
+            their way.
     """
 
     plan: StepPlan
@@ -57,12 +60,24 @@ class Flight:
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: Arrival | None = None
+    begun: Arrival | None = None
+
+    def ran(self) -> StepPlan:
+        """Return the plan as it ran. Waits for the device."""
+        if self.begun is None:
+            return self.plan
+        runs = zip(self.plan.sequences, *self.begun.wait().tolist(), strict=True)
+        sequences = [s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts])) for s, start, drafts, *ids in runs]
+        return replace(self.plan, sequences=tuple(sequences))
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
         if self.samples is None:
             return {}
-        results = self.samples.to_host()
+        if self.begun is not None and isinstance(self.samples, RowSamples):
+            results = replace(self.samples, sequences=self.ran().sequences).to_host()
+        else:
+            results = self.samples.to_host()
         if self.drafts is None:
             return results
         return {
@@ -76,6 +91,7 @@ class Runner:
 
     Attributes:
         hosted: Sequences that are to be told their tokens, see ``accept``.
+        runs_ahead: Whether runs may be planned behind guesses that nobody has checked yet.
         warmed: What ``warm_up`` has done, in words.
 
     Args:
@@ -109,6 +125,8 @@ class Runner:
         self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._hop, self._relay = Hop(mesh.pp), TokenRelay(mesh, self._last_token)
+        self._ends: RunEnds | None = None  # of the last step, where something may be planned behind it
+        self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
         self.hosted: set[int] = set()
@@ -283,6 +301,9 @@ class Runner:
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
         graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
+        if not (plan.settled or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
+            plan = self._settle(plan)
+            shape = StepShape.of((plan,), self._routing)
         if recorder is not None:
             recorder.begin(plan, graphs.shape_for(len(plan.sequences)) if isinstance(graphs, DecodeGraphs) else None)
         if isinstance(graphs, VerifyGraphs):
@@ -312,6 +333,11 @@ class Runner:
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 
+    def _settle(self, plan: StepPlan) -> StepPlan:
+        """Ask the device where runs begin that were planned before anybody knew."""
+        assert self._ends is not None
+        return self._ends.settle(plan)
+
     def _logits(self, streams_TND: Tensor, rows: list[int]) -> Tensor:
         return self.model.logits(_take(streams_TND, rows))
 
@@ -319,15 +345,22 @@ class Runner:
         """Start a step that may check guesses from its graphs: one more samples, where it can, and others guess what follows."""
         output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
         apply_saves(plan, self.cache)
+        begun = None if plan.settled else Arrival(output.runs[:, : len(sequences)])
         rows = [i * output.width for i in range(len(sequences))]
         samples: Samples | RowSamples | None
         if self._sampling is not None:
             asked = self._sampling.prepare(sequences)
+            if asked.hosted and begun is not None:
+                plan, begun = self._settle(plan), None
+                sequences = plan.sequences
             out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
             samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token)
             tokens_R = out[0]
             self._remember(plan, sequences)
         else:
+            if begun is not None:
+                plan, begun = self._settle(plan), None
+                sequences = plan.sequences
             first_row = {s.seq_id: row for s, row in zip(sequences, rows, strict=True)}
             samples, tokens_R = self._sample(plan, first_row, partial(_take, output.logits)), output.out[0]
             if isinstance(samples, Samples):
@@ -337,8 +370,10 @@ class Runner:
             eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
             return Flight(plan=plan, samples=samples, drafts=eager)
         drafts = graphs.draft(tokens_R, plan.max_drafts)
+        self._ends = graphs.ends
         wanted = plan.max_drafts and samples is not None
-        return Flight(plan=plan, samples=samples, drafts=Arrival(drafts[: len(sequences)]) if wanted else None)
+        arrival = Arrival(drafts[: len(sequences)]) if wanted else None
+        return Flight(plan=plan, samples=samples, drafts=arrival, begun=begun)
 
     def _draft(
         self,
@@ -355,6 +390,8 @@ class Runner:
         ends = self._peers.ends(len(sequences), samples) if sequences else None
         choose = self._chooser(sequences, self._peers)
         drafts = draft(self._drafter, plan, shape, batch, streams_TND, first_rows, ends, choose)
+        if self.runs_ahead and shape.decodes and ends is not None and drafts is not None:
+            self._ends = RunEnds.behind(sequences, ends, drafts)
         return None if drafts is None or samples is None else Arrival(drafts)
 
     def _chooser(self, sequences: list[SequencePlan], peers: Peers) -> Choose:

@@ -45,7 +45,7 @@ class Sequence:
         tokens: Prompt and completion as far as known.
         last_run: Length of prompt and completion after whose state nothing is left to do.
         end_ids: Tokens that end it, once there are enough others.
-        num_computed: Tokens whose state exists once the steps planned so far have run.
+        num_computed: Tokens whose state exists once the steps planned so far have run, if all guesses in them are right.
         in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
         quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
             are not the last.
@@ -192,6 +192,16 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
         )
         for index in range(params.n)
     ]
+
+
+def needs_host(seq: Sequence) -> bool:
+    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
+    params = seq.request.params
+    return bool(
+        params.structured_outputs is not None
+        or params.thinking_budget is not None
+        or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
+    )
 
 
 class SequenceQueue:

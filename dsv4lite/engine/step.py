@@ -34,7 +34,7 @@ class SequencePlan(NamedTuple):
         seq_id: Unique in the scheduler's life.
         slot: Where its carry is.
         start: Position of the first token.
-        token_ids: The tokens; ``IN_FLIGHT`` only as the single token of a run.
+        token_ids: The tokens; ``IN_FLIGHT`` as the single token of a run, or for all tokens of one that has ``slack``.
         pages: Grow pages of the positions ``[0, end)`` in logical order. The same tuple object until a page is added.
         window_first: Logical number of the first page of ``window_pages``.
         window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long run leaves.
@@ -43,6 +43,9 @@ class SequencePlan(NamedTuple):
         drafts: How many of the last tokens are guesses.
         carry: The copy of the carry that it starts from. Without drafts it leaves copy 0, else copy i after token i.
         next_id: The token after the last, or ``UNKNOWN``.
+        slack: If the run was planned while the guesses of the one before were being checked: how many positions later than
+            ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the carry; there may
+            be fewer guesses than ``drafts``. Pages are there for the latest end. ``None`` if the host knows.
     """
 
     seq_id: int
@@ -57,6 +60,7 @@ class SequencePlan(NamedTuple):
     drafts: int = 0
     carry: int = 0
     next_id: int = UNKNOWN
+    slack: int | None = None
 
     @property
     def end(self) -> int:
@@ -67,6 +71,12 @@ class SequencePlan(NamedTuple):
     def decodes(self) -> bool:
         """Whether the run is one known token, and guesses."""
         return len(self.token_ids) == 1 + self.drafts
+
+    def settled(self, start: int, token_ids: tuple[int, ...], carry: int = 0) -> SequencePlan:
+        """Return a run with ``slack`` as it is once it is known where it begins, and with which guesses behind its first token."""
+        assert self.slack is not None and self.start <= start <= self.start + self.slack
+        assert 0 < len(token_ids) <= 1 + self.drafts
+        return self._replace(start=start, token_ids=token_ids, drafts=len(token_ids) - 1, carry=carry, slack=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +112,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the host knows where all runs begin."""
+        return all(s.slack is None for s in self.sequences)
 
 
 class StepShape(NamedTuple):

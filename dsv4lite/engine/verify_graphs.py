@@ -13,8 +13,8 @@ Nobody asks the host in between. Every graph is a function of tensors that stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.drafters import DeviceDrafter
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
+from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import SequencePlan, StepShape
@@ -36,7 +37,7 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 T = TypeVar("T")
 
-_COLUMNS = 5  # position, slot, copy of the carry, drafts, first window page
+_COLUMNS = 6  # position, slot, copy of the carry, drafts, first window page, column of the run that this one follows
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
 
@@ -47,6 +48,7 @@ class VerifyOutput:
     Attributes:
         width: Rows of each sequence.
         batch: The step's tokens, in B x width rows.
+        runs: int32 [3 + width, B], see ``place_runs``.
         streams: The final streams of each row.
         logits: float32 [B x width, V].
         best: Of these: the largest, its token, and whether a row can be sampled from.
@@ -55,6 +57,7 @@ class VerifyOutput:
 
     width: int
     batch: PagedBatch
+    runs: Tensor
     streams: Tensor
     logits: Tensor
     best: tuple[Tensor, Tensor, Tensor]
@@ -83,6 +86,9 @@ class VerifyGraphs:
         max_tokens: Most rows of a step; one that would need more of them runs without a graph.
         sampling: Samples behind the steps, if somebody does on the device.
         drafter: Guesses behind them, if that is to be recorded; together with those of the ranks that work on the same tokens.
+
+    Attributes:
+        ends: Where the runs of the step that ran last end. A plan may leave it to these where runs of the next one begin.
     """
 
     def __init__(
@@ -103,7 +109,8 @@ class VerifyGraphs:
         self._cache = cache
         self.last_token = empty_last_token(cache)
         self._max_model_len = max_model_len
-        self._window_pages = window_pages(model, widths[-1])
+        most_later = 0 if drafter is None else drafter.most  # than the host knows: where runs follow others that are on their way
+        self._window_pages = window_pages(model, widths[-1] + most_later)
         self._tables = torch.zeros(cache.sizes.slots + 1, -(-max_model_len // GROW_PAGE), dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
         self._captured: dict[tuple[int, int], _Captured] = {}
@@ -121,12 +128,15 @@ class VerifyGraphs:
         self._logits = torch.empty(rows, c.vocab_size, dtype=torch.float32, device=device)
         self._streams = torch.empty(rows, c.streams, c.hidden_size, dtype=dtype, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        rounds = 0 if self.drafter is None else -(-self.drafter.most // self.drafter.round)
+        guesses = 0 if self.drafter is None else rounds * self.drafter.round
+        self._drafts = torch.zeros(guesses, max_num_seqs, dtype=torch.int64, device=device)
+        self._heads = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        self.ends = RunEnds(columns={}, heads=self._heads, drafts=self._drafts)
         if self.drafter is None:
             return
         like_ND = torch.empty(c.streams, c.hidden_size, dtype=dtype, device=device)
         self._chain = Chain.empty(max_num_seqs, self._window_pages, like_ND)
-        rounds = -(-self.drafter.most // self.drafter.round)
-        self._drafts = torch.zeros(rounds * self.drafter.round, max_num_seqs, dtype=torch.int64, device=device)
         self._made = torch.arange(self.drafter.round, device=device)  # where the next round puts its guesses
 
     def covers(self, step: StepShape) -> bool:
@@ -148,7 +158,7 @@ class VerifyGraphs:
         Args:
             shape: Number of sequences, and of tokens of each.
         """
-        inputs = verify_inputs((), *shape, self._window_pages).to(self._cache.device)
+        inputs = verify_inputs((), *shape, self._window_pages, {}).to(self._cache.device)
         output = self._forward(inputs, shape[1])
         if self.sampling is not None:
             self._sample(self.sampling, inputs, output, EVERYTHING)
@@ -184,10 +194,14 @@ class VerifyGraphs:
         shape = self._shape_for(step)
         assert shape is not None, "a step that no graph covers"
         if shape not in self._captured:
+            heads, drafts = self._heads.clone(), self._drafts.clone()
             self.capture(shape)
+            self._heads.copy_(heads)  # this step may begin there
+            self._drafts.copy_(drafts)
         captured = self._last = self._captured[shape]
         self._update_tables(sequences)
-        inputs = verify_inputs(sequences, *shape, self._window_pages)
+        inputs = verify_inputs(sequences, *shape, self._window_pages, self.ends.columns)
+        self.ends = replace(self.ends, columns={s.seq_id: column for column, s in enumerate(sequences)})
         captured.inputs.copy_(send(inputs, self._cache.device))
         captured.graph.replay()
         return captured.output
@@ -233,17 +247,18 @@ class VerifyGraphs:
 
     def _forward(self, inputs: Tensor, width: int) -> VerifyOutput:
         """One step on ``inputs`` of ``verify_inputs``."""
-        batch, places_S = verify_batch(inputs, self._tables, self.last_token, self._model, width, self._max_model_len)
+        runs = place_runs(inputs, width, self.last_token, self.ends)
+        batch, places_S = verify_batch(inputs, runs, self._tables, self._model, self._max_model_len)
         rows = len(batch.token_ids_T)
         streams = self._model(batch, self._cache.layers)
         logits = self._model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)
         _, token_ids, finite = best
-        if width == 1:  # behind others the next step is planned when their tokens are known
+        if width == 1:  # behind others the next step begins where ``_begin`` says
             self.last_token.index_copy_(0, places_S, token_ids)
         usable = finite.int()
         out, kept = torch.stack([token_ids.int(), usable, usable]), self._streams[:rows].copy_(streams)
-        return VerifyOutput(width=width, batch=batch, streams=kept, logits=logits, best=best, out=out)
+        return VerifyOutput(width=width, batch=batch, runs=runs, streams=kept, logits=logits, best=best, out=out)
 
     def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: VerifyOutput, needs: Needs) -> Tensor:
         width, positions_T = output.width, output.batch.paging.positions_T
@@ -256,7 +271,11 @@ class VerifyGraphs:
         """Let the drafter know of a step whose sampled tokens are in their place, and put down where it is to go on."""
         tokens_T, streams = self._peers.broadcast(self._tokens[: len(output.streams)], 0), output.streams
         drafter.feed(output.batch, streams, tokens_T)
-        self._chain.first(len(tokens_T) // output.width).begin(output.batch, streams, tokens_T.view(-1, output.width))
+        size = len(tokens_T) // output.width
+        chain = self._chain.first(size)
+        chain.begin(output.batch, streams, tokens_T.view(size, output.width))
+        right_S = chain.positions_S - output.batch.paging.first_S
+        self._heads[:, :size].copy_(torch.stack((chain.positions_S + 1, right_S, chain.tokens_S)))
         self._made.copy_(torch.arange(drafter.round, device=tokens_T.device))
 
     def _guess(self, drafter: DeviceDrafter, size: int, *, real: bool = True) -> None:
@@ -288,50 +307,80 @@ def window_pages(model: DeepseekV4, width: int) -> int:
     return (model.config.window + width - 3) // WINDOW_PAGE + 2
 
 
-def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int) -> Tensor:
-    """Return what a step is told, int32 [5 + width + pages, size] on the CPU; missing sequences are padding.
+def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
+    """Return what a step is told, int32 [6 + width + pages, size] on the CPU; missing sequences are padding.
 
-    The first rows are positions, slots, copies of the carry, drafts and first window pages, then come tokens by their place in a
-    run; the rest, as [size, pages], are window pages.
+    The first rows are positions, slots, copies of the carry, drafts, first window pages and, of runs with ``slack``, the column of
+    the run that each follows, else -1. Then come tokens by their place in a run; the rest, as [size, pages], are window pages.
     """
     missing = size - len(sequences)
     filled = partial(_filled, count=missing)
     tokens = [[*s.token_ids, *[0] * (width - len(s.token_ids))] for s in sequences]
-    columns = [
+    values = [
         *filled([s.start for s in sequences], -1),
         *filled([s.slot for s in sequences], -1),
         *filled([s.carry for s in sequences], 0),
         *filled([s.drafts for s in sequences], 0),
         *filled([s.window_first for s in sequences], 0),
+        *filled([-1 if s.slack is None else columns[s.seq_id] for s in sequences], -1),
         *(value for place in range(width) for value in filled([ids[place] for ids in tokens], 0)),
         *(page for s in sequences for page in (*s.window_pages, *[-1] * (pages - len(s.window_pages)))),
         *[-1] * (missing * pages),
     ]
-    return torch.tensor(columns, dtype=torch.int32, device="cpu").view(_COLUMNS + width + pages, size)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").view(_COLUMNS + width + pages, size)
 
 
 def _filled(values: list[int], filler: int, *, count: int) -> list[int]:
     return [*values, *[filler] * count]
 
 
-def verify_batch(
-    inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, width: int, max_model_len: int
-) -> tuple[PagedBatch, Tensor]:
+def place_runs(inputs: Tensor, width: int, last_token: Tensor, ends: RunEnds) -> Tensor:
+    """Return where runs begin, how many guesses they have, from which copy of the carry they start, and their tokens.
+
+    Args:
+        inputs: From ``verify_inputs``.
+        width: Rows of each sequence.
+        last_token: int64 [slots + 1], the token sampled last in each slot, where ``inputs`` has ``IN_FLIGHT`` for a single token.
+        ends: Of the step before, for runs with ``slack``.
+
+    Returns:
+        int32 [3 + width, B]; a token behind the guesses is any valid one.
+    """
+    start_S, slot_S, carry_S, drafts_S, _, column_S = inputs[:_COLUMNS]
+    told_QS = inputs[_COLUMNS : _COLUMNS + width]
+    last_S = last_token[torch.where(slot_S < 0, len(last_token) - 1, slot_S).long()].int()
+    behind_S, at_S = column_S >= 0, column_S.clamp_min(0).long()
+    head_S, copy_S, token_S = ends.heads[:, at_S].int()
+    guess_KS = ends.drafts[: width - 1, at_S].int()
+    made_S = (guess_KS >= 0).int().cumprod(0).sum(0, dtype=torch.int32)
+    guess_QS = torch.cat((token_S[None], guess_KS, told_QS[1 + len(guess_KS) :]))
+    tokens_QS = torch.where(behind_S, guess_QS, torch.where(told_QS < 0, last_S, told_QS))
+    return torch.cat(
+        (
+            torch.where(behind_S, head_S, start_S)[None],
+            torch.where(behind_S, torch.minimum(made_S, drafts_S), drafts_S)[None],
+            torch.where(behind_S, copy_S, carry_S)[None],
+            tokens_QS.clamp_min(0),
+        )
+    )
+
+
+def verify_batch(inputs: Tensor, runs: Tensor, tables: Tensor, model: DeepseekV4, max_model_len: int) -> tuple[PagedBatch, Tensor]:
     """Return a step of one known token and up to ``width - 1`` guesses of each sequence.
 
     Args:
         inputs: From ``verify_inputs``.
+        runs: From ``place_runs``.
         tables: int32 [slots + 1, P], grow pages by slot.
-        last_token: int64 [slots + 1], the token sampled last in each slot, where ``inputs`` has ``IN_FLIGHT``.
         model: Whose step it is.
-        width: Rows of each sequence.
         max_model_len: No sequence is longer.
 
     Returns:
         The batch, and int64 [B], the row of ``tables`` of each sequence; that of padding is the last one.
     """
-    size, device = inputs.shape[1], inputs.device
-    start_S, slot_S, carry_S, drafts_S, window_first_S = inputs[:_COLUMNS]
+    size, width, device = inputs.shape[1], len(runs) - 3, inputs.device
+    slot_S, window_first_S = inputs[1], inputs[4]
+    start_S, drafts_S, carry_S = runs[:3]
     places_S = torch.where(slot_S < 0, len(tables) - 1, slot_S).long()
     place_Q, every = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, size * width))
     taken_SQ = (start_S[:, None] >= 0) & (place_Q <= drafts_S[:, None])
@@ -349,9 +398,7 @@ def verify_batch(
         window_first_S=window_first_S,
         singles=width == 1,
     )
-    tokens_SQ = inputs[_COLUMNS : _COLUMNS + width].t().long()
-    tokens_SQ = torch.where(tokens_SQ < 0, last_token[places_S][:, None], tokens_SQ)
-    deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(tokens_SQ.flatten(), paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    token_ids_T, deterministic = runs[3:].t().flatten().long(), model.numerics.deterministic
+    batch = PagedBatch.of(token_ids_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
     batch.most_tokens = size * width  # others replay the same graph
     return batch, places_S

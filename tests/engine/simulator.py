@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
 from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
@@ -76,12 +76,39 @@ class Device:
         self.owner: dict[int, int | None] = {}
         self.rows: dict[int, list[Row] | None] = {}  # by slot: what the sequence there must find; None: a restored prefix
         self.memo: dict[tuple[int, int, int, str | None], Row] = {}
+        self.copies: dict[int, int] = {}  # by sequence: which copy of the carry its last run left behind
+        self.drafts: dict[int, tuple[int, ...]] = {}  # by sequence: guesses of what follows its last run
 
     def run(self, row: Row, token: int, salt: str | None) -> Row:
         key = (row[1], token, self.epoch, salt)
         if key not in self.memo:
             self.memo[key] = (hash((row[0], token)), hash(key))
         return self.memo[key]
+
+    def settle(self, plan: StepPlan) -> StepPlan:
+        """Say where runs begin that were planned before anybody knew, and take their pages beyond where they end away."""
+        return replace(plan, sequences=tuple(part if part.slack is None else self.settled(part) for part in plan.sequences))
+
+    def settled(self, part: SequencePlan) -> SequencePlan:
+        truth = self.truths[part.seq_id]
+        start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
+        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.drafts > 0 == part.carry
+        assert part.start <= start <= part.start + part.slack
+        end, latest = start + 1 + len(drafts), part.end + part.slack
+        first, oldest = part.window_first, max(0, start - self.window + 1) // WINDOW_PAGE_TOKENS
+        assert first == max(0, part.start - self.window + 1) // WINDOW_PAGE_TOKENS <= oldest
+        assert len(part.pages) == -(-latest // PAGE_TOKENS)
+        assert first + len(part.window_pages) == (latest - 1) // WINDOW_PAGE_TOKENS + 1 and -1 not in part.window_pages
+        return part._replace(
+            start=start,
+            token_ids=(truth.tokens[-1], *drafts),
+            drafts=len(drafts),
+            carry=self.copies[part.seq_id],
+            slack=None,
+            pages=part.pages[: -(-end // PAGE_TOKENS)],
+            window_first=oldest,
+            window_pages=part.window_pages[oldest - first : (end - 1) // WINDOW_PAGE_TOKENS + 1 - first],
+        )
 
     def execute(self, plan: StepPlan) -> dict[int, Sampled]:
         assert plan.step % 16 or pickle.loads(pickle.dumps(plan)) == plan
@@ -209,6 +236,7 @@ class Device:
             if place == end or token != part.token_ids[place - start]:
                 break
         del rows[len(truth.tokens) - 1 :]
+        self.copies[part.seq_id] = len(found) - 1
         return found[0]._replace(after=tuple(found[1:]))
 
     def guess(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
@@ -228,11 +256,18 @@ class Harness:
     """Scheduler and device together, with the books that a user of the scheduler would keep."""
 
     def __init__(
-        self, limits: SchedulerLimits, pools: Pools, *, overlap: bool = True, right: Callable[[], bool] | None = None
+        self,
+        limits: SchedulerLimits,
+        pools: Pools,
+        *,
+        overlap: bool = True,
+        right: Callable[[], bool] | None = None,
+        ahead: bool = False,
     ) -> None:
         """``right`` decides whether a guess of the next token is right; without it nothing is guessed. With it and overlap there
-        are times without guesses, when steps overlap."""
-        self.turns = overlap and right is not None and limits.stages == 1
+        are times without guesses, when steps overlap. If guesses are made on the device they do so with guesses, too: ``ahead``."""
+        self.turns = overlap and right is not None and limits.stages == 1 and not ahead
+        self.ahead = ahead and right is not None and limits.stages == 1
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
         self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
         self.device = Device(limits.window, limits.stages)
@@ -248,6 +283,8 @@ class Harness:
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         assert self.right is not None and 0 < most <= self.limits.max_drafts
         assert seq.tokens == self.device.truths[seq.seq_id].tokens
+        if self.ahead:
+            return seq.drafts[:most]
         return self.device.guess(seq.seq_id, most - (self.right() and most > 1), self.right)
 
     def add(self, request: Request, *, fails_at: int | None = None) -> None:
@@ -279,13 +316,26 @@ class Harness:
             self.plans.append(plan)
             for part in plan.sequences:
                 request = self.device.truths[part.seq_id].request
-                assert not (part.token_ids == (-1,) and request.params.thinking_budget is not None)
+                assert not (-1 in part.token_ids and request.params.thinking_budget is not None)
+                latest = part.end + (part.slack or 0)
                 if request.params.max_tokens is not None:
-                    assert part.end < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
-                assert part.end < self.limits.max_model_len
+                    assert latest < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
+                assert latest < self.limits.max_model_len
             assert plan.num_tokens <= self.limits.max_num_batched_tokens
-            self.outstanding.append((plan, self.device.execute(plan)))
+            ran = self.device.settle(plan)
+            results = self.device.execute(ran)
+            self.outstanding.append((ran, self.guessed(ran, results) if self.ahead and plan.max_drafts else results))
         return plan
+
+    def guessed(self, plan: StepPlan, results: dict[int, Sampled]) -> dict[int, Sampled]:
+        """Return results with guesses of what follows each run, as many as its pages have room for, or none."""
+        assert self.right is not None
+        for part in plan.sequences:
+            if part.sample:
+                count = plan.max_drafts if self.right() else 0
+                drafts = self.device.drafts[part.seq_id] = self.device.guess(part.seq_id, count, self.right)
+                results[part.seq_id] = results[part.seq_id]._replace(drafts=drafts)
+        return results
 
     def settle(self) -> None:
         plan, results = self.outstanding.pop(0)
@@ -296,10 +346,13 @@ class Harness:
         if self.turns and not quiet:
             while self.outstanding:
                 self.settle()
+        if self.ahead and not self.scheduler.foresees(self.limits.max_drafts):
+            while self.outstanding:
+                self.settle()
         idle = not self.outstanding
         plan = self.plan(0 if quiet else None)
         assert plan or not idle or not self.scheduler.has_work(), "stuck"
-        if self.outstanding and (plan is None or len(self.outstanding) > self.most_outstanding + quiet):
+        if self.outstanding and (plan is None or len(self.outstanding) > self.most_outstanding + (quiet or self.ahead)):
             self.settle()
         self.scheduler.check()
         return plan

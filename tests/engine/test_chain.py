@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.engine.chain import Chain
+from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.step import UNKNOWN, SequencePlan
-from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
+from dsv4lite.engine.verify_graphs import place_runs, verify_batch, verify_inputs, verify_widths
 from dsv4lite.models.batch import Rotary
 
 CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
 ONES = torch.ones(2)
 MODEL: Any = SimpleNamespace(rotary=Rotary.of(ONES, ONES, (), CPU), numerics=SimpleNamespace(deterministic=True))
+NO_ENDS = RunEnds(columns={}, heads=torch.zeros(3, 8, dtype=torch.int64), drafts=torch.zeros(0, 8, dtype=torch.int64))
 TOKENS = st.integers(0, 2)  # few, so that guesses are right
 
 
@@ -44,8 +46,9 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     plans, sampled, size, width = step
     tables = torch.zeros(SLOTS + 1, 1, dtype=torch.int32)
     nothing = torch.zeros(SLOTS + 1, dtype=torch.int64)
-    inputs = verify_inputs(plans, size, width, PAGES)
-    batch, places_S = verify_batch(inputs, tables, nothing, MODEL, width, max_model_len=512)
+    inputs = verify_inputs(plans, size, width, PAGES, {})
+    runs = place_runs(inputs, width, nothing, NO_ENDS)
+    batch, places_S = verify_batch(inputs, runs, tables, MODEL, max_model_len=512)
     assert places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
     rows = [i * width + place for i, plan in enumerate(plans) for place in range(1 + plan.drafts)]
     assert batch.paging.positions_T[rows].tolist() == [p for plan in plans for p in range(plan.start, plan.end)]
