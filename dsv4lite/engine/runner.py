@@ -51,8 +51,8 @@ class Flight:
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
         drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
-        begun: If the host did not know where runs begin: position, number of guesses, and tokens of each, int32 [2 + width, S], on
-            their way.
+        begun: If the host did not know where runs begin: position, number of guesses, copy of the carry and tokens of each, int32
+            [3 + width, S], on their way.
     """
 
     plan: StepPlan
@@ -67,7 +67,9 @@ class Flight:
         if self.begun is None:
             return self.plan
         runs = zip(self.plan.sequences, *self.begun.wait().tolist(), strict=True)
-        sequences = [s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts])) for s, start, drafts, *ids in runs]
+        sequences = [
+            s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts]), carry) for s, start, drafts, carry, *ids in runs
+        ]
         return replace(self.plan, sequences=tuple(sequences))
 
     def results(self) -> dict[int, Sampled]:

@@ -30,6 +30,7 @@ from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
 from dsv4lite.models.batch import PagedBatch
@@ -37,7 +38,6 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 T = TypeVar("T")
 
-_COLUMNS = 6  # position, slot, copy of the carry, drafts, first window page, column of the run that this one follows
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
 
@@ -48,7 +48,7 @@ class VerifyOutput:
     Attributes:
         width: Rows of each sequence.
         batch: The step's tokens, in B x width rows.
-        runs: int32 [3 + width, B], see ``place_runs``.
+        runs: int32 [3 + width, B]: where each begins, how many guesses it has, from which copy of the carry, and its tokens.
         streams: The final streams of each row.
         logits: float32 [B x width, V].
         best: Of these: the largest, its token, and whether a row can be sampled from.
@@ -247,18 +247,18 @@ class VerifyGraphs:
 
     def _forward(self, inputs: Tensor, width: int) -> VerifyOutput:
         """One step on ``inputs`` of ``verify_inputs``."""
-        runs = place_runs(inputs, width, self.last_token, self.ends)
-        batch, places_S = verify_batch(inputs, runs, self._tables, self._model, self._max_model_len)
+        placed = place_runs(inputs, width, self.last_token, self._heads, self._drafts)
+        batch = verify_batch(inputs, placed, self._tables, self._model, self._max_model_len)
         rows = len(batch.token_ids_T)
         streams = self._model(batch, self._cache.layers)
         logits = self._model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)
         _, token_ids, finite = best
         if width == 1:  # behind others the next step begins where ``_begin`` says
-            self.last_token.index_copy_(0, places_S, token_ids)
+            self.last_token.index_copy_(0, placed.places_S, token_ids)
         usable = finite.int()
         out, kept = torch.stack([token_ids.int(), usable, usable]), self._streams[:rows].copy_(streams)
-        return VerifyOutput(width=width, batch=batch, runs=runs, streams=kept, logits=logits, best=best, out=out)
+        return VerifyOutput(width=width, batch=batch, runs=placed.runs_XS, streams=kept, logits=logits, best=best, out=out)
 
     def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: VerifyOutput, needs: Needs) -> Tensor:
         width, positions_T = output.width, output.batch.paging.positions_T
@@ -327,78 +327,41 @@ def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, page
         *(page for s in sequences for page in (*s.window_pages, *[-1] * (pages - len(s.window_pages)))),
         *[-1] * (missing * pages),
     ]
-    return torch.tensor(values, dtype=torch.int32, device="cpu").view(_COLUMNS + width + pages, size)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").view(TOLD + width + pages, size)
 
 
 def _filled(values: list[int], filler: int, *, count: int) -> list[int]:
     return [*values, *[filler] * count]
 
 
-def place_runs(inputs: Tensor, width: int, last_token: Tensor, ends: RunEnds) -> Tensor:
-    """Return where runs begin, how many guesses they have, from which copy of the carry they start, and their tokens.
+def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> PagedBatch:
+    """Return a step of one known token and guesses of each sequence.
 
     Args:
         inputs: From ``verify_inputs``.
-        width: Rows of each sequence.
-        last_token: int64 [slots + 1], the token sampled last in each slot, where ``inputs`` has ``IN_FLIGHT`` for a single token.
-        ends: Of the step before, for runs with ``slack``.
-
-    Returns:
-        int32 [3 + width, B]; a token behind the guesses is any valid one.
-    """
-    start_S, slot_S, carry_S, drafts_S, _, column_S = inputs[:_COLUMNS]
-    told_QS = inputs[_COLUMNS : _COLUMNS + width]
-    last_S = last_token[torch.where(slot_S < 0, len(last_token) - 1, slot_S).long()].int()
-    behind_S, at_S = column_S >= 0, column_S.clamp_min(0).long()
-    head_S, copy_S, token_S = ends.heads[:, at_S].int()
-    guess_KS = ends.drafts[: width - 1, at_S].int()
-    made_S = (guess_KS >= 0).int().cumprod(0).sum(0, dtype=torch.int32)
-    guess_QS = torch.cat((token_S[None], guess_KS, told_QS[1 + len(guess_KS) :]))
-    tokens_QS = torch.where(behind_S, guess_QS, torch.where(told_QS < 0, last_S, told_QS))
-    return torch.cat(
-        (
-            torch.where(behind_S, head_S, start_S)[None],
-            torch.where(behind_S, torch.minimum(made_S, drafts_S), drafts_S)[None],
-            torch.where(behind_S, copy_S, carry_S)[None],
-            tokens_QS.clamp_min(0),
-        )
-    )
-
-
-def verify_batch(inputs: Tensor, runs: Tensor, tables: Tensor, model: DeepseekV4, max_model_len: int) -> tuple[PagedBatch, Tensor]:
-    """Return a step of one known token and up to ``width - 1`` guesses of each sequence.
-
-    Args:
-        inputs: From ``verify_inputs``.
-        runs: From ``place_runs``.
+        placed: Where their rows stand.
         tables: int32 [slots + 1, P], grow pages by slot.
         model: Whose step it is.
         max_model_len: No sequence is longer.
-
-    Returns:
-        The batch, and int64 [B], the row of ``tables`` of each sequence; that of padding is the last one.
     """
-    size, width, device = inputs.shape[1], len(runs) - 3, inputs.device
-    slot_S, window_first_S = inputs[1], inputs[4]
-    start_S, drafts_S, carry_S = runs[:3]
-    places_S = torch.where(slot_S < 0, len(tables) - 1, slot_S).long()
-    place_Q, every = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, size * width))
-    taken_SQ = (start_S[:, None] >= 0) & (place_Q <= drafts_S[:, None])
+    size = inputs.shape[1]
+    width = len(placed.tokens_T) // size
+    start_S, drafts_S, carry_S = placed.runs_XS[:3]
     paging = Paging(
-        positions_T=torch.where(taken_SQ, start_S[:, None] + place_Q, -1).flatten(),
-        sequence_T=every // width,
-        slots_S=slot_S,
+        positions_T=placed.positions_T,
+        sequence_T=placed.sequence_T,
+        slots_S=inputs[1],
         first_S=start_S,
-        rows_S=every[::width].contiguous(),
-        lens_S=torch.ones_like(start_S) if width == 1 else taken_SQ.sum(1, dtype=torch.int32),
+        rows_S=placed.rows_S,
+        lens_S=placed.lens_S,
         drafts_S=drafts_S,
         carry_S=carry_S,
-        grow_SP=tables.index_select(0, places_S),
-        window_SP=inputs[_COLUMNS + width :].view(size, -1),
-        window_first_S=window_first_S,
+        grow_SP=tables.index_select(0, placed.places_S),
+        window_SP=inputs[TOLD + width :].view(size, -1),
+        window_first_S=inputs[4],
         singles=width == 1,
     )
-    token_ids_T, deterministic = runs[3:].t().flatten().long(), model.numerics.deterministic
-    batch = PagedBatch.of(token_ids_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    deterministic = model.numerics.deterministic
+    batch = PagedBatch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
     batch.most_tokens = size * width  # others replay the same graph
-    return batch, places_S
+    return batch
