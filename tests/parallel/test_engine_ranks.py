@@ -108,18 +108,6 @@ def test_dispatcher_that_does_not_suit_the_layout_is_refused(model: Path) -> Non
         plan_memory(str(model), device="cpu", **settings)
 
 
-def test_experts_move_while_requests_run(model: Path, expected: list[RequestOutput]) -> None:
-    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread"}
-    with LLM(str(model), **MODEST, **settings) as llm:
-        ranks = engine_of(llm)._crew
-        assert isinstance(ranks, Ranks) and ranks._local is not None
-        layers = ranks._local.model.layers
-        before = [layer.ffn.placement for layer in layers]
-        assert_same(all_kinds(llm), expected)
-        assert [layer.ffn.placement for layer in layers] != before
-        assert {len(layer.ffn.placement.experts) for layer in layers} == {SMALL["n_routed_experts"] + 2}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.errors import ConfigError
@@ -75,6 +75,7 @@ def test_copies_go_where_the_load_per_copy_is_largest(loads: list[int], extra: i
     assert all(counts[e] == 1 or load / (counts[e] - 1) >= most for e, load in enumerate(loads))
 
 
+@settings(max_examples=40)
 @given(items=st.lists(st.integers(0, 100), min_size=1, max_size=9), packs=st.integers(2, 3))
 def test_busiest_rank_is_close_to_the_best_packing(items: list[int], packs: int) -> None:
     items = items[: len(items) // packs * packs]
@@ -84,6 +85,7 @@ def test_busiest_rank_is_close_to_the_best_packing(items: list[int], packs: int)
     assert got <= 4 / 3 * least_maximum([float(item) for item in items], packs)
 
 
+@settings(max_examples=40)
 @given(data=st.data(), nodes=st.integers(1, 3), groups=st.integers(1, 3), members=st.integers(1, 4), ranks=st.integers(1, 3))
 def test_group_of_experts_stays_in_one_node(data: st.DataObject, nodes: int, groups: int, members: int, ranks: int) -> None:
     groups *= nodes
