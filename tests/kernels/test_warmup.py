@@ -126,32 +126,33 @@ def test_two_threads_record_side_by_side() -> None:
     assert found == {"a": 3, "b": 3}
 
 
-def test_prepare_compiles_in_another_process_into_the_directory_alone(tmp_path: Path) -> None:
-    """Which is ``main``; the host's settings, and its own cache, are left alone."""
-    environment, knobs, reports = dict(os.environ), dict(vars(triton.knobs.cache)), []
-    assert prepare(record(), tmp_path / "ours", lambda done, total: reports.append((done, total))) == 0
-    assert len(list((tmp_path / "ours").rglob("*.cubin"))) == 3
+def test_prepared_kernels_lie_in_the_directory_alone_and_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process compiles them, which is ``main``; the host's settings, and its own cache, are left alone."""
+    environment, knobs, reports, ours = dict(os.environ), dict(vars(triton.knobs.cache)), [], tmp_path / "ours"
+    assert prepare(record(), ours, lambda done, total: reports.append((done, total))) == 0
+    assert len(list(ours.rglob("*.cubin"))) == 3
     assert not (tmp_path / "of the host").exists()
     assert (dict(os.environ), vars(triton.knobs.cache)) == (environment, knobs)
     assert reports == [(1, 3), (2, 3), (3, 3)]
     assert [kernel.name for kernel in rms_norm_kernel.device_caches[DEVICE][0].values()] == ["rms_norm_kernel"]
-
-
-def test_prepared_kernels_are_found_by_launches_and_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(record(), tmp_path) == 0
     assert record() == []  # a second engine
-    assert prepare([], tmp_path) == 0
+    assert prepare([], ours) == 0
 
     forget()  # a new process
-    monkeypatch.setattr(warmup, "_compile_apart", None)
-    wanted = record()
-    assert len(wanted) == 3
-    assert prepare(wanted, tmp_path) == 0
-    assert record() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(warmup, "_compile_apart", None)
+        wanted = record()
+        assert len(wanted) == 3
+        assert prepare(wanted, ours) == 0
+        assert record() == []
+
+    assert_mended(ours)
 
 
-def test_damaged_directory_is_mended(tmp_path: Path) -> None:
-    prepare(record(), tmp_path)
+def assert_mended(tmp_path: Path) -> None:
+    """Damage a directory: what is missing is compiled again."""
     records = sorted(tmp_path.rglob("__grp__*"))
     records[0].write_text("{")
     next(records[1].parent.glob("*.cubin")).unlink()

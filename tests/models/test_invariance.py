@@ -70,8 +70,10 @@ def test_cutting_a_prompt_changes_no_bit(exact: DeepseekV4, name: str, whole: Te
 
 
 def test_token_by_token_changes_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+    """From nothing, and across borders of groups, windows and pages; in between a chunk saves time."""
     ids = tiny_ids(LENGTH[name], exact.config)[:133]
-    assert torch.equal(exact.logits(run_in_cuts(exact, ids, range(1, len(ids)))), whole[: len(ids)])
+    cuts = [*range(1, 20), *range(60, 68), *range(122, len(ids))]
+    assert torch.equal(exact.logits(run_in_cuts(exact, ids, cuts)), whole[: len(ids)])
 
 
 def test_steps_behind_a_long_prompt_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
@@ -227,7 +229,7 @@ def test_groups_that_do_not_fill_a_page_are_refused(ratio: int) -> None:
 def test_cutting_a_prompt_of_the_quantized_model_changes_no_bit(official_deterministic: DeepseekV4) -> None:
     model, ids = official_deterministic, official_ids(280)
     whole = model.logits(model.one_pass(ids))
-    cuts = [1, 2, 5, 63, 64, 70, 255, 256, *range(270, 280)]
+    cuts = [1, 2, 63, 64, 70, 255, 256, 278, 279]
     assert torch.equal(model.logits(run_in_cuts(model, ids, cuts)), whole)
 
 

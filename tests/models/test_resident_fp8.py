@@ -30,8 +30,7 @@ def checkpoint(config: V4Config, seed: int = 0) -> Mapping[str, Tensor]:
     return dict(dummy_tensors(config, expert_format="fp4", quantized=True, seed=seed))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("config", [SMALL, ODD], ids=["small", "odd"])
+@pytest.mark.parametrize(("config", "deterministic"), [(SMALL, False), (ODD, True)], ids=["small", "odd-deterministic"])
 def test_resident_codes_give_the_bits_of_widened_weights(config: V4Config, deterministic: bool) -> None:
     tensors = checkpoint(config)
     models = [
