@@ -62,6 +62,11 @@ class Layout:
         """How often the attention part of a stage exists besides its replicas; 1 unless ``ep`` exceeds ``tp x dp``."""
         return self.stage // (self.tp * self.dp)
 
+    @property
+    def peers(self) -> str:
+        """The axis of the ranks that work on the same tokens: tp, or ep where attention stands on several copies of them."""
+        return "tp" if self.copies == 1 else "ep"
+
     def place(self, rank: int) -> Place:
         """Return where a rank stands.
 

@@ -30,6 +30,7 @@ from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.models.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.moe import MoE
+from dsv4lite.models.partial_sums import total
 from dsv4lite.models.share import Share, stages
 from dsv4lite.models.streams import Streams
 from dsv4lite.parallel.eplb import balance
@@ -315,7 +316,7 @@ class Attention(nn.Module):
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
         if self.tp.size == 1:
             return grouped_then_linear(o_TGK, self.wo_a, self.wo_b, o_THC.dtype)
-        return self.tp.all_reduce(grouped_then_linear(o_TGK, self.wo_a, self.wo_b, torch.float32)).to(o_THC.dtype)
+        return total(self.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, torch.float32), o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config

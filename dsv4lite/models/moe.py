@@ -18,6 +18,7 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
+from dsv4lite.models.partial_sums import total
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
 from dsv4lite.parallel.experts import Rows
@@ -232,9 +233,7 @@ class MoE(nn.Module):
             return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
         slots_TK = chosen_TK if self.map is None else self.map(chosen_TK)
         sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward, most_tokens)
-        if shared_TD is not None:
-            sums_TD = sums_TD + shared_TD
-        return self.share.peers.all_reduce(sums_TD).to(x_TD.dtype)
+        return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
 
     def _few(self, x_TD: Tensor, rounded: Rounded, token_ids_T: Tensor, positions_T: Tensor | None) -> ExpertSum:
         c, shared, experts = self.config, self.shared, self.experts

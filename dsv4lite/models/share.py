@@ -89,8 +89,8 @@ class Share:
 
     @property
     def peers(self) -> Axis:
-        """The ranks that work on the same tokens: those of tp, or of ep where attention stands on several copies of them."""
-        return self.mesh.tp if self.mesh.layout.copies == 1 else self.mesh.ep
+        """The ranks that work on the same tokens; see ``Layout``."""
+        return self.mesh.peers
 
     def local(self, config: V4Config) -> V4Config:
         """Return the sizes of what this rank has of every layer."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import AXES, Layout, Place
+from dsv4lite.parallel.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -54,12 +55,14 @@ class Axis:
         rank: Position of this rank along the axis.
         size: Ranks along the axis.
         group: Their process group, in the order of their positions; ``None`` for size 1.
+        memory: What they have opened to each other; ``None`` where they cannot, or nobody uses it.
     """
 
     name: str
     rank: int = 0
     size: int = 1
     group: Group | None = None
+    memory: PeerMemory | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -245,14 +248,19 @@ class Mesh:
         """
         mine = [ranks for ranks in _all_groups(layout) if rank in ranks]
         made = {ranks: _make_group(store, ranks, rank, device, timedelta(seconds=timeout_s)) for ranks in mine}
-        return cls._assemble(layout, rank, made)
+        peers = layout.group(layout.peers, rank)
+        memory = None
+        if device.type == "cuda" and len(peers) > 1:
+            place = _part_of(store, "memory", peers)
+            memory = PeerMemory.open(place, peers.index(rank), len(peers), device)
+        return cls._assemble(layout, rank, made, memory)
 
     @classmethod
-    def _assemble(cls, layout: Layout, rank: int, made: Mapping[tuple[int, ...], Group]) -> Mesh:
+    def _assemble(cls, layout: Layout, rank: int, made: Mapping[tuple[int, ...], Group], memory: PeerMemory | None = None) -> Mesh:
         axes = {}
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
-            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks))
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), memory if name == layout.peers else None)
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
@@ -261,6 +269,8 @@ class Mesh:
         Returns at once: NCCL comes to an end only when the graphs are gone that have its collectives, and one group's end may wait
         for a kernel of another's.
         """
+        if self.peers.memory is not None:
+            self.peers.memory.abandon()
         for group in self.groups():
             threading.Thread(target=_abort, args=(group,), name="dsv4lite-abort", daemon=True).start()
 
@@ -268,6 +278,12 @@ class Mesh:
     def place(self) -> Place:
         """Where this rank stands."""
         return self.layout.place(self.rank)
+
+    @property
+    def peers(self) -> Axis:
+        """The ranks that work on the same tokens; see ``Layout``."""
+        axis: Axis = getattr(self, self.layout.peers)
+        return axis
 
     @property
     def positions(self) -> dict[str, tuple[int, int]]:
@@ -314,12 +330,17 @@ def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, timeout: timedelta) -> Group:
-    from torch.distributed.distributed_c10d import PrefixStore  # which torch does not have everywhere
-
-    place = PrefixStore("-".join(map(str, ranks)), store)
+    place = _part_of(store, "", ranks)
     position, size = ranks.index(rank), len(ranks)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(place, position, size, options)
     return dist.ProcessGroupGloo(place, position, size, timeout)
+
+
+def _part_of(store: Store, name: str, ranks: tuple[int, ...]) -> Store:
+    """Return the part of a store in which some ranks meet."""
+    from torch.distributed.distributed_c10d import PrefixStore  # which torch does not have everywhere
+
+    return PrefixStore(name + "-".join(map(str, ranks)), store)

@@ -1,0 +1,180 @@
+"""Memory that ranks of one machine open to each other, so that a kernel can write to all of them.
+
+CUDA's driver does it (``cuIpc…``), and a store carries the handles; no process group takes part. Where one rank cannot, none does:
+drivers and containers differ, and ranks may be on several machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import socket
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger("dsv4lite.parallel")
+
+MOST_NUMBERS = 1 << 18
+"""Numbers of the largest sum that goes through it."""
+_BUFFERS = 3
+_BLOCK = 1024  # of one counter
+_HANDLE_BYTES = 64
+_ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_NOTHING_YET = 0x80000000  # -0.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Refused(Exception):
+    """The driver does not do it."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PeerMemory:
+    """The buffers of all ranks, int32 [3, ranks, numbers] each: three in turn, in which every rank has a place for its numbers.
+
+    Attributes:
+        addresses: int64 [ranks + 1] on the device: of the buffers, in the order of ranks, then of ``abandoned``.
+        calls: int64 on the device, zeros: counters for who uses them, one for every 1024 numbers.
+        abandoned: int32 [1] on the host, where the device reads it: not 0 once nobody shall wait for a peer any more.
+        rank: Which of the ranks this is.
+        numbers: As many as one rank has a place for.
+    """
+
+    addresses: Tensor
+    calls: Tensor
+    abandoned: Tensor
+    rank: int
+    numbers: int
+
+    @classmethod
+    def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int = MOST_NUMBERS) -> PeerMemory | None:
+        """Return the memory, filled with -0.0, or ``None`` if a rank cannot have it. All ranks must call this.
+
+        Args:
+            store: Theirs; nobody else's keys are in it.
+            rank, size: Which this one is, and of how many.
+            device: A GPU, which is the current one.
+            numbers: Of 32 bits, that each rank can send.
+        """
+        with torch.cuda.device(device):
+            calls = torch.zeros(-(-numbers // _BLOCK), dtype=torch.int64, device=device)  # and a context for the driver
+            found = open_buffers(store, rank, size, _BUFFERS * size * numbers)
+        if isinstance(found, str):
+            log.info("ranks add up all parts with NCCL: their memory is closed to each other (%s)", found)
+            return None
+        own, opened, driver = found
+        places = [*opened[:rank], own, *opened[rank:]]
+        abandoned = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
+        memory = cls(
+            addresses=torch.tensor([*places, abandoned.data_ptr()], dtype=torch.int64, device=device),
+            calls=calls,
+            abandoned=abandoned,
+            rank=rank,
+            numbers=numbers,
+        )
+        weakref.finalize(memory, driver.free, own, opened).atexit = False
+        return memory
+
+    def abandon(self) -> None:
+        """Let kernels that wait for peers go on without them, now and from now on; what they work out is of no use."""
+        self.abandoned.fill_(1)
+
+
+class Driver:
+    """What is needed of CUDA's driver, in the current context.
+
+    Raises:
+        OSError: There is no driver.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def allocate(self, count: int) -> int:
+        """Return the address of numbers of 32 bits, all -0.0."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
+        self._call("cuMemsetD32_v2", address, ctypes.c_uint(_NOTHING_YET), ctypes.c_size_t(count))
+        self._call("cuCtxSynchronize")
+        return address.value
+
+    def share(self, address: int) -> bytes:
+        """Return what other processes can open memory with."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Return where another process's memory lies in this one."""
+        address = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_ENABLE_PEERS))
+        return address.value
+
+    def free(self, own: int, opened: Sequence[int]) -> None:
+        """Give memory back: that of others to them."""
+        try:
+            for address in opened:
+                self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            self._call("cuMemFree_v2", ctypes.c_uint64(own))
+        except Refused as error:  # after a CUDA error nothing works any more
+            log.debug("memory of ranks was not given back: %s", error)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise Refused(f"{name} returned {status}")
+
+
+def open_buffers(store: Store, rank: int, size: int, count: int) -> tuple[int, list[int], Driver] | str:
+    """Return the address of this rank's buffer of numbers, and those of its peers; or, on all ranks, why one cannot have them."""
+    own, opened, handle, problem = 0, list[int](), b"", ""
+    try:
+        driver = Driver()
+        own = driver.allocate(count)
+        handle = driver.share(own)
+    except (OSError, Refused) as error:
+        problem = str(error)
+    every = [text.split("|", 2) for text in _exchange(store, "handle", rank, size, f"{_machine()}|{handle.hex()}|{problem}")]
+    problems = [problem for _, _, problem in every if problem]
+    if len({machine for machine, _, _ in every}) > 1:
+        problems.append("they are on several machines")
+    if not problems:
+        try:
+            for peer, (_, theirs, _) in enumerate(every):
+                if peer != rank:
+                    opened.append(driver.open(bytes.fromhex(theirs)))
+        except Refused as error:
+            problem = str(error)
+        problems = [text for text in _exchange(store, "opened", rank, size, problem) if text]
+    if not problems:
+        return own, opened, driver
+    if own:
+        driver.free(own, opened)
+    return problems[0]
+
+
+def _exchange(store: Store, key: str, rank: int, size: int, text: str) -> list[str]:
+    """Tell all ranks something, and return what they all say, in order."""
+    store.set(f"{key}{rank}", text)
+    return [store.get(f"{key}{peer}").decode() for peer in range(size)]
+
+
+def _machine() -> str:
+    """Return a name of this machine that no other one has."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()

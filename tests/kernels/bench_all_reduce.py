@@ -1,0 +1,80 @@
+"""Times sums over ranks, float32 parts to bfloat16, by size: ``python tests/kernels/bench_all_reduce.py [ranks]``, a GPU each.
+
+NCCL's all-reduce with the rounding behind it beside ``all_reduce_few``; microseconds of one call within a CUDA graph of forty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few
+from dsv4lite.layout import Layout
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.peer_memory import PeerMemory
+
+KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+CALLS = 40
+
+
+def microseconds(op: Callable[[], object], barrier: Callable[[], object]) -> float:
+    """Return the median time of one call over graph replays."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        op()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                op()
+    times = []
+    for _ in range(9):
+        barrier()
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / CALLS)
+    return sorted(times)[len(times) // 2]
+
+
+def main(rank: int, size: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+    device = torch.device("cuda", rank)
+    mesh = Mesh.from_store(store, Layout(tp=size), rank, device, timeout_s=30)
+    memory = PeerMemory.open(dist.PrefixStore("bench", store), rank, size, device, numbers=max(KIB) * 256)
+    if memory is None:
+        sys.exit("ranks cannot open their memory to each other")
+    inbox = Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+    few = torch.zeros(1, device=device)
+
+    def barrier() -> Tensor:
+        return mesh.tp.all_reduce(few)
+
+    barrier()
+    if rank == 0:
+        print(f"{size} GPUs\n{'KiB':>6}{'NCCL':>8}{'and cast':>10}{'few':>8}", flush=True)
+    for kib in KIB:
+        part = torch.randn(kib * 256, generator=torch.Generator().manual_seed(rank)).to(device)
+        exact = mesh.tp.all_reduce(part.clone())
+        torch.testing.assert_close(all_reduce_few(part, inbox, torch.float32), exact, rtol=1e-5, atol=1e-5)
+        part.zero_()
+        alone = microseconds(lambda part=part: mesh.tp.all_reduce(part), barrier)  # type: ignore[misc]
+        cast = microseconds(lambda part=part: mesh.tp.all_reduce(part).to(torch.bfloat16), barrier)  # type: ignore[misc]
+        ours = microseconds(lambda part=part: all_reduce_few(part, inbox, torch.bfloat16), barrier)  # type: ignore[misc]
+        if rank == 0:
+            print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count()
+    mp.spawn(main, args=(ranks, store.port), nprocs=ranks)

@@ -1,0 +1,114 @@
+"""Sums through memory that ranks open to each other, on two GPUs or more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few, all_reduce_few_ref
+from dsv4lite.parallel.peer_memory import PeerMemory
+
+pytestmark = pytest.mark.gpu
+NUMBERS = 1 << 18
+COUNTS = (7, 4096, 8 * 4096, 5000, NUMBERS, 64 * 4096, 1)
+
+
+def parts_of(size: int, count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator) for _ in range(size)]
+
+
+def opened(rank: int, size: int, port: int) -> tuple[PeerMemory, Inbox]:
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+    memory = PeerMemory.open(store, rank, size, torch.device("cuda", rank), numbers=NUMBERS)
+    assert memory is not None, "this machine's GPUs do not open their memory to each other"
+    return memory, Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+
+
+def sums(rank: int, size: int, port: int, answers: Any) -> None:
+    """Sum by launches, then by replays of graphs that hold calls of several sizes, with new numbers in every replay."""
+    _, inbox = opened(rank, size, port)
+    wrong = []
+    for seed, count in enumerate(COUNTS * 3):
+        parts = parts_of(size, count, seed)
+        for dtype in (torch.float32, torch.bfloat16):
+            if not right(all_reduce_few(parts[rank].cuda(), inbox, dtype), parts, dtype):
+                wrong.append(("launch", count, str(dtype)))
+    parts = [parts_of(size, count, 99) for count in COUNTS]
+    inputs = [each[rank].cuda() for each in parts]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = [all_reduce_few(x, inbox, torch.float32, x) for x in inputs]
+        for replay in range(200):
+            factor = 1.0 + replay % 7
+            for x, each in zip(inputs, parts, strict=True):
+                x.copy_(each[rank] * factor)
+            graph.replay()
+            if replay % 20 == 0:
+                found = [right(y, [2 * factor * p for p in each], torch.float32) for y, each in zip(outputs, parts, strict=True)]
+                wrong += [("replay", replay, count) for count, fine in zip(COUNTS, found, strict=True) if not fine]
+    answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
+    time.sleep(1)  # for the tensors to be fetched
+
+
+def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
+    expected = all_reduce_few_ref(parts, dtype)
+    if len(parts) == 2:
+        return torch.equal(found.cpu(), expected)
+    return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def abandoned(rank: int, size: int, port: int, answers: Any) -> None:
+    """Rank 0 sums with ranks that never come."""
+    memory, inbox = opened(rank, size, port)
+    answers.put((rank, [], []))
+    if rank == 0:
+        all_reduce_few(torch.ones(4096, device="cuda"), inbox, torch.float32)
+        waiting = torch.cuda.Event()
+        waiting.record()
+        time.sleep(0.5)
+        waits = not waiting.query()
+        memory.abandon()
+        torch.cuda.synchronize()
+        answers.put((rank, [] if waits else ["it has not waited"], []))
+
+
+def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[int, list[Any], list[Tensor]]]:
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=function, args=(rank, size, store.port, answers), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        return [answers.get(timeout=60) for _ in range(count)]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_reduce_few_is_right_in_launches_and_replays_and_the_same_on_all_ranks(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    found = on_gpus(sums, size, size)
+    assert [wrong for _, wrong, _ in found] == [[]] * size
+    for _, _, outputs in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs, found[0][2], strict=True))
+
+
+def test_all_reduce_few_ends_when_it_is_abandoned() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert [wrong for _, wrong, _ in on_gpus(abandoned, 2, 3)] == [[]] * 3
