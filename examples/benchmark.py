@@ -11,8 +11,9 @@ Prints how long the start took and on what, the time of a decode step and how ne
 part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).
 
 With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``--profile`` lists the kernels of
-one, and how much of a step NCCL's took: moving data, and waiting for the other GPUs. With several ranks it watches rank 0 and needs
-``--executor thread``, which has that rank in this process.
+one, how much of a step those of collectives took (moving data, and waiting for the other GPUs), how long none ran, and how much of
+that in gaps of more than 10 us, as when the host is late. With several ranks it watches rank 0 and needs ``--executor thread``,
+which has that rank in this process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from dsv4lite.weights.source import ModelSource
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
 COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
-PROFILED_STEPS = 32
+PROFILED_STEPS = 12
+LONG_GAP_US = 10.0
 
 
 def flash(layers: int) -> dict[str, Any]:
@@ -120,8 +122,8 @@ async def decode(
 ) -> dict[str, float]:
     """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part.
 
-    With ``kernels`` some more steps are profiled, and their kernels are added to it; NCCL's seconds of a step are returned, too,
-    and its share of what all kernels take.
+    With ``kernels`` some more steps are profiled, and their kernels are added to it; the seconds of a step that collectives take
+    are returned, too, their share of what all kernels take, and the seconds in which none runs, in all and in long gaps.
     """
 
     def prompt() -> list[int]:
@@ -144,7 +146,7 @@ async def decode(
         gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
         found = {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
         if kernels is not None:
-            with profiled(kernels):
+            with profiled(kernels) as gaps_us:
                 begun = llm.stats().steps
                 while llm.stats().steps < begun + PROFILED_STEPS:  # there may be tokens from before
                     await read(stream, 1)
@@ -152,6 +154,8 @@ async def decode(
                 steps = llm.stats().steps - begun
             found["nccl_s"] = communication(kernels) / steps
             found["nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
+            found["idle_s"] = 1e-6 * sum(gaps_us) / steps
+            found["late_s"] = 1e-6 * sum(gap for gap in gaps_us if gap > LONG_GAP_US) / steps
     llm.abort()
     await asyncio.gather(*others)
     return found
@@ -166,10 +170,21 @@ async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) ->
 
 
 @contextmanager
-def profiled(kernels: list[dict[str, Any]]) -> Iterator[None]:
-    """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all."""
+def profiled(kernels: list[dict[str, Any]]) -> Iterator[list[float]]:
+    """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all.
+
+    The block gets a list that has, behind it, the microseconds between each kernel and the next one that did not overlap it.
+    """
+    gaps: list[float] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield
+        yield gaps
+    ran = sorted(
+        (e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    ended = ran[0][0] if ran else 0.0
+    for begun, end in ran:
+        gaps += [begun - ended] if begun > ended else []
+        ended = max(ended, end)
     rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
     kernels += [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
 
@@ -184,7 +199,7 @@ def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
 
 def communication(kernels: list[dict[str, Any]]) -> float:
     """Return the seconds that kernels of collectives took."""
-    return 1e-6 * sum(row["us"] for row in kernels if row["kernel"].startswith("nccl"))
+    return 1e-6 * sum(row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_kernel")))
 
 
 def configured(args: argparse.Namespace) -> EngineConfig:
@@ -216,11 +231,11 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
     title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
-    print(title + (f"{'nccl ms':>9}{'share':>8}{'us a layer':>12}" if args.profile else ""))
+    print(title + (f"{'sums ms':>9}{'share':>8}{'us a layer':>12}{'idle ms':>9}{'late ms':>9}" if args.profile else ""))
     floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch)]
     for batch, floor in zip(args.batch, floors, strict=True):
         for context in args.context:
-            kernels: list[dict[str, Any]] | None = [] if args.profile else None
+            kernels: list[dict[str, Any]] | None = [] if args.profile and batch in (args.profile_batch or args.batch) else None
             measured = await decode(llm, batch, context, args.tokens, rng, kernels)
             step = measured["step_s"]
             result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
@@ -231,6 +246,7 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
             if kernels is not None:
                 each = 1e6 * measured["nccl_s"] / args.layers
                 row += f"{1e3 * measured['nccl_s']:>9.2f}{measured['nccl_share']:>8.1%}{each:>12.1f}"
+                row += f"{1e3 * measured['idle_s']:>9.2f}{1e3 * measured['late_s']:>9.2f}"
             print(row, flush=True)
             if kernels is not None:
                 name = f"decode, batch {batch}, context {context}"
@@ -356,6 +372,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
     parser.add_argument("--profile", type=int, nargs="?", const=40, default=0, metavar="N", help="list the kernels that take most")
+    parser.add_argument("--profile-batch", type=int, nargs="+", metavar="BATCH", help="only for these (default all)")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this SVG file")
     args = parser.parse_args(line)

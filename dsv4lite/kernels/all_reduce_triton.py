@@ -22,7 +22,7 @@ _WARPS = 8
 _PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def all_reduce_kernel(
     part, also, out, addresses, calls, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
     NATIVE: tl.constexpr, EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,

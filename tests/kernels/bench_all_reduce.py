@@ -29,7 +29,7 @@ def microseconds(op: Callable[[], object], barrier: Callable[[], object]) -> flo
     with torch.cuda.stream(stream):
         op()
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(CALLS):
                 op()
     times = []

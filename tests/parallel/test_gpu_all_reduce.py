@@ -47,7 +47,10 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
     inputs = [each[rank].cuda() for each in parts]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        with torch.cuda.graph(graph, stream=stream):
+        for x in inputs:
+            all_reduce_few(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce_few(x, inbox, torch.float32, x) for x in inputs]
         for replay in range(200):
             factor = 1.0 + replay % 7
