@@ -13,8 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.moe_few import ExpertSum
+
 EMPTY = -(1 << 31)
 """The bits of -0.0: what memory holds where no number has arrived. Parts are sent with +0.0 instead."""
+EXPERT_COLUMNS = 1024
+"""Experts whose results are of a multiple of it are added up by the kernel that sends the sum."""
 TURNS = 3  # a call writes one buffer, while others may still read the one before, and clears that of the call before
 
 
@@ -48,6 +53,40 @@ def all_reduce_few(part: Tensor, inbox: Inbox, dtype: torch.dtype, also: Tensor 
     from dsv4lite.kernels.all_reduce_triton import all_reduce_triton
 
     return all_reduce_triton(part, inbox, dtype, also)
+
+
+def all_reduce_experts(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype, *, shared: bool) -> Tensor:
+    """Return the sum of all ranks' experts [T, D], as ``all_reduce_few`` does of what ``part_of_experts`` returns.
+
+    Args:
+        parts: This rank's; D is a multiple of ``EXPERT_COLUMNS``.
+        inbox: Of this rank.
+        dtype: Of the result.
+        shared: Its shared expert counts.
+    """
+    from dsv4lite.kernels.all_reduce_triton import all_reduce_experts_triton
+
+    return all_reduce_experts_triton(parts, inbox, dtype, shared=shared)
+
+
+def part_of_experts(parts: ExpertSum, *, shared: bool) -> Tensor:
+    """Return a rank's part of the sum of experts, float32 [T, D]; without the shared expert unless it counts."""
+    if not use_triton(parts.outputs_TKD):
+        return part_of_experts_ref(parts, shared=shared)
+    from dsv4lite.kernels.experts_triton import combine_triton
+
+    total = combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None)
+    return total + parts.shared_TD if shared else total
+
+
+def part_of_experts_ref(parts: ExpertSum, *, shared: bool) -> Tensor:
+    """See ``part_of_experts``."""
+    found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
+    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
+    total = outputs[:, 0]
+    for k in range(1, outputs.shape[1]):
+        total = total + outputs[:, k]
+    return total + parts.shared_TD.float() if shared else total
 
 
 def all_reduce_few_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

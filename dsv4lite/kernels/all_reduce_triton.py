@@ -13,25 +13,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox
+from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS, Inbox
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.moe_few import ExpertSum
 
-BLOCK = 1024  # numbers of one program: 16 bytes for each of its threads
+BLOCK = EXPERT_COLUMNS  # numbers of one program: 16 bytes for each of its threads
 _WARPS = 8
 _PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
 
 
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_kernel(
-    part, also, out, addresses, calls, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
-    NATIVE: tl.constexpr, EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+    part, chosen, also, out, addresses, calls, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr, EMPTY: tl.constexpr,
+    TURNS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     call = tl.load(calls + block)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(part + at, mask=inside, other=0.0)
+    if TOP_K == 0:
+        x = tl.load(part + at, mask=inside, other=0.0)
+    else:  # a block is of one token
+        # Reference: total = total + outputs[:, k]
+        token = (block * BLOCK // HIDDEN).to(tl.int64)
+        column = block * BLOCK % HIDDEN + tl.arange(0, BLOCK)
+        x = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(TOP_K):
+            pair = token * TOP_K + k
+            end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+            x += tl.load(part + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
     if ADDED:
         x += tl.load(also + at, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
@@ -66,39 +78,59 @@ def all_reduce_kernel(
 
 def all_reduce_triton(part: Tensor, inbox: Inbox, dtype: torch.dtype, also: Tensor | None) -> Tensor:
     """Launch ``all_reduce_few``."""
-    assert part.dtype == torch.float32 and part.is_contiguous() and 0 < part.numel() <= inbox.numbers, part.shape
-    assert dtype in (torch.bfloat16, torch.float32), dtype
+    assert part.dtype == torch.float32 and part.is_contiguous(), part.dtype
     assert also is None or (also.is_contiguous() and also.shape == part.shape), also
-    ranks = len(inbox.addresses) - 1
     out = torch.empty(part.shape, dtype=dtype, device=part.device)
-    all_reduce_kernel[(triton.cdiv(part.numel(), BLOCK),)](
+    _launch(part, part, part if also is None else also, out, inbox, TOP_K=0, EXPERTS=0, HIDDEN=BLOCK, ADDED=also is not None)
+    return out
+
+
+def all_reduce_experts_triton(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype, *, shared: bool) -> Tensor:
+    """Launch ``all_reduce_experts``."""
+    outputs, (_, top_k, hidden) = parts.outputs_TKD, parts.outputs_TKD.shape
+    assert hidden % BLOCK == 0 and outputs.is_contiguous() and parts.shared_TD.is_contiguous(), hidden
+    out = torch.empty(parts.shared_TD.shape, dtype=dtype, device=outputs.device)
+    sizes = {"TOP_K": top_k, "EXPERTS": parts.experts, "HIDDEN": hidden, "ADDED": shared}
+    _launch(outputs, parts.chosen_TK, parts.shared_TD, out, inbox, **sizes)
+    return out
+
+
+def _launch(part: Tensor, chosen: Tensor, also: Tensor, out: Tensor, inbox: Inbox, **sizes: int) -> None:
+    assert 0 < out.numel() <= inbox.numbers and out.dtype in (torch.bfloat16, torch.float32), (out.shape, out.dtype)
+    all_reduce_kernel[(triton.cdiv(out.numel(), BLOCK),)](
         part,
-        part if also is None else also,
+        chosen,
+        also,
         out,
         inbox.addresses,
         inbox.calls,
-        part.numel(),
+        out.numel(),
         inbox.rank,
         inbox.numbers,
-        RANKS=ranks,
+        RANKS=len(inbox.addresses) - 1,
         BLOCK=BLOCK,
-        ADDED=also is not None,
         NATIVE=native_e4m3(part),
         EMPTY=EMPTY,
         TURNS=TURNS,
         PATIENCE=_PATIENCE,
+        **sizes,
         num_warps=_WARPS,
     )
-    return out
+
+
+# What variants are compiled for: V4-Flash.
+_HIDDEN, _EXPERTS, _TOP_K = 4096, 256, 6
 
 
 def variants() -> list[Variant]:
     """Return every launch, for compilation ahead of time."""
+    pointers = {"chosen": "*i64", "addresses": "*i64", "calls": "*i64"}
     whole = dict.fromkeys(("size", "rank", "numbers"), "i32")
+    plain, experts = {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}, {"TOP_K": _TOP_K, "EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN}
     return [
         Variant(
             kernel=all_reduce_kernel,
-            signature={"part": "*fp32", "also": also or "*fp32", "out": out, "addresses": "*i64", "calls": "*i64", **whole},
+            signature={"part": part, "also": also or "*bf16", "out": out, **pointers, **whole},
             constants={
                 "RANKS": ranks,
                 "BLOCK": BLOCK,
@@ -107,12 +139,19 @@ def variants() -> list[Variant]:
                 "EMPTY": EMPTY,
                 "TURNS": TURNS,
                 "PATIENCE": _PATIENCE,
+                **sizes,
             },
             num_warps=_WARPS,
             capabilities=capabilities,
         )
-        for ranks in (2, 4, 8)
-        for out in ("*fp32", "*bf16")
-        for also in (None, "*fp32", "*bf16")
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+        for ranks in (2, 4, 8)
+        for part, also, out, sizes in (
+            ("*fp32", None, "*fp32", plain),
+            ("*fp32", None, "*bf16", plain),
+            ("*fp32", "*bf16", "*bf16", plain),
+            ("*bf16", None, "*bf16", experts),
+            ("*bf16", "*bf16", "*bf16", experts),
+            ("*fp32", "*fp32", "*bf16", experts),
+        )
     ]

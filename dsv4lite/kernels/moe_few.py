@@ -47,13 +47,27 @@ class Router(NamedTuple):
     positions_T: Tensor | None
 
 
+class Held(NamedTuple):
+    """Which part of a layer's experts a rank has.
+
+    Attributes:
+        first: The id of its first routed expert; the others follow.
+        partial: They are cut by width: what they return is a part, float32.
+        shared_partial: So is the shared expert.
+    """
+
+    first: int = 0
+    partial: bool = False
+    shared_partial: bool = False
+
+
 class ExpertSum(NamedTuple):
     """A sum over experts that nobody has taken yet: the routed ones in order, then the shared one, float32, rounded once.
 
     Attributes:
         chosen_TK: Expert ids, int64 [T, K]; where there is no such expert nothing is added, whatever the output.
-        outputs_TKD: bfloat16 [T, K, D].
-        shared_TD: bfloat16 [T, D].
+        outputs_TKD: bfloat16 [T, K, D]; float32 where they are parts of what experts return.
+        shared_TD: bfloat16 or float32 [T, D], likewise.
         experts: How many experts there are.
     """
 
@@ -80,6 +94,8 @@ def moe_few(
     w2: Tiles,
     limit: float,
     row_tile: int | None = None,
+    *,
+    held: Held | None = None,
 ) -> ExpertSum:
     """Run few tokens through their experts.
 
@@ -92,12 +108,14 @@ def moe_few(
         w13, w2: Routed experts.
         limit: Of the activations.
         row_tile: As for ``fp8_linear``.
+        held: What ``w13``, ``w2`` and the shared expert are, if not all of every expert; experts that are not here are none.
     """
+    given = (logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
     if use_triton(x_codes):
         from dsv4lite.kernels.moe_few_triton import moe_few_triton
 
-        return moe_few_triton(logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
-    return moe_few_ref(logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, row_tile)
+        return moe_few_triton(*given, held)
+    return moe_few_ref(*given, row_tile, held=held)
 
 
 def moe_few_ref(
@@ -112,6 +130,8 @@ def moe_few_ref(
     w2: Tiles,
     limit: float,
     row_tile: int | None = None,
+    *,
+    held: Held | None = None,
 ) -> ExpertSum:
     """See ``moe_few``."""
     chosen_TK, weight_TK = route_ref(
@@ -123,9 +143,13 @@ def moe_few_ref(
         token_ids_T=None if router.table_VK is None else router.token_ids_T,
         positions_T=router.positions_T,
     )
-    shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, h_TI.dtype, row_tile)
-    outputs_TKD = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
-    return ExpertSum(chosen_TK, outputs_TKD.to(shared_TD.dtype), shared_TD, w2.shape[0])
+    held, experts = held or Held(), w2.shape[0]
+    chosen_TK = chosen_TK - held.first
+    chosen_TK = torch.where((chosen_TK >= 0) & (chosen_TK < experts), chosen_TK, experts)
+    dtype = torch.float32 if held.shared_partial else h_TI.dtype
+    shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
+    outputs_TKD = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=held.partial)
+    return ExpertSum(chosen_TK, outputs_TKD if held.partial else outputs_TKD.to(h_TI.dtype), shared_TD, experts)
 
 
 def sum_experts(parts: ExpertSum) -> Tensor:

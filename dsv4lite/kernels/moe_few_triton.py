@@ -9,6 +9,7 @@ Each part does what its kernel for many tokens does, in the same order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -21,7 +22,7 @@ from dsv4lite.kernels.experts import GROUP, Tiles
 from dsv4lite.kernels.experts_triton import FEW, Block, Work, gate_up_tile
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, fp8_tile, splits_of
-from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Router
+from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router
 from dsv4lite.kernels.moe_triton import route_rows
 from dsv4lite.kernels.swiglu_triton import swiglu_groups
 
@@ -52,13 +53,13 @@ def _group_rows(
     tl.store(order + block * ROWS + row, pair, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["tokens", "most"])
+@triton.jit(do_not_specialize=["tokens", "most", "first_expert"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, h, x_scales,
     chosen, weights, order, owner, blocks, arrivals, x_words, s_codes, s_scales,
-    tokens, most, logits_stride, route_scale, width, limit,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
-    FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
+    tokens, most, logits_stride, route_scale, width, limit, first_expert,
+    EXPERTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr,
+    BIASED: tl.constexpr, FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
     SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -70,11 +71,14 @@ def _prepare_kernel(
             token.to(tl.int64), here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
             EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
         )  # fmt: skip
+        # Reference: torch.where((chosen_TK >= 0) & (chosen_TK < experts), chosen_TK, experts)
+        ids -= first_expert
+        ids = tl.where((ids >= 0) & (ids < HELD), ids, HELD)
         used = here[:, None] & (tl.arange(0, TOP_TILE)[None, :] < TOP_K)
         at = token[:, None] * TOP_K + place
         tl.store(chosen + at, ids.to(tl.int64), mask=used)
         tl.store(weights + at, weight, mask=used)
-        _group_rows(token, ids, place, used & (ids < EXPERTS), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+        _group_rows(token, ids, place, used & (ids < HELD), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
     else:
         mine = ((program - 1) // SHARERS).to(tl.int64)
         part = (program - 1) % SHARERS
@@ -122,15 +126,18 @@ def moe_few_triton(
     w13: Tiles,
     w2: Tiles,
     limit: float,
+    held: Held | None = None,
 ) -> ExpertSum:
     """Launch ``moe_few``."""
+    held = held or Held()
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, by_token=True)
-    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, held.first)
     u, u_codes = work.room_for_u()
-    shared_TD = torch.empty(tokens, hidden, dtype=h_TI.dtype, device=h_TI.device)
+    shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
+    shared_TD = torch.empty(tokens, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
     blocks, first = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS)
     assert shared_codes.shape == (hidden, h_TI.shape[1] // 2) and shared_codes.is_contiguous() and shared_scales.is_contiguous()
@@ -159,12 +166,12 @@ def moe_few_triton(
         **work.constants(w13),
     )
     del u
-    outputs_TKD = work.down(u_codes, w2).view(tokens, router.top_k, hidden)
+    outputs_TKD = work.down(u_codes, w2, partial=held.partial).view(tokens, router.top_k, hidden)
     return ExpertSum(chosen_TK, outputs_TKD, shared_TD, experts)
 
 
 def _prepare(
-    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route and group; return experts, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
@@ -206,7 +213,9 @@ def _prepare(
         router.scale,
         inputs,
         limit,
+        first,
         EXPERTS=experts,
+        HELD=work.experts,
         BLOCK=triton.next_power_of_2(experts),
         TOP_K=top_k,
         TOP_TILE=triton.next_power_of_2(top_k),
@@ -249,11 +258,12 @@ def variants() -> list[Variant]:
                     **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "x_words"), "*i32"),
                     **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
                     "h": "*bf16",
-                    **dict.fromkeys(("tokens", "most", "logits_stride", "width"), "i32"),
+                    **dict.fromkeys(("tokens", "most", "logits_stride", "width", "first_expert"), "i32"),
                     **dict.fromkeys(("route_scale", "limit"), "fp32"),
                 },
                 constants={
                     "EXPERTS": _EXPERTS,
+                    "HELD": _EXPERTS,
                     "BLOCK": 256,
                     "TOP_K": _TOP_K,
                     "TOP_TILE": 8,
@@ -277,7 +287,8 @@ def variants() -> list[Variant]:
     for (_, block), fp4 in product(FEW, (False, True)):
         for native, capabilities in _BY_E4M3:
             found.append(_gate_up_w2(block, fp4, native, capabilities))
-    return found
+    last = found[-1]  # and one that returns a part of the shared expert's result
+    return [replace(last, signature={**last.signature, "shared": "*fp32"}), *found]
 
 
 def _gate_up_w2(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import can_tile, experts_forward
 from dsv4lite.kernels.moe import route
-from dsv4lite.kernels.moe_few import ExpertSum, Router, moe_few, suits_few
+from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
-from dsv4lite.models.partial_sums import total
+from dsv4lite.models.partial_sums import total, total_of_experts
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
-from dsv4lite.parallel.experts import Rows
+from dsv4lite.parallel.experts import Local, Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     CopiedSlot,
@@ -192,7 +192,7 @@ class MoE(nn.Module):
         positions_T: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Tensor | ExpertSum:
-        """Return [T, D], or, of few tokens whose experts are all here, what it is the sum of.
+        """Return [T, D], or, of few tokens on a single rank, what it is the sum of.
 
         Args:
             x_TD: Inputs.
@@ -206,8 +206,12 @@ class MoE(nn.Module):
         rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-            if self.dispatch is None and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
+            alone = self.dispatch is None
+            stays = alone or (isinstance(self.dispatch, Local) and self.map is None and routed_TK is None)
+            if stays and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
                 parts = self._few(x_TD, rounded, token_ids_T, positions_T)
+                if not alone:
+                    return total_of_experts(self.share.peers, parts, x_TD.dtype, shared=self.share.leads)
                 if routed_TK is not None:
                     routed_TK.copy_(parts.chosen_TK)
                 return parts
@@ -240,6 +244,9 @@ class MoE(nn.Module):
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
         h_TI, logits_TE = pair(x_TD, shared.w13, self.gate, rounded=rounded)
         router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
+        first = self.share.mesh.ep.rank * self.placement.slots_per_rank
+        shared_partial = self.share.partial_dtype(x_TD.dtype) != x_TD.dtype
+        held = None if self.dispatch is None else Held(first, experts.partial, shared_partial)
         return moe_few(
             logits_TE,
             router,
@@ -251,6 +258,7 @@ class MoE(nn.Module):
             experts.w2.tiles,
             c.swiglu_limit,
             shared.w2.row_tile,
+            held=held,
         )
 
     def take_part(self, most_tokens: int | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few
+from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
+from dsv4lite.kernels.moe_few import ExpertSum
 from dsv4lite.parallel.mesh import Axis
 
 
@@ -18,10 +19,25 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
         dtype: Of the result.
         also: Another part of this rank, of the same shape.
     """
-    memory = axis.memory
-    if memory is not None and 0 < part.numel() <= memory.numbers:
-        inbox = Inbox(addresses=memory.addresses, calls=memory.calls, rank=memory.rank, numbers=memory.numbers)
+    inbox = _inbox(axis, part.numel())
+    if inbox is not None:
         return all_reduce_few(part.contiguous(), inbox, dtype, also)
     if also is not None:
         part = part + also
     return axis.all_reduce(part).to(dtype)
+
+
+def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype, *, shared: bool) -> Tensor:
+    """Return the sum of the ranks' experts, [T, D], rounded once; this rank's shared expert counts if ``shared`` says so."""
+    inbox = _inbox(axis, parts.shared_TD.numel())
+    if inbox is not None and parts.shared_TD.shape[1] % EXPERT_COLUMNS == 0:
+        return all_reduce_experts(parts, inbox, dtype, shared=shared)
+    return total(axis, part_of_experts(parts, shared=shared), dtype)
+
+
+def _inbox(axis: Axis, numbers: int) -> Inbox | None:
+    """Return where parts of so many numbers meet, if they go through memory that the ranks have opened to each other."""
+    memory = axis.memory
+    if memory is None or not 0 < numbers <= memory.numbers:
+        return None
+    return Inbox(addresses=memory.addresses, calls=memory.calls, rank=memory.rank, numbers=memory.numbers)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox, all_reduce_few_ref
+from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox, all_reduce_few_ref, part_of_experts
+from dsv4lite.kernels.moe_few import ExpertSum
 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels import all_reduce_triton as kernels
-from dsv4lite.kernels.all_reduce_triton import BLOCK, all_reduce_triton
+from dsv4lite.kernels.all_reduce_triton import BLOCK, all_reduce_experts_triton, all_reduce_triton
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are on the CPU")]
 NUMBERS = 3 * BLOCK
@@ -28,11 +29,11 @@ class World:
     abandoned: Tensor
 
     @classmethod
-    def of(cls, ranks: int) -> World:
-        buffers = [torch.full((TURNS, ranks, NUMBERS), EMPTY, dtype=torch.int32) for _ in range(ranks)]
+    def of(cls, ranks: int, numbers: int = NUMBERS) -> World:
+        buffers = [torch.full((TURNS, ranks, numbers), EMPTY, dtype=torch.int32) for _ in range(ranks)]
         abandoned = torch.zeros(1, dtype=torch.int32)
         addresses = torch.tensor([x.data_ptr() for x in (*buffers, abandoned)])
-        inboxes = [Inbox(addresses, torch.zeros(NUMBERS // BLOCK, dtype=torch.int64), rank, NUMBERS) for rank in range(ranks)]
+        inboxes = [Inbox(addresses, torch.zeros(numbers // BLOCK, dtype=torch.int64), rank, numbers) for rank in range(ranks)]
         return cls(buffers, inboxes, abandoned)
 
     def run(self, rank: int, part: Tensor, dtype: torch.dtype = torch.float32, also: Tensor | None = None) -> Tensor:
@@ -77,6 +78,25 @@ def test_all_reduce_few_rounds_once_and_adds_another_part() -> None:
     world.deliver(1, theirs)
     found = world.run(0, mine, torch.bfloat16, also)
     assert torch.equal(found, all_reduce_few_ref([mine + also.float(), theirs], torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)], ids=str)
+def test_all_reduce_experts_adds_up_what_each_rank_has_of_them(dtype: torch.dtype, shared: bool) -> None:
+    """Results of experts that are elsewhere are whatever lay in memory."""
+    world, rng, top_k, hidden = World.of(2, 6 * BLOCK), torch.Generator().manual_seed(3), 3, 2 * BLOCK
+    sums = []
+    for _ in range(2):
+        chosen = torch.randint(0, 5, (3, top_k), generator=rng)  # of three here
+        outputs = torch.randn(3, top_k, hidden, generator=rng).to(dtype)
+        outputs[chosen >= 3] = torch.nan
+        parts = ExpertSum(chosen, outputs, torch.randn(3, hidden, generator=rng).to(dtype), 3)
+        sums.append((parts, part_of_experts(parts, shared=shared)))
+    world.deliver(1, sums[1][1].flatten())
+    expected = all_reduce_few_ref([part for _, part in sums], torch.bfloat16)
+    found = [
+        all_reduce_experts_triton(parts, world.inboxes[rank], torch.bfloat16, shared=shared) for rank, (parts, _) in enumerate(sums)
+    ]
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
 
 
 def test_all_reduce_few_sends_its_part_to_all_and_clears_what_it_read_before() -> None:

@@ -36,7 +36,7 @@ def opened(rank: int, size: int, port: int) -> tuple[PeerMemory, Inbox]:
 
 def sums(rank: int, size: int, port: int, answers: Any) -> None:
     """Sum by launches, then by replays of graphs that hold calls of several sizes, with new numbers in every replay."""
-    _, inbox = opened(rank, size, port)
+    memory, inbox = opened(rank, size, port)
     wrong = []
     for seed, count in enumerate(COUNTS * 3):
         parts = parts_of(size, count, seed)
@@ -60,7 +60,17 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
             if replay % 20 == 0:
                 found = [right(y, [2 * factor * p for p in each], torch.float32) for y, each in zip(outputs, parts, strict=True)]
                 wrong += [("replay", replay, count) for count, fine in zip(COUNTS, found, strict=True) if not fine]
+        stream.synchronize()
     answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
+    if rank == 0:  # one more sum, for which the others never come
+        all_reduce_few(inputs[0], inbox, torch.float32)
+        ended = torch.cuda.Event()
+        ended.record()
+        time.sleep(0.5)
+        waits = not ended.query()
+        memory.abandon()
+        torch.cuda.synchronize()
+        answers.put((-1, [] if waits else ["it has not waited"], []))
     time.sleep(1)  # for the tensors to be fetched
 
 
@@ -69,21 +79,6 @@ def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
     if len(parts) == 2:
         return torch.equal(found.cpu(), expected)
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-
-
-def abandoned(rank: int, size: int, port: int, answers: Any) -> None:
-    """Rank 0 sums with ranks that never come."""
-    memory, inbox = opened(rank, size, port)
-    answers.put((rank, [], []))
-    if rank == 0:
-        all_reduce_few(torch.ones(4096, device="cuda"), inbox, torch.float32)
-        waiting = torch.cuda.Event()
-        waiting.record()
-        time.sleep(0.5)
-        waits = not waiting.query()
-        memory.abandon()
-        torch.cuda.synchronize()
-        answers.put((rank, [] if waits else ["it has not waited"], []))
 
 
 def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[int, list[Any], list[Tensor]]]:
@@ -102,16 +97,10 @@ def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_reduce_few_is_right_in_launches_and_replays_and_the_same_on_all_ranks(size: int) -> None:
+def test_all_reduce_few_is_right_in_launches_and_replays_and_ends_when_it_is_abandoned(size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    found = on_gpus(sums, size, size)
-    assert [wrong for _, wrong, _ in found] == [[]] * size
-    for _, _, outputs in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outputs, found[0][2], strict=True))
-
-
-def test_all_reduce_few_ends_when_it_is_abandoned() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    assert [wrong for _, wrong, _ in on_gpus(abandoned, 2, 3)] == [[]] * 3
+    found = {rank: (wrong, outputs) for rank, wrong, outputs in on_gpus(sums, size, size + 1)}
+    assert {rank: wrong for rank, (wrong, _) in found.items()} == {rank: [] for rank in range(-1, size)}
+    for rank in range(1, size):
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][1], found[0][1], strict=True))
