@@ -50,6 +50,7 @@ from dsv4lite.weights.source import ModelSource
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
 COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
 PROFILED_STEPS = 12
+STEPS_BEFORE_PROFILE = 1500  # they go on while the profiler gets ready
 LONG_GAP_US = 10.0
 
 
@@ -138,7 +139,7 @@ async def decode(
             times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
 
-    longer = tokens + (0 if kernels is None else 20 * PROFILED_STEPS)  # steps go on while the profiler gets ready
+    longer = tokens + (0 if kernels is None else STEPS_BEFORE_PROFILE + PROFILED_STEPS)
     others = [asyncio.create_task(llm.generate(prompt(), params(longer + 64 + 8 * batch))) for _ in range(batch - 1)]
     await asyncio.sleep(0.05)
     async with llm.stream(prompt(), params(longer)) as stream:  # the last to start: the others decode by then

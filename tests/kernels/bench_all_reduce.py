@@ -5,6 +5,7 @@ NCCL's all-reduce with the rounding behind it beside ``all_reduce_few``; microse
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -72,6 +73,9 @@ def main(rank: int, size: int, port: int) -> None:
         ours = microseconds(lambda part=part: all_reduce_few(part, inbox, torch.bfloat16), barrier)  # type: ignore[misc]
         if rank == 0:
             print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
+    barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # NCCL complains of ranks that end before others
 
 
 if __name__ == "__main__":
