@@ -89,8 +89,9 @@ class ExpertRanks:
         """Return slots counted from this rank's first; as many as it has for those of other ranks."""
         if self.ep.size == 1:
             return slots_TK
-        local = slots_TK - self.ep.rank * self.slots_per_rank
-        return torch.where((local >= 0) & (local < self.slots_per_rank), local, self.slots_per_rank)
+        count, slots = self.slots_per_rank, self.ep.size * self.slots_per_rank
+        # Slots before this rank's first, and what is none, come to lie behind its last.
+        return ((slots_TK - self.ep.rank * count) % (slots + 1)).clamp_(max=count)
 
 
 class Local:

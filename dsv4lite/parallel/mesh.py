@@ -95,10 +95,10 @@ class Axis:
             raise ConfigError(
                 f"axis {self.name}: dimension {dim} of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
             )
-        parts = torch.stack(x.chunk(self.size, dim))
-        mine = torch.empty(parts[0].numel(), dtype=x.dtype, device=x.device)
-        self._group._reduce_scatter_base(mine, parts.flatten()).wait()
-        return mine.view(parts.shape[1:])
+        parts = x.contiguous().unflatten(0, (self.size, -1)) if dim == 0 else torch.stack(x.chunk(self.size, dim))
+        mine = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+        self._group._reduce_scatter_base(mine.flatten(), parts.flatten()).wait()
+        return mine
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Return the rows that the other ranks have for this one, in the order of the ranks.

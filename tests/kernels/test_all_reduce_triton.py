@@ -60,7 +60,7 @@ def parts_of(ranks: int, count: int, seed: int) -> list[Tensor]:
 def test_all_reduce_few_adds_up_parts_of_any_size_call_after_call(ranks: int) -> None:
     """Blocks are used in different numbers of calls, and every rank is the late one once."""
     world = World.of(ranks)
-    for number, count in enumerate((17, NUMBERS, BLOCK, 2 * BLOCK + 5, 1, NUMBERS)):
+    for number, count in enumerate((17, NUMBERS, BLOCK + 5, 1)):
         parts, late = parts_of(ranks, count, number), number % ranks
         others = [rank for rank in range(ranks) if rank != late]
         for rank in others:
