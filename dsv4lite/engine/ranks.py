@@ -160,7 +160,8 @@ class Ranks:
             device, timeout_s = self._prospect.numerics.device, self._config.start_timeout_s
             try:
                 self._mesh = Mesh.from_store(self._store, self._layout, 0, device, timeout_s=timeout_s)
-                self._local = self._prospect.build(plan, self._mesh, grammars, progress)
+                with self._in_time(0, timeout_s, "get ready"):
+                    self._local = self._prospect.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:
                 raise self.explain(error) from error
         for rank, ready in sorted(self._gather(Ready, progress).items()):
@@ -248,7 +249,7 @@ class Ranks:
                 lands.append(partial(self._land, reporter, self._processes[reporter].work.receive))
         if self._local is not None:
             reporter = self._layout.reporter(0)
-            with self._in_time(reporter):
+            with self._in_time(reporter, self._config.step_timeout_s, "finish a step"):
                 if plans[0] is not None:
                     flight = self._local.launch(plans[0], shape=shape)
                     if reporter == 0:
@@ -258,17 +259,17 @@ class Ranks:
         return JointFlight(plan, lands)
 
     def _land(self, rank: int, receive: Callable[[], Landed]) -> Landed:
-        with self._in_time(rank):
+        with self._in_time(rank, self._config.step_timeout_s, "finish a step"):
             try:
                 return receive()
             except Closed as error:
                 raise self.explain(error) from None
 
     @contextmanager
-    def _in_time(self, rank: int) -> Iterator[None]:
+    def _in_time(self, rank: int, within_s: float, what: str) -> Iterator[None]:
         """Lose a rank that keeps this thread waiting for too long."""
         assert self._watch is not None
-        self._watch.expect(rank, self._config.step_timeout_s, "finish a step")
+        self._watch.expect(rank, within_s, what)
         try:
             yield
         finally:
