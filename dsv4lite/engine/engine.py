@@ -35,7 +35,6 @@ from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.speculation import Drafting
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 
@@ -109,6 +108,7 @@ class Engine:
         self._most_in_flight = 0  # between two steps
         self._landed = 0.0  # when the last step's results were looked at, or the first one's beginning, unless idle since
         self._background = False  # a step runs by itself once it is launched
+        self._ahead = False  # and may be one with guesses that follows one with guesses
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -291,10 +291,11 @@ class Engine:
         drafting = drafting_of(config, survey)
         if drafting.max_drafts:
             self._guesses = Guesses(drafting, vocab_size=vocab_size)
-        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
-        # Guesses follow the tokens that are known, so a step with some is planned when the last one has been looked at.
+        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting.max_drafts)
+        # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
         self._background = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
         self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
+        self._ahead = self._background and self._runner.runs_ahead and not drafting.speculators
         self._inform(survey, plan, tokenizer)
 
     def _recruit(self) -> Alone | Ranks | Guest:
@@ -325,7 +326,7 @@ class Engine:
             model_config=survey.model,
         )
 
-    def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
+    def _make_scheduler(self, plan: MemoryPlan, window: int, max_drafts: int) -> Scheduler | Replicas:
         config, sizes = self.config, plan.sizes
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
@@ -334,8 +335,7 @@ class Engine:
             window=window,
             prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            max_drafts=drafting.max_drafts,
-            drafter_rows=drafting.own is not None,
+            max_drafts=max_drafts,
             stages=config.layout.pp,
         )
         propose = None if self._guesses is None else self._guesses.propose
@@ -379,8 +379,8 @@ class Engine:
             self._settle()  # a step that may be saved runs alone
         guesses, alone = self._guesses, self.config.layout.pp == 1  # a pipeline has steps of others in flight
         length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
-        if length and alone and self._in_flight:
-            self._finish(started, started, followed=False)  # guesses follow tokens that are known
+        if length is not None and alone and self._in_flight and not self._may_follow(length):
+            self._finish(started, started, followed=False)
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
@@ -389,11 +389,15 @@ class Engine:
             self._publish()
         if flight is not None:
             self._in_flight.append(flight)
-        most = self._most_in_flight + (self._background and alone and length == 0)
+        most = self._most_in_flight + (self._background and alone and length is not None and self._may_follow(length))
         if len(self._in_flight) > (most if recorder is None and flight is not None else 0):
             self._finish(started, launched, recorder)
         elif not self._in_flight and self._scheduler.has_work():
             time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
+
+    def _may_follow(self, length: int) -> bool:
+        """Whether a step of so many guesses may be launched behind what is in flight."""
+        return (length == 0 or self._ahead) and self._scheduler.foresees(length)
 
     def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None, *, followed: bool = True) -> None:
         """Look at the results of the oldest step in flight.
@@ -405,21 +409,21 @@ class Engine:
         """
         previous = self._in_flight.popleft()
         results = previous.results()
+        ran: Any = previous.ran()
         landed = time.perf_counter()
         if recorder is not None:
             recorder.end(previous.samples)
-        self._land(previous, results)
+        self._land(previous, ran, results)
         ended = time.perf_counter()
         self._steps += 1
         self._generated += len(results)
         self._step_s, self._host_s = ended - started, launched - started + ended - landed
         if self._guesses is not None:
-            ran: Any = previous.plan
             self._guesses.count(ran, results, ended - self._landed, followed=followed)
             self._landed = ended
             self._generated += sum(len(one.after) for one in results.values())
 
-    def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
+    def _land(self, flight: Flight | JointFlight, ran: Any, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
@@ -428,8 +432,7 @@ class Engine:
             for one in (results[seq_id], *results[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        plan: Any = flight.plan
-        self._tell(self._scheduler.update(plan, results, scores=flight.scores))
+        self._tell(self._scheduler.update(ran, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
         """Queue news for the next delivery; forget sequences that ended."""
@@ -527,7 +530,7 @@ class Engine:
         while self._in_flight:
             flight = self._in_flight.popleft()
             try:
-                self._land(flight, flight.results())
+                self._land(flight, flight.ran(), flight.results())
             except Exception as error:
                 raise self._die(error) from error
 

@@ -49,6 +49,10 @@ class JointFlight:
         self.routed: dict[int, tuple[int, Tensor]] = {}
         self._lands = lands
 
+    def ran(self) -> StepPlan | JointPlan:
+        """Return the plan as it ran."""
+        return self.plan
+
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens; after that scores and experts are there too."""
         results: dict[int, Sampled] = {}
@@ -216,6 +220,11 @@ class Ranks:
         self._hosted.discard(seq_id)
         self._routed.discard(seq_id)
         self._changes[seq_id // SEQ_IDS].append(("remove", (seq_id,)))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether runs may be planned behind guesses that nobody has checked: the leader would have to hear where they began."""
+        return False
 
     @property
     def hosted(self) -> set[int]:

@@ -98,6 +98,10 @@ class Replicas:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
         return self._forgetting([update for scheduler in self._schedulers for update in scheduler.pop_expired()])
 
+    def foresees(self, max_drafts: int) -> bool:
+        """Whether the next step can be planned before the results of the last."""
+        return all(scheduler.foresees(max_drafts) for scheduler in self._schedulers)
+
     def schedule(self, now: float, max_drafts: int | None = None) -> JointPlan | None:
         """Plan the next step of all replicas."""
         plans = tuple(scheduler.schedule(now, max_drafts) for scheduler in self._schedulers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, takewhile
 
@@ -19,8 +19,9 @@ from dsv4lite.engine.chain import Chain, Choose
 from dsv4lite.engine.drafters import DeviceDrafter, draft
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.peers import Peers
-from dsv4lite.engine.plan import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
+from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
@@ -50,6 +51,8 @@ class Flight:
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
         drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
+        begun: If the host did not know where runs begin: position, number of guesses, copy of the carry and tokens of each, int32
+            [3 + width, S], on their way.
     """
 
     plan: StepPlan
@@ -57,12 +60,26 @@ class Flight:
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: Arrival | None = None
+    begun: Arrival | None = None
+
+    def ran(self) -> StepPlan:
+        """Return the plan as it ran. Waits for the device."""
+        if self.begun is None:
+            return self.plan
+        runs = zip(self.plan.sequences, *self.begun.wait().tolist(), strict=True)
+        sequences = [
+            s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts]), carry) for s, start, drafts, carry, *ids in runs
+        ]
+        return replace(self.plan, sequences=tuple(sequences))
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
         if self.samples is None:
             return {}
-        results = self.samples.to_host()
+        if self.begun is not None and isinstance(self.samples, RowSamples):
+            results = replace(self.samples, sequences=self.ran().sequences).to_host()
+        else:
+            results = self.samples.to_host()
         if self.drafts is None:
             return results
         return {
@@ -76,6 +93,7 @@ class Runner:
 
     Attributes:
         hosted: Sequences that are to be told their tokens, see ``accept``.
+        runs_ahead: Whether runs may be planned behind guesses that nobody has checked yet.
         warmed: What ``warm_up`` has done, in words.
 
     Args:
@@ -84,7 +102,6 @@ class Runner:
         sampler: ``None`` on ranks that take over what another one samples.
         graphs: Recorded decode steps.
         drafter: Guesses ahead.
-        plain: Recorded steps that have nothing to do with guesses, where ``graphs`` are those that have.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
     """
@@ -98,20 +115,20 @@ class Runner:
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
-        *,
-        plain: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self._balancer = balancer
         self.cache = cache
         self.sampler = sampler
         mesh = mesh or Mesh.single()
-        self._graphs, self._plain = graphs, plain
+        self._graphs = graphs
         self._sampling = graphs.sampling if graphs is not None else None
         self._drafter = drafter
         self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._hop, self._relay = Hop(mesh.pp), TokenRelay(mesh, self._last_token)
+        self._ends: RunEnds | None = None  # of the last step, where something may be planned behind it
+        self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
         self.hosted: set[int] = set()
@@ -145,8 +162,8 @@ class Runner:
 
     def close(self) -> None:
         """Free the graphs, which the process groups wait for; the rest goes in whatever order Python chooses."""
-        for graphs in self._every_graph():
-            graphs.forget()
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
         """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
@@ -167,7 +184,7 @@ class Runner:
 
         started = time.monotonic()
         lengths = self._warm_up_lengths(max_tokens)
-        recordings = self._recordings()
+        recordings = [] if self._graphs is None else self._recordings(self._graphs)
         with recording() as wanted:
             self.rehearse(max_tokens, max_model_len)
         recorded = time.monotonic()
@@ -196,7 +213,7 @@ class Runner:
         for length in self._warm_up_lengths(max_tokens):
             for longest in {length, max_model_len}:
                 self._run_padding(length, longest)
-        for rehearse, _ in self._recordings():
+        for rehearse, _ in [] if self._graphs is None else self._recordings(self._graphs):
             rehearse()
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
@@ -210,29 +227,20 @@ class Runner:
         wanted = {-(-most // rows) for rows in each for most in tokens}
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
-    def _every_graph(self) -> list[DecodeGraphs | VerifyGraphs]:
-        """Return the recorded steps, those of the most rows first."""
-        return [graphs for graphs in (self._graphs, self._plain) if graphs is not None]
-
-    def _graphs_for(self, shape: StepShape) -> DecodeGraphs | VerifyGraphs | None:
-        """Return the graphs that a step can be replayed from, if there are any: without guesses those that know of none."""
-        return next((graphs for graphs in reversed(self._every_graph()) if graphs.covers(shape)), None)
-
-    def _recordings(self) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
+    @staticmethod
+    def _recordings(graphs: DecodeGraphs | VerifyGraphs | None) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
         """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
-        found: list[tuple[Callable[[], Tensor], Callable[[], None]]] = []
-        for graphs in self._every_graph():
-            if isinstance(graphs, VerifyGraphs):
-                found += [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
-            else:
-                found += [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
-        return found
+        if graphs is None:
+            return []
+        if isinstance(graphs, VerifyGraphs):
+            return [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
+        return [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
 
     def _run_padding(self, tokens: int, longest: int) -> None:
         """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
         batch = padding(tokens, self.model)
         batch.max_tokens = longest
-        streams_TND = self._forward(batch, drafts=True)
+        streams_TND = self._forward(batch)
         if self.model.share.last:
             self.model.logits(streams_TND[:1])
         if self._drafter is not None:
@@ -241,11 +249,11 @@ class Runner:
             # Whatever is chosen does not count: kernels are not launched while they are looked for.
             self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
-    def _forward(self, batch: Batch | PagedBatch, *, drafts: bool) -> Tensor:
-        """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
+    def _forward(self, batch: Batch | PagedBatch) -> Tensor:
+        """Run this stage's layers; return the streams [T, N, D] after them."""
         model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
-        if model.passes_taps and drafts:
+        if model.passes_taps:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
         if not model.share.first:
@@ -254,8 +262,7 @@ class Runner:
             self._hop.take((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        layers = self.cache.layers if drafts else self.cache.layers[: len(model.layers)]
-        streams_TND: Tensor = model(batch, layers, before_TND)
+        streams_TND: Tensor = model(batch, self.cache.layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
             self._hop.pass_on((streams_TND, *rest))
@@ -269,14 +276,13 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        graphs = self._graphs_for(shape)
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
         if graphs is None:
             self.model.take_part(shape.tokens)
         else:
             output = graphs.replay((), shape)
             if isinstance(graphs, VerifyGraphs) and isinstance(output, VerifyOutput) and graphs.drafter is not None:
-                if shape.max_drafts:
-                    graphs.draft(output.out[0], shape.max_drafts)
+                graphs.draft(output.out[0], shape.max_drafts)
                 return
         if self._drafter is not None:
             self._drafter.take_part(shape)
@@ -294,11 +300,12 @@ class Runner:
         config, numerics = self.model.config, self.model.numerics
         if self._relay.busy:
             self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        if plan.blanks and self._drafter is not None:
-            blank_rows(plan, self.cache.layers[len(self.model.layers) :])
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
-        graphs = self._graphs_for(shape)
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
+        if not (plan.settled or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
+            plan = self._settle(plan)
+            shape = StepShape.of((plan,), self._routing)
         if recorder is not None:
             recorder.begin(plan, graphs.shape_for(len(plan.sequences)) if isinstance(graphs, DecodeGraphs) else None)
         if isinstance(graphs, VerifyGraphs):
@@ -310,7 +317,7 @@ class Runner:
         if routing:
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
-        streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
+        streams_TND = self._forward(batch)
         if recorder is not None:
             recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
@@ -328,6 +335,11 @@ class Runner:
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 
+    def _settle(self, plan: StepPlan) -> StepPlan:
+        """Ask the device where runs begin that were planned before anybody knew."""
+        assert self._ends is not None
+        return self._ends.settle(plan)
+
     def _logits(self, streams_TND: Tensor, rows: list[int]) -> Tensor:
         return self.model.logits(_take(streams_TND, rows))
 
@@ -335,15 +347,22 @@ class Runner:
         """Start a step that may check guesses from its graphs: one more samples, where it can, and others guess what follows."""
         output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
         apply_saves(plan, self.cache)
+        begun = None if plan.settled else Arrival(output.runs[:, : len(sequences)])
         rows = [i * output.width for i in range(len(sequences))]
         samples: Samples | RowSamples | None
         if self._sampling is not None:
             asked = self._sampling.prepare(sequences)
+            if asked.hosted and begun is not None:
+                plan, begun = self._settle(plan), None
+                sequences = plan.sequences
             out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
             samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token)
             tokens_R = out[0]
             self._remember(plan, sequences)
         else:
+            if begun is not None:
+                plan, begun = self._settle(plan), None
+                sequences = plan.sequences
             first_row = {s.seq_id: row for s, row in zip(sequences, rows, strict=True)}
             samples, tokens_R = self._sample(plan, first_row, partial(_take, output.logits)), output.out[0]
             if isinstance(samples, Samples):
@@ -352,10 +371,11 @@ class Runner:
         if graphs.drafter is None:
             eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
             return Flight(plan=plan, samples=samples, drafts=eager)
-        if not shape.max_drafts:
-            return Flight(plan=plan, samples=samples)
         drafts = graphs.draft(tokens_R, plan.max_drafts)
-        return Flight(plan=plan, samples=samples, drafts=None if samples is None else Arrival(drafts[: len(sequences)]))
+        self._ends = graphs.ends
+        wanted = plan.max_drafts and samples is not None
+        arrival = Arrival(drafts[: len(sequences)]) if wanted else None
+        return Flight(plan=plan, samples=samples, drafts=arrival, begun=begun)
 
     def _draft(
         self,
@@ -366,12 +386,14 @@ class Runner:
         first_rows: list[int],
         samples: Samples | RowSamples | None,
     ) -> Arrival | None:
-        if self._drafter is None or self._peers is None or not shape.max_drafts:
+        if self._drafter is None or self._peers is None:
             return None
         sequences = [s for s in plan.sequences if s.sample]
         ends = self._peers.ends(len(sequences), samples) if sequences else None
         choose = self._chooser(sequences, self._peers)
         drafts = draft(self._drafter, plan, shape, batch, streams_TND, first_rows, ends, choose)
+        if self.runs_ahead and shape.decodes and ends is not None and drafts is not None:
+            self._ends = RunEnds.behind(sequences, ends, drafts)
         return None if drafts is None or samples is None else Arrival(drafts)
 
     def _chooser(self, sequences: list[SequencePlan], peers: Peers) -> Choose:

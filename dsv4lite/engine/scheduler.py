@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsv4lite.engine.holdings import Holdings, Moves
+from dsv4lite.engine.holdings import Holdings, StepDraft
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
 from dsv4lite.engine.micro_batches import choose_group, tokens_of_step
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
-from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences
+from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences, needs_host
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
@@ -34,14 +34,9 @@ _new_tuple = tuple.__new__
 _ALONE = Sampled(0)[2:]  # neither an error nor anything after it
 
 
-def needs_host(seq: Sequence) -> bool:
-    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
-    params = seq.request.params
-    return bool(
-        params.structured_outputs is not None
-        or params.thinking_budget is not None
-        or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
-    )
+def _most_drafts(seq: Sequence, start: int, room: int) -> int:
+    """Return how many of ``room`` guesses a run from ``start`` may have: it reaches no border, and what follows is long enough."""
+    return min(room, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,28 +46,6 @@ class _Group:
     request: Request
     sequences: list[Sequence]
     open: int
-
-
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """A step plan in the making.
-
-    Attributes:
-        room: Tokens that it can still take.
-        max_drafts: Most guesses in a run.
-        borders: Sequences that end on a border, which border, and whether its checkpoint is a lasting one.
-        crowded: Somebody had to give way, so that nobody new may come in.
-    """
-
-    now: float
-    room: int
-    max_drafts: int
-    singles: list[SequencePlan] = field(default_factory=list)
-    chunks: list[SequencePlan] = field(default_factory=list)
-    moves: Moves = field(default_factory=Moves)
-    leaders: list[Sequence] = field(default_factory=list)
-    borders: list[tuple[Sequence, int, bool]] = field(default_factory=list)
-    crowded: bool = False
 
 
 class Scheduler:
@@ -87,7 +60,7 @@ class Scheduler:
         needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
             goes by the request's settings alone.
         propose: Asked for at most so many guesses of what follows the tokens of a sequence, all of which are known. With it, a plan
-            is made only when the results of the last one are there, unless neither of the two has guesses.
+            is made only when the results of the last one are there, unless the scheduler ``foresees`` the next.
         first_seq_id: Ids of sequences count from here.
 
     Raises:
@@ -121,7 +94,7 @@ class Scheduler:
         self._running = SequenceQueue()
         self._waiting = SequenceQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
-        self._sliding: list[Sequence] = []  # their last step left window pages behind
+        self._sliding: dict[Sequence, None] = {}  # their last step left window pages behind
         self._deadlines: list[tuple[float, int, str]] = []
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
@@ -226,6 +199,22 @@ class Scheduler:
         """Return whether any sequence has not ended."""
         return bool(self._live)
 
+    def foresees(self, max_drafts: int) -> bool:
+        """Whether the next step, of at most ``max_drafts`` guesses in a run, can be planned before the results of the last.
+
+        It can if neither has guesses. If both have as many, made on the device, it can while sequences just go on: nobody starts,
+        has a prompt to run, or waits for the host.
+        """
+        guessing = [plan for plan in self._outstanding if plan.max_drafts]
+        if not guessing or not max_drafts:
+            return not guessing and not max_drafts
+        if self._num_unforked or (self._waiting.items and len(self._running) < self._limits.max_num_seqs):
+            return False
+        parts = [part for plan in guessing if plan.max_drafts == max_drafts for part in plan.sequences]
+        if not parts or not all(part.sample and part.decodes for part in parts):
+            return False
+        return not any(seq.may_wait or seq.num_computed < len(seq.tokens) - 1 for seq in self._running)
+
     @property
     def num_live(self) -> int:
         """Sequences that have not ended."""
@@ -269,13 +258,12 @@ class Scheduler:
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
-        known = max_drafts == 0 and not any(plan.max_drafts for plan in self._outstanding)  # how far every sequence is
-        most = self._limits.stages + (self._propose is None or (known and self._limits.stages == 1))
+        max_drafts = self._limits.max_drafts if max_drafts is None else max_drafts
+        most = self._limits.stages + (self._propose is None or (self._limits.stages == 1 and self.foresees(max_drafts)))
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
-        draft = _Draft(now, self._room(), self._limits.max_drafts if max_drafts is None else max_drafts)
-        self._holdings.feed(self._running, on=draft.max_drafts > 0 and self._limits.drafter_rows)
+        draft = StepDraft(now, self._room(), max_drafts)
         self._plan_running(draft)
         # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
         for leader in draft.leaders:
@@ -284,20 +272,8 @@ class Scheduler:
             self._admit(draft)
         if not draft.singles and not draft.chunks:
             return None
-        moves = draft.moves
-        self._holdings.capture(draft.borders, moves)
-        plan = StepPlan(
-            step=self._next_step,
-            sequences=(*draft.singles, *draft.chunks),
-            resets=tuple(moves.resets),
-            restores=tuple(moves.restores),
-            grow_copies=tuple(moves.grow_copies),
-            window_copies=tuple(moves.window_copies),
-            slot_copies=tuple(moves.slot_copies),
-            saves=tuple(moves.saves),
-            max_drafts=draft.max_drafts,
-            blanks=self._holdings.take_blanks(),
-        )
+        self._holdings.capture(draft.borders, draft.moves)
+        plan = draft.plan(self._next_step)
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
@@ -310,18 +286,18 @@ class Scheduler:
                 self._holdings.release(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
-        guessing = any(plan.max_drafts for plan in self._outstanding)
-        guessed = [seq for seq in self._sliding if seq.in_flight and guessing]  # how far they got is unknown yet
         for seq in self._sliding:
-            if seq.state is State.RUNNING and seq not in guessed:
+            if seq.state is State.RUNNING:
                 self._holdings.slide(seq)
-        self._sliding = guessed
+        unsure = [seq for seq in self._sliding if seq.num_computed > len(seq.tokens)]  # how far they got is unknown yet
+        self._sliding = dict.fromkeys(unsure)
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: StepDraft) -> None:
         """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
         running = self._running.items
         resting = self._resting() if self._limits.stages > 1 else ()
-        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed == 1 for seq in running if seq.seq_id not in resting])
+        guessing = any(plan.max_drafts for plan in self._outstanding)
+        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed <= 1 for seq in running if seq.seq_id not in resting])
         spare = max(0, draft.room - singles)
         guesses = min(spare // 2, singles * draft.max_drafts)
         prefill_room = spare - guesses
@@ -332,6 +308,9 @@ class Scheduler:
             if seq.may_wait and seq.in_flight and (self._needs_host is None or self._needs_host(seq)):
                 continue
             if seq.seq_id in resting:
+                continue
+            if seq.in_flight and guessing:
+                guesses -= self._plan_behind(seq, min(guesses, draft.max_drafts), draft)
                 continue
             start = seq.num_computed
             end = start + 1
@@ -382,12 +361,27 @@ class Scheduler:
         """
         assert self._propose is not None
         start = seq.num_computed
-        most = min(room, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
+        most = _most_drafts(seq, start, room)
         if most < 1 or seq.unforked:
             return ()
         drafts = self._propose(seq, most)
         assert len(drafts) <= most
         return drafts if self._holdings.extend(seq, start + 1 + len(drafts)) else ()
+
+    def _plan_behind(self, seq: Sequence, room: int, draft: StepDraft) -> int:
+        """Plan a run of at most ``room`` guesses behind one whose guesses are being checked, for wherever that ends.
+
+        A sequence that may be where such a run must not be waits for what is in flight.
+
+        Returns:
+            How many guesses it has.
+        """
+        start, last_start = len(seq.tokens), seq.num_computed
+        most = min(_most_drafts(seq, last_start, room), draft.room - 1)
+        if most < 1 or start // PAGE_TOKENS != last_start // PAGE_TOKENS or not self._holdings.extend(seq, last_start + 1 + most):
+            return 0
+        self._plan(seq, last_start + 1 + most, draft, (IN_FLIGHT,) * most, slack=last_start - start)
+        return most
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
         """Return where the next prefill chunk of at most ``room`` tokens ends, so that checkpoints come to lie on borders."""
@@ -407,23 +401,23 @@ class Scheduler:
             end = aligned if aligned > start else end
         return end
 
-    def _plan_quiet(self, seq: Sequence, draft: _Draft) -> None:
+    def _plan_quiet(self, seq: Sequence, draft: StepDraft) -> None:
         """Do what ``_plan`` does for a single token that concerns nothing but the token."""
         pages, window_pages, start = seq.page_tuple, seq.window_tuple, seq.num_computed
         assert pages is not None and window_pages is not None
         token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
-        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, 0, 0, UNKNOWN)
+        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, 0, 0, UNKNOWN, None)
         # This runs for nearly every token of every completion, and the usual way of making one would take twice as long.
         draft.singles.append(_new_tuple(SequencePlan, every))
         draft.room -= 1
         seq.num_computed = start + 1
         seq.in_flight += 1
 
-    def _plan(self, seq: Sequence, end: int, draft: _Draft, drafts: tuple[int, ...] = ()) -> None:
+    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = (), slack: int | None = None) -> None:
         """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts, into the draft."""
         start, tokens = seq.num_computed, seq.tokens
         known = end - len(drafts)
-        sample = known == len(tokens) + seq.in_flight and seq.request.generate
+        sample = known >= len(tokens) + seq.in_flight and seq.request.generate
         score = None
         if seq.score_next is not None and seq.score_next < end:
             assert start <= seq.score_next
@@ -432,16 +426,17 @@ class Scheduler:
         plan = SequencePlan(
             seq_id=seq.seq_id,
             slot=seq.slot,
-            start=start,
-            token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else _IN_FLIGHT,
+            start=start - (slack or 0),
+            token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else (*_IN_FLIGHT, *drafts),
             pages=seq.page_table(pages_for(end)),
             window_first=seq.window_first,
             window_pages=seq.window_table(),
             sample=sample,
             score=score,
             drafts=len(drafts),
-            carry=seq.carry,
+            carry=seq.carry if slack is None else 0,
             next_id=tokens[end] if end < len(tokens) else UNKNOWN,
+            slack=slack,
         )
         (draft.singles if known - start == 1 else draft.chunks).append(plan)
         draft.room -= end - start
@@ -453,7 +448,7 @@ class Scheduler:
         if end == seq.last_run and not drafts:
             self._retiring.append(seq)
         if end >= self._holdings.slides_at(seq):
-            self._sliding.append(seq)
+            self._sliding[seq] = None
         if end % PAGE_TOKENS == 0 and self._limits.enable_prefix_caching:
             due = seq.kept_border + self._limits.prefix_checkpoint_tokens
             lasting = end == seq.prompt_border or 2 * end - start > due
@@ -462,7 +457,7 @@ class Scheduler:
                 seq.kept_border = end
         seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample and not drafts else 0
 
-    def _fork(self, leader: Sequence, draft: _Draft) -> None:
+    def _fork(self, leader: Sequence, draft: StepDraft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
         children, leader.unforked = leader.unforked, []
         self._num_unforked -= len(children)
@@ -475,7 +470,7 @@ class Scheduler:
             if draft.room:
                 self._plan(child, child.num_computed + 1, draft)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, strictly in order, while there is room for them."""
         waiting = self._waiting.items
         while waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
@@ -488,7 +483,7 @@ class Scheduler:
             if not self._leaves_headroom(seq) or not self._holdings.extend(seq, end, reserve=seq.num_to_run):
                 self._holdings.release(seq)
                 return
-            self._holdings.begin(seq, checkpoint, draft.moves)
+            draft.moves.begin(seq.slot, checkpoint)
             if seq.started is None:
                 seq.started = draft.now
                 seq.cached_tokens = seq.num_computed
@@ -518,7 +513,7 @@ class Scheduler:
         """Take the results of the oldest outstanding plan.
 
         Args:
-            plan: That plan.
+            plan: That plan, as it ran: where the host did not know where a run begins, it does now.
             results: By sequence id, for every sequence that sampled; for others only to report an error.
             scores: By sequence id, for every sequence with a ``score`` range.
             weight_version: Of the weights that the plan ran with.
@@ -526,10 +521,9 @@ class Scheduler:
         Returns:
             News of the sequences in the order of the plan. Results of sequences that ended in between are dropped.
         """
-        assert self._outstanding and self._outstanding[0] is plan, "plans must be updated in the order in which they were made"
-        self._outstanding.popleft()
+        assert self._outstanding and self._outstanding[0].step == plan.step, "plans must be updated in the order of their making"
         updates = []
-        for part in plan.sequences:
+        for part, ran in zip(self._outstanding.popleft().sequences, plan.sequences, strict=True):
             seq_id, sample = part.seq_id, part.sample
             seq = self._live.get(seq_id)
             if seq is None:
@@ -540,7 +534,7 @@ class Scheduler:
             if sampled is not None and sampled[2:] == _ALONE and not part.drafts:
                 updates.append(self._append_one(seq, sampled, score, weight_version))
             elif sampled is not None:
-                updates.append(self._append(seq, part, sampled, score, weight_version))
+                updates.append(self._append(seq, part, ran, sampled, score, weight_version))
             elif part.end == seq.last_run:
                 self._close(seq)
                 updates.append(seq.report(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
@@ -569,7 +563,13 @@ class Scheduler:
         )
 
     def _append(
-        self, seq: Sequence, part: SequencePlan, sampled: Sampled, score: Logprobs | None, weight_version: int
+        self,
+        seq: Sequence,
+        part: SequencePlan,
+        ran: SequencePlan,
+        sampled: Sampled,
+        score: Logprobs | None,
+        weight_version: int,
     ) -> SequenceUpdate:
         """Add what a run sampled to a sequence, up to the token that ends it, and take back the state of wrong drafts."""
         token_ids, logprobs, error = [], [], None
@@ -592,8 +592,8 @@ class Scheduler:
         if finish is not None:
             self._close(seq)
         elif part.drafts and seq.state is State.RUNNING:  # else it was preempted meanwhile
-            seq.carry = len(token_ids) - 1
-            self._holdings.rewind(seq, part.start + len(token_ids))
+            seq.carry = len(token_ids) - 1  # of no account if the next run is under way
+            self._holdings.rewind(seq, seq.num_computed - part.drafts + seq.carry)
         seq.drafts = sampled.drafts
         return SequenceUpdate(
             request_id=seq.request.request_id,
@@ -606,7 +606,7 @@ class Scheduler:
             cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
             started=seq.started or 0.0,
             weight_version=weight_version,
-            drafted=part.drafts,
+            drafted=ran.drafts,
             accepted=max(0, len(token_ids) - 1),
             error=error,
         )

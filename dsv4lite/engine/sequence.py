@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 NO_SLOT = -1
-FED = 1 << 62
-"""Stands in ``fed_until`` for all tokens, those to come included."""
 
 
 class State(enum.Enum):
@@ -47,14 +45,12 @@ class Sequence:
         tokens: Prompt and completion as far as known.
         last_run: Length of prompt and completion after whose state nothing is left to do.
         end_ids: Tokens that end it, once there are enough others.
-        num_computed: Tokens whose state exists once the steps planned so far have run.
+        num_computed: Tokens whose state exists once the steps planned so far have run, if all guesses in them are right.
         in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
         quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
             are not the last.
         carry: The copy of its carry that holds at ``num_computed``.
         drafts: Guesses of what follows ``tokens``, made on the device.
-        fed_until: Tokens of which the model's own drafter has its rows, or blank ones, as far back as a window reaches; ``FED``
-            while it gets those of every token.
         may_wait: The host may have to see its token in flight before the next one can be sampled.
         window_first: Logical number of the first page of ``window``.
         window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
@@ -83,7 +79,6 @@ class Sequence:
     slot: int = NO_SLOT
     carry: int = 0
     drafts: tuple[int, ...] = ()
-    fed_until: int = 0
     pages: list[int] = field(default_factory=list)
     window_first: int = 0
     window: list[int] = field(default_factory=list)
@@ -197,6 +192,16 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
         )
         for index in range(params.n)
     ]
+
+
+def needs_host(seq: Sequence) -> bool:
+    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
+    params = seq.request.params
+    return bool(
+        params.structured_outputs is not None
+        or params.thinking_budget is not None
+        or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
+    )
 
 
 class SequenceQueue:

@@ -34,7 +34,7 @@ class SequencePlan(NamedTuple):
         seq_id: Unique in the scheduler's life.
         slot: Where its carry is.
         start: Position of the first token.
-        token_ids: The tokens; ``IN_FLIGHT`` only as the single token of a run.
+        token_ids: The tokens; ``IN_FLIGHT`` as the single token of a run, or for all tokens of one that has ``slack``.
         pages: Grow pages of the positions ``[0, end)`` in logical order. The same tuple object until a page is added.
         window_first: Logical number of the first page of ``window_pages``.
         window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long run leaves.
@@ -43,6 +43,9 @@ class SequencePlan(NamedTuple):
         drafts: How many of the last tokens are guesses.
         carry: The copy of the carry that it starts from. Without drafts it leaves copy 0, else copy i after token i.
         next_id: The token after the last, or ``UNKNOWN``.
+        slack: If the run was planned while the guesses of the one before were being checked: how many positions later than
+            ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the carry; there may
+            be fewer guesses than ``drafts``. Pages are there for the latest end. ``None`` if the host knows.
     """
 
     seq_id: int
@@ -57,6 +60,7 @@ class SequencePlan(NamedTuple):
     drafts: int = 0
     carry: int = 0
     next_id: int = UNKNOWN
+    slack: int | None = None
 
     @property
     def end(self) -> int:
@@ -67,6 +71,12 @@ class SequencePlan(NamedTuple):
     def decodes(self) -> bool:
         """Whether the run is one known token, and guesses."""
         return len(self.token_ids) == 1 + self.drafts
+
+    def settled(self, start: int, token_ids: tuple[int, ...], carry: int = 0) -> SequencePlan:
+        """Return a run with ``slack`` as it is once it is known where it begins, and with which guesses behind its first token."""
+        assert self.slack is not None and self.start <= start <= self.start + self.slack
+        assert 0 < len(token_ids) <= 1 + self.drafts
+        return self._replace(start=start, token_ids=token_ids, drafts=len(token_ids) - 1, carry=carry, slack=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +95,7 @@ class StepPlan:
         window_copies: ``(from, to)`` window pages.
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
-        max_drafts: Guesses that each run could have, and that are wanted of what follows it; without any the model's own drafter
-            has no part in the step.
-        blanks: Window page, first place and place after the last, of rows that the model's own drafter has missed: they are made
-            zero before the step.
+        max_drafts: Guesses that each run could have, and that are wanted of what follows it.
     """
 
     step: int
@@ -100,12 +107,16 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
-    blanks: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the host knows where all runs begin."""
+        return all(s.slack is None for s in self.sequences)
 
 
 class StepShape(NamedTuple):
@@ -118,7 +129,6 @@ class StepShape(NamedTuple):
         decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
         in_flight: Some run's token is.
         max_drafts: Guesses that are wanted of what follows.
-        behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
     """
 
     tokens: int
@@ -127,7 +137,6 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
-    behind_drafts: bool = False
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -138,22 +147,21 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = 0
-        decodes, in_flight, behind_drafts = True, False, False
+        decodes, in_flight = True, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a turn of a loop for every token would cost several times as much.
-            _, _, _, token_ids, _, _, _, samples, scores, drafts, carries, _ = zip(*plan.sequences, strict=True)
+            _, _, _, token_ids, _, _, _, samples, scores, drafts, *_ = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
-            behind_drafts = behind_drafts or any(carries)
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts)
 
 
 class Sampled(NamedTuple):

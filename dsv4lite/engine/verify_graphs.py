@@ -13,8 +13,8 @@ Nobody asks the host in between. Every graph is a function of tensors that stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,12 +24,13 @@ from torch import Tensor
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.drafters import DeviceDrafter
-from dsv4lite.engine.graphs import SharedMemory
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
+from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
 from dsv4lite.models.batch import PagedBatch
@@ -37,7 +38,6 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 
 T = TypeVar("T")
 
-_COLUMNS = 5  # position, slot, copy of the carry, drafts, first window page
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
 
@@ -48,6 +48,7 @@ class VerifyOutput:
     Attributes:
         width: Rows of each sequence.
         batch: The step's tokens, in B x width rows.
+        runs: int32 [3 + width, B]: where each begins, how many guesses it has, from which copy of the carry, and its tokens.
         streams: The final streams of each row.
         logits: float32 [B x width, V].
         best: Of these: the largest, its token, and whether a row can be sampled from.
@@ -56,6 +57,7 @@ class VerifyOutput:
 
     width: int
     batch: PagedBatch
+    runs: Tensor
     streams: Tensor
     logits: Tensor
     best: tuple[Tensor, Tensor, Tensor]
@@ -84,6 +86,9 @@ class VerifyGraphs:
         max_tokens: Most rows of a step; one that would need more of them runs without a graph.
         sampling: Samples behind the steps, if somebody does on the device.
         drafter: Guesses behind them, if that is to be recorded; together with those of the ranks that work on the same tokens.
+
+    Attributes:
+        ends: Where the runs of the step that ran last end. A plan may leave it to these where runs of the next one begin.
     """
 
     def __init__(
@@ -104,7 +109,8 @@ class VerifyGraphs:
         self._cache = cache
         self.last_token = empty_last_token(cache)
         self._max_model_len = max_model_len
-        self._window_pages = window_pages(model, widths[-1])
+        most_later = 0 if drafter is None else drafter.most  # than the host knows: where runs follow others that are on their way
+        self._window_pages = window_pages(model, widths[-1] + most_later)
         self._tables = torch.zeros(cache.sizes.slots + 1, -(-max_model_len // GROW_PAGE), dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
         self._captured: dict[tuple[int, int], _Captured] = {}
@@ -114,7 +120,6 @@ class VerifyGraphs:
         sizes = graph_sizes(max_num_seqs)
         self.shapes = [(size, width) for width in widths for size in sizes if size * width <= max_tokens]
         self._allocate(max_num_seqs)
-        self.shared = SharedMemory(last_token=self.last_token, logits=self._logits, pool=self._pool)
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Make the places of what a step leaves to the next graph, whichever the graphs are."""
@@ -123,12 +128,15 @@ class VerifyGraphs:
         self._logits = torch.empty(rows, c.vocab_size, dtype=torch.float32, device=device)
         self._streams = torch.empty(rows, c.streams, c.hidden_size, dtype=dtype, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        rounds = 0 if self.drafter is None else -(-self.drafter.most // self.drafter.round)
+        guesses = 0 if self.drafter is None else rounds * self.drafter.round
+        self._drafts = torch.zeros(guesses, max_num_seqs, dtype=torch.int64, device=device)
+        self._heads = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        self.ends = RunEnds(columns={}, heads=self._heads, drafts=self._drafts)
         if self.drafter is None:
             return
         like_ND = torch.empty(c.streams, c.hidden_size, dtype=dtype, device=device)
         self._chain = Chain.empty(max_num_seqs, self._window_pages, like_ND)
-        rounds = -(-self.drafter.most // self.drafter.round)
-        self._drafts = torch.zeros(rounds * self.drafter.round, max_num_seqs, dtype=torch.int64, device=device)
         self._made = torch.arange(self.drafter.round, device=device)  # where the next round puts its guesses
 
     def covers(self, step: StepShape) -> bool:
@@ -150,7 +158,7 @@ class VerifyGraphs:
         Args:
             shape: Number of sequences, and of tokens of each.
         """
-        inputs = verify_inputs((), *shape, self._window_pages).to(self._cache.device)
+        inputs = verify_inputs((), *shape, self._window_pages, {}).to(self._cache.device)
         output = self._forward(inputs, shape[1])
         if self.sampling is not None:
             self._sample(self.sampling, inputs, output, EVERYTHING)
@@ -186,10 +194,14 @@ class VerifyGraphs:
         shape = self._shape_for(step)
         assert shape is not None, "a step that no graph covers"
         if shape not in self._captured:
+            heads, drafts = self._heads.clone(), self._drafts.clone()
             self.capture(shape)
+            self._heads.copy_(heads)  # this step may begin there
+            self._drafts.copy_(drafts)
         captured = self._last = self._captured[shape]
         self._update_tables(sequences)
-        inputs = verify_inputs(sequences, *shape, self._window_pages)
+        inputs = verify_inputs(sequences, *shape, self._window_pages, self.ends.columns)
+        self.ends = replace(self.ends, columns={s.seq_id: column for column, s in enumerate(sequences)})
         captured.inputs.copy_(send(inputs, self._cache.device))
         captured.graph.replay()
         return captured.output
@@ -235,17 +247,18 @@ class VerifyGraphs:
 
     def _forward(self, inputs: Tensor, width: int) -> VerifyOutput:
         """One step on ``inputs`` of ``verify_inputs``."""
-        batch, places_S = verify_batch(inputs, self._tables, self.last_token, self._model, width, self._max_model_len)
+        placed = place_runs(inputs, width, self.last_token, self._heads, self._drafts)
+        batch = verify_batch(inputs, placed, self._tables, self._model, self._max_model_len)
         rows = len(batch.token_ids_T)
         streams = self._model(batch, self._cache.layers)
         logits = self._model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)
         _, token_ids, finite = best
-        if width == 1:  # behind others the next step is planned when their tokens are known
-            self.last_token.index_copy_(0, places_S, token_ids)
+        if width == 1:  # behind others the next step begins where ``_begin`` says
+            self.last_token.index_copy_(0, placed.places_S, token_ids)
         usable = finite.int()
         out, kept = torch.stack([token_ids.int(), usable, usable]), self._streams[:rows].copy_(streams)
-        return VerifyOutput(width=width, batch=batch, streams=kept, logits=logits, best=best, out=out)
+        return VerifyOutput(width=width, batch=batch, runs=placed.runs_XS, streams=kept, logits=logits, best=best, out=out)
 
     def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: VerifyOutput, needs: Needs) -> Tensor:
         width, positions_T = output.width, output.batch.paging.positions_T
@@ -258,7 +271,11 @@ class VerifyGraphs:
         """Let the drafter know of a step whose sampled tokens are in their place, and put down where it is to go on."""
         tokens_T, streams = self._peers.broadcast(self._tokens[: len(output.streams)], 0), output.streams
         drafter.feed(output.batch, streams, tokens_T)
-        self._chain.first(len(tokens_T) // output.width).begin(output.batch, streams, tokens_T.view(-1, output.width))
+        size = len(tokens_T) // output.width
+        chain = self._chain.first(size)
+        chain.begin(output.batch, streams, tokens_T.view(size, output.width))
+        right_S = chain.positions_S - output.batch.paging.first_S
+        self._heads[:, :size].copy_(torch.stack((chain.positions_S + 1, right_S, chain.tokens_S)))
         self._made.copy_(torch.arange(drafter.round, device=tokens_T.device))
 
     def _guess(self, drafter: DeviceDrafter, size: int, *, real: bool = True) -> None:
@@ -290,70 +307,61 @@ def window_pages(model: DeepseekV4, width: int) -> int:
     return (model.config.window + width - 3) // WINDOW_PAGE + 2
 
 
-def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int) -> Tensor:
-    """Return what a step is told, int32 [5 + width + pages, size] on the CPU; missing sequences are padding.
+def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
+    """Return what a step is told, int32 [6 + width + pages, size] on the CPU; missing sequences are padding.
 
-    The first rows are positions, slots, copies of the carry, drafts and first window pages, then come tokens by their place in a
-    run; the rest, as [size, pages], are window pages.
+    The first rows are positions, slots, copies of the carry, drafts, first window pages and, of runs with ``slack``, the column of
+    the run that each follows, else -1. Then come tokens by their place in a run; the rest, as [size, pages], are window pages.
     """
     missing = size - len(sequences)
     filled = partial(_filled, count=missing)
     tokens = [[*s.token_ids, *[0] * (width - len(s.token_ids))] for s in sequences]
-    columns = [
+    values = [
         *filled([s.start for s in sequences], -1),
         *filled([s.slot for s in sequences], -1),
         *filled([s.carry for s in sequences], 0),
         *filled([s.drafts for s in sequences], 0),
         *filled([s.window_first for s in sequences], 0),
+        *filled([-1 if s.slack is None else columns[s.seq_id] for s in sequences], -1),
         *(value for place in range(width) for value in filled([ids[place] for ids in tokens], 0)),
         *(page for s in sequences for page in (*s.window_pages, *[-1] * (pages - len(s.window_pages)))),
         *[-1] * (missing * pages),
     ]
-    return torch.tensor(columns, dtype=torch.int32, device="cpu").view(_COLUMNS + width + pages, size)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").view(TOLD + width + pages, size)
 
 
 def _filled(values: list[int], filler: int, *, count: int) -> list[int]:
     return [*values, *[filler] * count]
 
 
-def verify_batch(
-    inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, width: int, max_model_len: int
-) -> tuple[PagedBatch, Tensor]:
-    """Return a step of one known token and up to ``width - 1`` guesses of each sequence.
+def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> PagedBatch:
+    """Return a step of one known token and guesses of each sequence.
 
     Args:
         inputs: From ``verify_inputs``.
+        placed: Where their rows stand.
         tables: int32 [slots + 1, P], grow pages by slot.
-        last_token: int64 [slots + 1], the token sampled last in each slot, where ``inputs`` has ``IN_FLIGHT``.
         model: Whose step it is.
-        width: Rows of each sequence.
         max_model_len: No sequence is longer.
-
-    Returns:
-        The batch, and int64 [B], the row of ``tables`` of each sequence; that of padding is the last one.
     """
-    size, device = inputs.shape[1], inputs.device
-    start_S, slot_S, carry_S, drafts_S, window_first_S = inputs[:_COLUMNS]
-    places_S = torch.where(slot_S < 0, len(tables) - 1, slot_S).long()
-    place_Q, every = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, size * width))
-    taken_SQ = (start_S[:, None] >= 0) & (place_Q <= drafts_S[:, None])
+    size = inputs.shape[1]
+    width = len(placed.tokens_T) // size
+    start_S, drafts_S, carry_S = placed.runs_XS[:3]
     paging = Paging(
-        positions_T=torch.where(taken_SQ, start_S[:, None] + place_Q, -1).flatten(),
-        sequence_T=every // width,
-        slots_S=slot_S,
+        positions_T=placed.positions_T,
+        sequence_T=placed.sequence_T,
+        slots_S=inputs[1],
         first_S=start_S,
-        rows_S=every[::width].contiguous(),
-        lens_S=torch.ones_like(start_S) if width == 1 else taken_SQ.sum(1, dtype=torch.int32),
+        rows_S=placed.rows_S,
+        lens_S=placed.lens_S,
         drafts_S=drafts_S,
         carry_S=carry_S,
-        grow_SP=tables.index_select(0, places_S),
-        window_SP=inputs[_COLUMNS + width :].view(size, -1),
-        window_first_S=window_first_S,
+        grow_SP=tables.index_select(0, placed.places_S),
+        window_SP=inputs[TOLD + width :].view(size, -1),
+        window_first_S=inputs[4],
         singles=width == 1,
     )
-    tokens_SQ = inputs[_COLUMNS : _COLUMNS + width].t().long()
-    tokens_SQ = torch.where(tokens_SQ < 0, last_token[places_S][:, None], tokens_SQ)
     deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(tokens_SQ.flatten(), paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = PagedBatch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
     batch.most_tokens = size * width  # others replay the same graph
-    return batch, places_S
+    return batch

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dsv4lite.engine import rank
+from dsv4lite.memory import choose_numerics
+from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation import MTP
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
 from tests.e2e.test_engine_determinism import MODELS, Ask, ask_all
-from tests.e2e.test_speculation import Oracle, same_outputs
+from tests.e2e.test_speculation import Oracle, record, same_outputs
 
 VOCAB = SMALL["vocab_size"]
 SOME: Mapping[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
@@ -40,6 +46,30 @@ def test_borders_of_state_are_crossed_with_guesses(model: Path, expected: Mappin
     with opened(model, deterministic=True, max_num_seqs=9, speculative=Oracle(expected, k=3, share=share)) as llm:
         same_outputs(ask_all(llm, crossing()), expected)
         assert llm.stats().speculation.accepted > 20
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_runs_planned_behind_unchecked_guesses_cross_borders(
+    tmp_path: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses among two tokens are often right. The host waits before a border of prefixes and before the end, and only there."""
+    logits_of, two = DeepseekV4.mtp_logits, torch.full((VOCAB,), -1e9).index_fill_(0, torch.tensor([9, 10]), 0)
+    monkeypatch.setattr(DeepseekV4, "mtp_logits", lambda model, streams: logits_of(model, streams) + two)
+    if recorded:
+        monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
+    folder = write_model(tmp_path, seed=2)
+    some: dict[str, Any] = {"max_tokens": 25, "ignore_eos": True, "allowed_token_ids": (9, 10), "frequency_penalty": 0.1}
+    prompts = prompts_of((3, 57, 118, 240, 250), VOCAB, seed=7)
+    asked = [Ask(str(len(p)), p, SamplingParams(**some, seed=len(p), temperature=i % 3 / 2)) for i, p in enumerate(prompts)]
+    with opened(folder, deterministic=True, overlap=True) as llm:
+        expected = ask_all(llm, asked)
+    with opened(folder, deterministic=True, overlap=True, speculative=MTP(2, adaptive=False)) as llm:
+        graphs = engine_of(llm).call(partial(record, widths=(1, 3))).result() if recorded else None
+        found = ask_all(llm, asked)
+        stats = llm.stats()
+    assert {name: o.token_ids for name, o in found.items()} == {name: o.token_ids for name, o in expected.items()}
+    assert stats.speculation.accepted > 30 and stats.steps < 40
+    assert graphs is None or graphs.behind > 30
 
 
 def test_sequences_that_give_way_and_come_back_keep_guessing(model: Path, expected: Mapping[str, RequestOutput]) -> None:
@@ -102,10 +132,11 @@ def test_longest_sequences_are_filled_to_the_last_token(tmp_path: Path) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_aborts_and_deadlines_between_steps_with_guesses_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_aborts_and_deadlines_between_steps_with_guesses_leave_nothing(tmp_path: Path, overlap: bool) -> None:
     """``opened`` asserts that every page, slot and snapshot is back."""
     folder = write_model(tmp_path, seed=2)
-    with opened(folder, speculative=MTP(2, adaptive=False)) as llm:
+    with opened(folder, speculative=MTP(2, adaptive=False), overlap=overlap) as llm:
         for turn, prompt in enumerate(prompts_of((5, 70, 250, 300), VOCAB, seed=1)):
             with llm.stream(prompt, SamplingParams(n=3, ignore_eos=True, seed=turn)) as stream:
                 for _, _ in zip(range(4 + turn), stream, strict=False):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4lite.engine.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
 from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
@@ -22,7 +22,6 @@ EOS = 0
 VOCAB = 48
 Row = tuple[int, int]
 EMPTY: Row = (0, 0)
-BLANK: Row = (0, 1)
 
 
 def next_token(prefix: int, request: Request, index: int, num_generated: int) -> int:
@@ -72,19 +71,44 @@ class Device:
         self.next_step = 0
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
-        self.drafter_rows: dict[int, list[Row | None]] = {}  # at the same places, of a model's own drafter
         self.carry: dict[int, dict[int, Row]] = {}  # by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
         self.rows: dict[int, list[Row] | None] = {}  # by slot: what the sequence there must find; None: a restored prefix
         self.memo: dict[tuple[int, int, int, str | None], Row] = {}
-        self.blank_reads = self.drafter_reads = 0
+        self.copies: dict[int, int] = {}  # by sequence: which copy of the carry its last run left behind
+        self.drafts: dict[int, tuple[int, ...]] = {}  # by sequence: guesses of what follows its last run
 
     def run(self, row: Row, token: int, salt: str | None) -> Row:
         key = (row[1], token, self.epoch, salt)
         if key not in self.memo:
             self.memo[key] = (hash((row[0], token)), hash(key))
         return self.memo[key]
+
+    def settle(self, plan: StepPlan) -> StepPlan:
+        """Say where runs begin that were planned before anybody knew, and take their pages beyond where they end away."""
+        return replace(plan, sequences=tuple(part if part.slack is None else self.settled(part) for part in plan.sequences))
+
+    def settled(self, part: SequencePlan) -> SequencePlan:
+        truth = self.truths[part.seq_id]
+        start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
+        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.drafts > 0 == part.carry
+        assert part.start <= start <= part.start + part.slack
+        end, latest = start + 1 + len(drafts), part.end + part.slack
+        first, oldest = part.window_first, max(0, start - self.window + 1) // WINDOW_PAGE_TOKENS
+        assert first == max(0, part.start - self.window + 1) // WINDOW_PAGE_TOKENS <= oldest
+        assert len(part.pages) == -(-latest // PAGE_TOKENS)
+        assert first + len(part.window_pages) == (latest - 1) // WINDOW_PAGE_TOKENS + 1 and -1 not in part.window_pages
+        return part._replace(
+            start=start,
+            token_ids=(truth.tokens[-1], *drafts),
+            drafts=len(drafts),
+            carry=self.copies[part.seq_id],
+            slack=None,
+            pages=part.pages[: -(-end // PAGE_TOKENS)],
+            window_first=oldest,
+            window_pages=part.window_pages[oldest - first : (end - 1) // WINDOW_PAGE_TOKENS + 1 - first],
+        )
 
     def execute(self, plan: StepPlan) -> dict[int, Sampled]:
         assert plan.step % 16 or pickle.loads(pickle.dumps(plan)) == plan
@@ -97,11 +121,9 @@ class Device:
         self.check_exclusive(plan)
         for part in plan.sequences:
             self.check_reads(part)
-            if plan.max_drafts:
-                self.check_drafter(part)
         results = {}
         for part in plan.sequences:
-            sampled = self.write(plan.step, part, drafter=plan.max_drafts > 0)
+            sampled = self.write(plan.step, part)
             if sampled is not None:
                 results[part.seq_id] = sampled
         for slot, snapshot in plan.saves:
@@ -109,10 +131,6 @@ class Device:
         return results
 
     def prepare(self, plan: StepPlan) -> None:
-        for page, first, last in plan.blanks:
-            assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
-            rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
-            rows[first:last] = [BLANK] * (last - first)
         for slot in plan.resets:
             self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [], None
         for snapshot, slot in plan.restores:
@@ -126,7 +144,6 @@ class Device:
             self.grow[dst] = list(self.grow[src])
         for src, dst in plan.window_copies:
             self.window_rows[dst] = list(self.window_rows[src])
-            self.drafter_rows[dst] = list(self.drafter_rows.get(src, [None] * WINDOW_PAGE_TOKENS))
 
     def check_exclusive(self, plan: StepPlan) -> None:
         fresh = [*plan.resets, *(slot for _, slot in plan.restores), *(slot for _, slot in plan.slot_copies)]
@@ -184,17 +201,7 @@ class Device:
                 at = lo - logical * WINDOW_PAGE_TOKENS
                 assert self.window_rows[page][at : at + hi - lo] == rows[lo:hi], f"wrong window rows in [{lo}, {hi})"
 
-    def check_drafter(self, part: SequencePlan) -> None:
-        """Whoever guesses behind a run finds the rows of its window, or blank ones of tokens that it has missed."""
-        rows = self.rows[part.slot]
-        for position in range(max(0, part.start - self.window + 1), part.start):
-            number, place = divmod(position, WINDOW_PAGE_TOKENS)
-            found = self.drafter_rows[part.window_pages[number - part.window_first]][place]
-            assert found in (BLANK, rows[position]), f"the drafter finds a wrong row at {position}"
-            self.blank_reads += found == BLANK
-            self.drafter_reads += found != BLANK
-
-    def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
+    def write(self, step: int, part: SequencePlan) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
         row = self.carry[part.slot][part.carry]
@@ -211,8 +218,6 @@ class Device:
             page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
             page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
-            if drafter:
-                self.drafter_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)[position % WINDOW_PAGE_TOKENS] = rows[position]
         if part.score is not None:
             assert start <= part.score[0] < part.score[1] <= end
             truth.scored += range(*part.score)
@@ -231,6 +236,7 @@ class Device:
             if place == end or token != part.token_ids[place - start]:
                 break
         del rows[len(truth.tokens) - 1 :]
+        self.copies[part.seq_id] = len(found) - 1
         return found[0]._replace(after=tuple(found[1:]))
 
     def guess(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
@@ -250,11 +256,18 @@ class Harness:
     """Scheduler and device together, with the books that a user of the scheduler would keep."""
 
     def __init__(
-        self, limits: SchedulerLimits, pools: Pools, *, overlap: bool = True, right: Callable[[], bool] | None = None
+        self,
+        limits: SchedulerLimits,
+        pools: Pools,
+        *,
+        overlap: bool = True,
+        right: Callable[[], bool] | None = None,
+        ahead: bool = False,
     ) -> None:
         """``right`` decides whether a guess of the next token is right; without it nothing is guessed. With it and overlap there
-        are times without guesses, when steps overlap."""
-        self.turns = overlap and right is not None
+        are times without guesses, when steps overlap. If guesses are made on the device they do so with guesses, too: ``ahead``."""
+        self.turns = overlap and right is not None and limits.stages == 1 and not ahead
+        self.ahead = ahead and right is not None and limits.stages == 1
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
         self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
         self.device = Device(limits.window, limits.stages)
@@ -270,6 +283,8 @@ class Harness:
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         assert self.right is not None and 0 < most <= self.limits.max_drafts
         assert seq.tokens == self.device.truths[seq.seq_id].tokens
+        if self.ahead:
+            return seq.drafts[:most]
         return self.device.guess(seq.seq_id, most - (self.right() and most > 1), self.right)
 
     def add(self, request: Request, *, fails_at: int | None = None) -> None:
@@ -301,13 +316,26 @@ class Harness:
             self.plans.append(plan)
             for part in plan.sequences:
                 request = self.device.truths[part.seq_id].request
-                assert not (part.token_ids == (-1,) and request.params.thinking_budget is not None)
+                assert not (-1 in part.token_ids and request.params.thinking_budget is not None)
+                latest = part.end + (part.slack or 0)
                 if request.params.max_tokens is not None:
-                    assert part.end < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
-                assert part.end < self.limits.max_model_len
+                    assert latest < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
+                assert latest < self.limits.max_model_len
             assert plan.num_tokens <= self.limits.max_num_batched_tokens
-            self.outstanding.append((plan, self.device.execute(plan)))
+            ran = self.device.settle(plan)
+            results = self.device.execute(ran)
+            self.outstanding.append((ran, self.guessed(ran, results) if self.ahead and plan.max_drafts else results))
         return plan
+
+    def guessed(self, plan: StepPlan, results: dict[int, Sampled]) -> dict[int, Sampled]:
+        """Return results with guesses of what follows each run, as many as its pages have room for, or none."""
+        assert self.right is not None
+        for part in plan.sequences:
+            if part.sample:
+                count = plan.max_drafts if self.right() else 0
+                drafts = self.device.drafts[part.seq_id] = self.device.guess(part.seq_id, count, self.right)
+                results[part.seq_id] = results[part.seq_id]._replace(drafts=drafts)
+        return results
 
     def settle(self) -> None:
         plan, results = self.outstanding.pop(0)
@@ -315,15 +343,16 @@ class Harness:
 
     def step(self) -> StepPlan | None:
         quiet = self.turns and len(self.plans) % 40 > 12
-        if self.turns and not quiet and self.limits.stages == 1:
+        if self.turns and not quiet:
+            while self.outstanding:
+                self.settle()
+        if self.ahead and not self.scheduler.foresees(self.limits.max_drafts):
             while self.outstanding:
                 self.settle()
         idle = not self.outstanding
         plan = self.plan(0 if quiet else None)
         assert plan or not idle or not self.scheduler.has_work(), "stuck"
-        if self.outstanding and (
-            plan is None or len(self.outstanding) > self.most_outstanding + (quiet and self.limits.stages == 1)
-        ):
+        if self.outstanding and (plan is None or len(self.outstanding) > self.most_outstanding + (quiet or self.ahead)):
             self.settle()
         self.scheduler.check()
         return plan

@@ -10,15 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.engine.chain import Chain
+from dsv4lite.engine.run_ends import RunEnds
+from dsv4lite.engine.runner import Flight
+from dsv4lite.engine.samples import Arrival
 from dsv4lite.engine.sampling_runs import Runs
-from dsv4lite.engine.step import UNKNOWN, SequencePlan
+from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, SequencePlan, StepPlan
 from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
+from dsv4lite.kernels.runs import place_runs
 from dsv4lite.models.batch import Rotary
 
 CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
 ONES = torch.ones(2)
 MODEL: Any = SimpleNamespace(rotary=Rotary.of(ONES, ONES, (), CPU), numerics=SimpleNamespace(deterministic=True))
+NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
 TOKENS = st.integers(0, 2)  # few, so that guesses are right
 
 
@@ -44,9 +49,10 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     plans, sampled, size, width = step
     tables = torch.zeros(SLOTS + 1, 1, dtype=torch.int32)
     nothing = torch.zeros(SLOTS + 1, dtype=torch.int64)
-    inputs = verify_inputs(plans, size, width, PAGES)
-    batch, places_S = verify_batch(inputs, tables, nothing, MODEL, width, max_model_len=512)
-    assert places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
+    inputs = verify_inputs(plans, size, width, PAGES, {})
+    placed = place_runs(inputs, width, nothing, *NO_ENDS)
+    batch = verify_batch(inputs, placed, tables, MODEL, max_model_len=512)
+    assert placed.places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
     rows = [i * width + place for i, plan in enumerate(plans) for place in range(1 + plan.drafts)]
     assert batch.paging.positions_T[rows].tolist() == [p for plan in plans for p in range(plan.start, plan.end)]
     assert batch.token_ids_T[rows].tolist() == [token for plan in plans for token in plan.token_ids]
@@ -77,6 +83,48 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     chain.advance(2 * chain.streams_SND, chain.tokens_S + 1)
     assert places.positions_S.tolist() == [p + 1 if p >= 0 else p for p in before.tolist()]
     assert torch.equal(places.streams_SND[:count], 2 * wanted.streams_SND)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(steps(), st.data())
+def test_runs_begin_where_those_before_them_ended(
+    step: tuple[list[SequencePlan], list[list[int]], int, int], data: st.DataObject
+) -> None:
+    """The device finds what the host would have said."""
+    plans, _, size, width = step
+    most, columns = data.draw(st.integers(max(1, width - 1), 6)), data.draw(st.permutations(range(8)))
+    ends = RunEnds(
+        columns={plan.seq_id: columns[i] for i, plan in enumerate(plans)},
+        heads=torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 4), min_size=8, max_size=8), min_size=3, max_size=3))),
+        drafts=torch.tensor(
+            data.draw(st.lists(st.lists(st.integers(-1, 4), min_size=8, max_size=8), min_size=most, max_size=most))
+        ),
+    )
+    ends.heads[0] += 200
+    behind = [data.draw(st.booleans()) for _ in plans]
+    asked = [
+        plan._replace(start=200, slack=4, token_ids=(IN_FLIGHT,) * width, drafts=width - 1) if flag and width > 1 else plan
+        for plan, flag in zip(plans, behind, strict=True)
+    ]
+    asked[0] = asked[0] if asked[0].slack is not None else asked[0]._replace(token_ids=(IN_FLIGHT,), drafts=0)
+    plan = StepPlan(step=0, sequences=tuple(asked))
+    known = ends.settle(plan).sequences
+    last_token = torch.arange(7, 8 + SLOTS)
+    inputs = verify_inputs(asked, size, width, PAGES, ends.columns)
+    runs = place_runs(inputs, width, last_token, ends.heads, ends.drafts).runs_XS
+    flight = Flight(plan=plan, samples=None, begun=Arrival(runs[:, : len(asked)]))
+    assert [s for s in flight.ran().sequences if s.drafts] == [s for s in known if s.drafts]
+    told = verify_inputs(
+        [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
+        size,
+        width,
+        PAGES,
+        {},
+    )
+    assert torch.equal(runs[:3], told[[0, 3, 2]])
+    for i, s in enumerate(known):
+        assert runs[3 : 4 + s.drafts, i].tolist() == told[6 : 7 + s.drafts, i].tolist()
+    assert (runs[3:] >= 0).all()
 
 
 def test_widths_of_graphs_are_few_and_cover_all_guesses() -> None:

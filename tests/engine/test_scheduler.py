@@ -26,7 +26,10 @@ def make(
     slots: int | None = None,
     snapshots: int = 16,
     overlap: bool = False,
+    drafts: int = 0,
+    right: bool = True,
 ) -> Harness:
+    """Return an engine's host; with ``drafts`` the device makes guesses, all of them right or wrong."""
     limits = SchedulerLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=room,
@@ -34,9 +37,10 @@ def make(
         window=window,
         prefix_checkpoint_tokens=every,
         enable_prefix_caching=caching,
+        max_drafts=drafts,
     )
     pools = Pools.sized(grow=grow, window=window_pages, slots=seqs if slots is None else slots, snapshots=snapshots)
-    return Harness(limits, pools, overlap=overlap)
+    return Harness(limits, pools, overlap=overlap, right=(lambda: right) if drafts else None, ahead=bool(drafts))
 
 
 def text(num_tokens: int, seed: int = 1) -> list[int]:
@@ -810,6 +814,37 @@ def test_deadlines_pass_without_a_step_too() -> None:
     assert h.scheduler.expire(0.5) == []
     assert [u.finish_reason for u in h.scheduler.expire(1.0)] == ["deadline"]
     assert not h.scheduler.has_work() and h.pools.slots.num_free == 4
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_runs_behind_unchecked_guesses_wait_only_where_they_must(right: bool) -> None:
+    """At the border of prefixes that a single token has to reach, and before the last tokens."""
+    h = make(drafts=2, right=right)
+    h.add(request("a", text(100), max_tokens=300))
+    h.drain()
+    parts = [part_of(plan, 0) for plan in h.plans[1:]]
+    known = [part.start for part in parts if part.slack is None]
+    assert all(start == 100 or start in range(249, 257) or start >= 394 for start in known)
+    assert len(known) < 12 < len(parts) - len(known)
+    assert {part.slack for part in parts} <= {None, 0, 1, 2} and any(part.slack == 2 for part in parts)
+
+
+def test_runs_are_not_planned_behind_unchecked_guesses_when_somebody_wants_in() -> None:
+    h = make(seqs=2, drafts=2)
+    h.add(request("a", text(10), max_tokens=60))
+    for _ in range(4):
+        h.step()
+    assert h.scheduler.foresees(2) and not h.scheduler.foresees(1) and not h.scheduler.foresees(0)
+    h.add(request("b", text(20), max_tokens=60))
+    assert not h.scheduler.foresees(2)
+    h.drain()
+
+
+def test_end_behind_unchecked_guesses_drops_what_was_planned_there() -> None:
+    h = make(drafts=2)
+    h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
+    h.drain()
+    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].slack is not None
 
 
 def test_deadline_drops_the_token_in_flight() -> None:

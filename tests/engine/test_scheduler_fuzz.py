@@ -86,7 +86,9 @@ class Traffic:
         )
 
 
-def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None, *, stages: int = 1) -> Harness:
+def make_harness(
+    rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None, *, stages: int = 1, ahead: bool = False
+) -> Harness:
     limits = SchedulerLimits(
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_num_batched_tokens=rng.choice((5, 64, 100, 256, 300, 700, 2048)),
@@ -95,7 +97,6 @@ def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] 
         prefix_checkpoint_tokens=rng.choice((256, 512, 1024)),
         enable_prefix_caching=rng.random() < 0.9,
         max_drafts=drafts,
-        drafter_rows=drafts > 0,
         stages=stages,
     )
     pools = Pools.sized(
@@ -104,7 +105,7 @@ def make_harness(rng: random.Random, drafts: int = 0, right: Callable[[], bool] 
         slots=rng.choice((1, 2, 4, 8)),
         snapshots=rng.choice((0, 1, 2, 5, 20)),
     )
-    return Harness(limits, pools, overlap=rng.random() < 0.7, right=right)
+    return Harness(limits, pools, overlap=rng.random() < 0.7, right=right, ahead=ahead)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -119,6 +120,14 @@ def test_scheduler_with_drafts_reads_only_its_own_state(seed: int) -> None:
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
     run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share))
+
+
+@pytest.mark.parametrize("seed", range(82, 98))
+def test_scheduler_plans_behind_guesses_that_nobody_has_checked(seed: int) -> None:
+    """Guesses made on the device: a run is planned for wherever the one before may end, and the device knows where."""
+    rng = random.Random(seed)
+    share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
+    run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share, ahead=True))
 
 
 @pytest.mark.parametrize("seed", range(70, 82))
@@ -163,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from((0, 0, 1, 4)),
         period=st.integers(1, 4),
         stages=st.sampled_from((1, 1, 2, 4)),
+        ahead=st.booleans(),
     )
     def start(
         self,
@@ -178,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: int,
         period: int,
         stages: int,
+        ahead: bool,
     ) -> None:
         limits = SchedulerLimits(
             max_num_seqs=seqs,
@@ -187,14 +198,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_checkpoint_tokens=256,
             enable_prefix_caching=caching,
             max_drafts=drafts,
-            drafter_rows=drafts > 0,
             stages=stages,
         )
         pools = Pools.sized(
             grow=pages_for(599) + spare_pages, window=limits.window_pages + spare_windows, slots=slots, snapshots=snapshots
         )
         turns = itertools.count(1)
-        self.harness = Harness(limits, pools, overlap=overlap, right=(lambda: next(turns) % period > 0) if drafts else None)
+        right = (lambda: next(turns) % period > 0) if drafts else None
+        self.harness = Harness(limits, pools, overlap=overlap, right=right, ahead=ahead)
         self.count = 0
 
     @rule(

@@ -12,6 +12,7 @@ import torch
 
 from dsv4lite.engine.cache import StateCache, StateSizes
 from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.sampler import Sampler
@@ -64,7 +65,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None) -> Runner:
+def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None, own: bool = False) -> Runner:
     cache, vocab_size = StateCache.allocate(replace(model.layout, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
     sampler = Sampler(vocab_size, CPU, 0) if model.share.last else None
     if not recorded:
@@ -73,7 +74,8 @@ def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh 
     if sampler is not None:
         rows["sampling"] = DeviceSampler(sampler, slots=SIZES.slots, rows=16, vocab_size=vocab_size, device=CPU)
     if drafts:
-        return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16))
+        drafter = rows["drafter"] = MtpDrafter(model, cache.layers[-1], drafts) if own else None
+        return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16), drafter)
     return Runner(model, cache, sampler, DecodeGraphs(model, cache, **rows), mesh=mesh)
 
 
@@ -129,6 +131,38 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
             if update.finish_reason is not None:
                 runner.remove(seq_ids[update.request_id])
     return found
+
+
+def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
+    """Penalties, streams of random numbers and log-probabilities follow the positions that only the device knows."""
+    settings: dict[str, Any] = {"temperature": 1.5, "seed": 4, "logprobs": 1, "allowed_token_ids": (3, 4), "frequency_penalty": 0.5}
+    request = Request(request_id="", prompt_token_ids=(5, 6, 7), params=SamplingParams(**settings, max_tokens=11), eos_token_id=1)
+    numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
+    model = fill(poisoned(TINY, replace(numerics, paged=True), with_mtp=True), tiny_checkpoint(TINY)).requires_grad_(False)
+    texts, behind = [], []
+    for drafts in (0, 2):
+        limits = SchedulerLimits(
+            max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512, window=TINY.window, max_drafts=drafts
+        )
+        pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+        scheduler = Scheduler(limits, pools, propose=(lambda seq, most: seq.drafts[:most]) if drafts else None)
+        runner = runner_of(model, recorded=drafts > 0, drafts=drafts, own=True)
+        scheduler.add(request)
+        runner.add(0, request, 0)
+        flights, updates = deque[Flight](), []
+        while scheduler.has_work():
+            plan = scheduler.schedule(0.0) if not flights or scheduler.foresees(drafts) else None
+            if plan is not None:
+                flights.append(runner.launch(plan))
+                behind.append(not flights[-1].plan.settled)
+            if plan is None or len(flights) > 1:
+                landing = flights.popleft()
+                results = landing.results()
+                updates += scheduler.update(landing.ran(), results)
+        scores = [(x.rank, round(x.logprob, 3)) for update in updates for x in update.logprobs]
+        texts.append(([token for update in updates for token in update.token_ids], scores))
+    assert texts[0] == texts[1] and len(texts[0][0]) == 11
+    assert sum(behind) > 2 < sum(update.accepted for update in updates)
 
 
 def test_recorded_steps_sample_as_the_host_does() -> None:
