@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)")
     plan.add_argument("--revision", help="hub revision")
     plan.add_argument("--memory", type=_bytes, help="memory of the device, for example 141GiB (default: this machine's)")
+    plan.add_argument("--devices", type=int, help="compare all ways to share the model among so many devices")
     plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
     plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
     plan.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
@@ -110,6 +111,7 @@ def _plan(args: argparse.Namespace) -> int:
     plan = plan_memory(
         args.model,
         memory_bytes=args.memory,
+        devices=args.devices,
         revision=args.revision,
         kv_cache_memory_bytes=args.kv_cache_memory,
         max_model_len=args.max_model_len,

@@ -314,8 +314,14 @@ def make_plan(
         total: Bytes of the device; default is what this machine has.
 
     Raises:
-        ConfigError: The model cannot be shared in the layout of the settings.
+        ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
+    longest = config.max_model_len
+    if longest is not None and longest > model.max_positions:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's max_position_embeddings={model.max_positions}; "
+            "lower it, or leave it out"
+        )
     on_cpu = numerics.device.type == "cpu"
     available, total = (total, total) if total is not None else _memory_of(numerics.device)
     drafting = drafting or Drafting()
@@ -327,7 +333,6 @@ def make_plan(
     )
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    longest = None if config.max_model_len is None else min(config.max_model_len, model.max_positions)
     workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
     room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)

@@ -545,9 +545,6 @@ class Phase(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     PAUSED = "paused"
-    UPDATING = "updating"
-    ASLEEP = "asleep"
-    WEIGHTS_INVALID = "weights_invalid"
     FAILED = "failed"
     CLOSED = "closed"
 

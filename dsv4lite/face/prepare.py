@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsIndex
 
 from dsv4lite.errors import InvalidRequestError, near_match
 from dsv4lite.face.collect import ParserFactory
@@ -181,8 +181,12 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     try:
         return tuple(map(operator.index, prompt))  # type: ignore[call-overload]  # what it is, is the question
     except TypeError as error:
+        found = type(prompt).__name__
+        if isinstance(prompt, Sequence):
+            strange = next((part for part in prompt if not isinstance(part, SupportsIndex)), prompt[0])
+            found += f" with {strange!r:.50} in it; generate_batch takes several prompts"
         rule = "must be a str, token ids, or {'prompt_token_ids': [...]}"
-        raise InvalidRequestError(f"the {name} {rule}, not {type(prompt).__name__}", parameter=name, value=prompt) from error
+        raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt) from error
 
 
 def _request(tokenizer: Tokenizer, ids: tuple[int, ...], params: SamplingParams, options: Options) -> Request:

@@ -85,6 +85,7 @@ def llm(model: Path) -> Iterator[LLM]:
         ([3, VOCAB], {}, rf"{VOCAB} is outside the vocabulary \[0, {VOCAB}\)"),
         ([-1], {}, "-1 is outside the vocabulary"),
         ([1.5], {}, "must be a str, token ids"),
+        (["a", "b"], {}, "not list with 'a' in it; generate_batch takes several prompts"),
         (b"abc", {}, "decode it to a str"),
         ({"prompt_tokens": [1]}, {}, "prompt_token_ids"),
         (SHORT, {"stop_token_ids": (VOCAB,)}, "stop_token_ids=.*outside the vocabulary"),
@@ -357,6 +358,13 @@ def test_model_too_large_for_the_machine_is_refused_before_loading(model: Path, 
     with pytest.raises(CapacityError, match="do not fit") as error, opened(model):
         pass
     assert isinstance(error.value.plan, MemoryPlan) and not error.value.plan.fits and error.value.advice
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+def test_sequences_longer_than_the_model_allows_are_refused_before_loading(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=401 is more .* max_position_embeddings=400"):
+        with opened(model, max_model_len=401, hf_overrides={"max_position_embeddings": 400}):
+            pass
 
 
 @pytest.mark.usefixtures("nothing_is_built")
