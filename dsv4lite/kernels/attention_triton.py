@@ -5,7 +5,7 @@
 
 A token's rows are cut into pieces of fixed size, window first; share s takes pieces s, s + splits, … A piece is read once for all
 heads of the block: codes are widened to bfloat16 in registers, four at a time, and the tile then serves both products from shared
-memory. The next piece's bytes, and the addresses of the one after, are on their way meanwhile.
+memory. The next piece's bytes, and the addresses of the one after, are on their way meanwhile. Few tokens take another kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention_few_triton import few_attention_triton
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import capability_of
+from dsv4lite.kernels.packed_rows import LOG2_E, bf16, group_of, rotated_back, scaled
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
 
-LOG2_E = 1.4426950408889634
-FEW_SPLITS = 8  # from here on blocks of few heads: more programs, each of which waits less for its queries
+FEW_SPLITS = 8  # from here on tokens are so few that latency is all: ``attention_few_triton.py``
 _LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
 _MERGED = 8  # shares read at a time
 
@@ -46,55 +47,15 @@ class Tile:
     num_stages: int
 
 
-def tile_for(heads: int, splits: int, capability: int) -> Tile:
-    """Return the tile, which follows from the layer and ``splits`` alone on one kind of chip."""
+def tile_for(heads: int, capability: int) -> Tile:
+    """Return the tile, which follows from the layer alone on one kind of chip."""
     most = max(16, triton.next_power_of_2(heads))
     if capability not in _LARGE:
         return Tile(heads=min(most, 16), rows=32, swap=False, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
-    if most < 64 or splits >= FEW_SPLITS or capability != 90:
+    if most < 64 or capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
     return Tile(heads=64, rows=64, swap=False, num_warps=8, num_stages=3)
-
-
-@triton.jit
-def _bf16(x, GPU: tl.constexpr):
-    """Round float32 to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
-    if GPU:
-        rounded = x.to(tl.bfloat16)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
-    return rounded
-
-
-_WIDEN = tl.constexpr("""{
-.reg .b32 t, m, f, z;
-mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
-prmt.b32 t, $2, 0, 0x1404;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
-prmt.b32 t, $2, 0, 0x3424;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
-}""")
-
-
-@triton.jit
-def _widen(codes, scale, GPU: tl.constexpr):
-    """Return e4m3 codes [R, 64] times a power of two for each row, given as e8m0 byte int32 [R]."""
-    # Reference: dequantize_fp8(codes, scales, KV_GROUP).to(dtype)
-    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time,
-    # each with its own scale: which four a thread has side by side is the compiler's choice.
-    if GPU:
-        bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
-        factor = bits.to(tl.int16)[:, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        bits = ((codes.to(tl.int32) & 0x7F) << 20) | ((codes.to(tl.int32) & 0x80) << 24)
-        factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
-        wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * factor.to(tl.float32, bitcast=True)[:, None]
-    return wide
 
 
 @triton.jit
@@ -139,29 +100,19 @@ def locate(
 
 
 @triton.jit
-def _group(data, live, number: tl.constexpr):
-    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0)
-
-
-@triton.jit
 def _fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr):
     """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
     tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
     tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
     words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-    c0 = _group(data, live, 0)
-    c1 = _group(data, live, 1) if NOPE > 64 else c0
-    c2 = _group(data, live, 2) if NOPE > 128 else c0
-    c3 = _group(data, live, 3) if NOPE > 192 else c0
-    c4 = _group(data, live, 4) if NOPE > 256 else c0
-    c5 = _group(data, live, 5) if NOPE > 320 else c0
-    c6 = _group(data, live, 6) if NOPE > 384 else c0
+    c0 = group_of(data, live, 0)
+    c1 = group_of(data, live, 1) if NOPE > 64 else c0
+    c2 = group_of(data, live, 2) if NOPE > 128 else c0
+    c3 = group_of(data, live, 3) if NOPE > 192 else c0
+    c4 = group_of(data, live, 4) if NOPE > 256 else c0
+    c5 = group_of(data, live, 5) if NOPE > 320 else c0
+    c6 = group_of(data, live, 6) if NOPE > 384 else c0
     return c0, c1, c2, c3, c4, c5, c6, tail, words
-
-
-@triton.jit
-def _scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
-    return _widen(codes, ((words >> (8 * number)) & 255).to(tl.int32), GPU)
 
 
 @triton.jit
@@ -181,10 +132,10 @@ def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
     """Return channels [0, C / 2) of a piece's rows, bfloat16 (float32 in the interpreter), from what ``_fetch`` has read."""
     # Reference: RowFormat.unpack
     words = raw[8]
-    k0 = _scaled(raw[0], words, 0, GPU)
-    k1 = _scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
-    k2 = _scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
-    k3 = _scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
+    k0 = scaled(raw[0], words, 0, GPU)
+    k1 = scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
+    k2 = scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
+    k3 = scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
     return _joined(k0, k1, k2, k3, ROWS, (NOPE + 64) // 128)
 
 
@@ -196,25 +147,13 @@ def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr)
     if NOPE == 64:
         half = tail
     elif NOPE == 192:
-        half = _joined(_scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
+        half = _joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
     else:
-        k4 = _scaled(raw[4], words, 4, GPU)
-        k5 = _scaled(raw[5], words, 5, GPU)
-        k6 = _scaled(raw[6], words, 6, GPU)
+        k4 = scaled(raw[4], words, 4, GPU)
+        k5 = scaled(raw[5], words, 5, GPU)
+        k6 = scaled(raw[6], words, 6, GPU)
         half = _joined(k4, k5, k6, tail, ROWS, 4)
     return half
-
-
-@triton.jit
-def _rotated_back(o, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Turn the last 64 channels of the second half of results [H, C / 2] by the token's angles."""
-    # Reference: rope(o, cos, sin, inverse=True)
-    pair = tl.arange(0, HALF // 2) - (HALF // 2 - 32)
-    turns = (pair >= 0)[None, :]
-    c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[None, :]
-    s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[None, :]
-    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, HALF // 2, 2)))
-    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, HALF))
 
 
 @triton.jit
@@ -252,7 +191,7 @@ def _added(
     shrink = tl.exp2(peak - new_peak)
     p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
     total = total * shrink + tl.sum(p, AXIS)
-    p = _bf16(p, GPU)
+    p = bf16(p, GPU)
     if SWAP:
         acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
         acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
@@ -336,9 +275,9 @@ def _attend_kernel(
     else:
         # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
-        o1 = _rotated_back(_bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, HEADS, HALF)
-        tl.store(out + at, _bf16(acc0 / total[:, None], GPU), mask=inside)
-        tl.store(out + HALF + at, _bf16(o1, GPU), mask=inside)
+        o1 = rotated_back(bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, HEADS, HALF)
+        tl.store(out + at, bf16(acc0 / total[:, None], GPU), mask=inside)
+        tl.store(out + HALF + at, bf16(o1, GPU), mask=inside)
 
 
 @triton.jit
@@ -368,8 +307,8 @@ def _merge_kernel(
         total += tl.sum(tl.load(stats + place * 2 + 1, mask=live, other=0.0) * weight)
         share = tl.load(parts + place[:, None] * C + column[None, :], mask=live[:, None], other=0.0)
         acc += tl.sum(share * weight[:, None], 0)
-    o = _rotated_back(_bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
-    tl.store(out + at * C + column[None, :], _bf16(o, GPU))
+    o = rotated_back(bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
+    tl.store(out + at * C + column[None, :], bf16(o, GPU))
 
 
 def paged_attention_triton(
@@ -399,7 +338,10 @@ def paged_attention_triton(
     out = torch.empty_like(q)
     if tokens == 0:
         return out
-    tile = tile_for(heads, splits, capability_of(q.device))
+    if splits >= FEW_SPLITS:
+        rows = (q, fresh_TB, window, entries, paging, sink_H, scale)
+        return few_attention_triton(*rows, (cos, sin), ratio, selected_TK, splits, window_size)
+    tile = tile_for(heads, capability_of(q.device))
     entry_store = window if entries is None else entries
     parts = stats = out
     if splits > 1:
@@ -453,8 +395,8 @@ def variants() -> list[Variant]:
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((64, 448, 0, 0), (64, 448, 4, 512), (64, 448, 128, 0), (8, 64, 4, 64))
-    for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 4, 16)):
-        tile = tile_for(heads, splits, capability)
+    for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 4)):
+        tile = tile_for(heads, capability)
         layer = {
             "H": heads, "NOPE": nope, "RATIO": max(ratio, 1), "TOP_K": top_k, "WINDOW": 128, "SPLITS": splits, "ROWS": tile.rows,
             "GPU": True,

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention_triton import LOG2_E, counts_of, locate
+from dsv4lite.kernels.attention_triton import counts_of, locate
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import capability_of
+from dsv4lite.kernels.packed_rows import LOG2_E
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import PlainRow, RowStore
 from dsv4lite.kernels.rows_triton import rounded

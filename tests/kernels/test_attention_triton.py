@@ -151,12 +151,10 @@ def test_kernel_equals_the_reference(layer: Layer, steps: list[tuple[int, int]],
     "layer", [TINY, replace(TINY, heads=64), replace(TINY, nope=192, heads=20), replace(FLASH, heads=16, top_k=64)]
 )
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(
-    "tile", sorted({tile_for(64, splits, capability) for splits in (1, 16) for capability in (80, 90, 100)}, key=repr), ids=repr
-)
+@pytest.mark.parametrize("tile", sorted({tile_for(64, capability) for capability in (80, 90, 100)}, key=repr), ids=repr)
 @pytest.mark.skipif(CUDA, reason="a chip runs its own tiles")
 def test_every_tile_equals_the_reference(tile: Tile, splits: int, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_triton, "tile_for", lambda heads, splits, capability: tile)
+    monkeypatch.setattr(attention_triton, "tile_for", lambda heads, capability: tile)
     given = case(layer, [(300, 1)])
     close(given.kernel(splits), given.reference())
 
@@ -249,6 +247,5 @@ def test_every_launch_is_listed() -> None:
     listed = {(v.constants["HEADS"], v.constants["ROWS"], v.constants["SWAP"], v.num_warps) for v in attends}
     for capability in (80, 89, 90, 100, 120):
         for heads in (1, 8, 16, 17, 64, 128):
-            for splits in (1, 2, 8, 64):
-                tile = tile_for(heads, splits, capability)
-                assert (tile.heads, tile.rows, tile.swap, tile.num_warps) in listed
+            tile = tile_for(heads, capability)
+            assert (tile.heads, tile.rows, tile.swap, tile.num_warps) in listed

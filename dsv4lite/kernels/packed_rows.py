@@ -1,0 +1,70 @@
+"""Packed kv rows inside the kernels of attention: e4m3 codes widened to bfloat16, and results turned back by their angles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def bf16(x, GPU: tl.constexpr):
+    """Round float32 to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
+    if GPU:
+        rounded = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
+    return rounded
+
+
+_WIDEN = tl.constexpr("""{
+.reg .b32 t, m, f, z;
+mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
+prmt.b32 t, $2, 0, 0x1404;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
+prmt.b32 t, $2, 0, 0x3424;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
+}""")
+
+
+@triton.jit
+def _widen(codes, scale, GPU: tl.constexpr):
+    """Return e4m3 codes [R, 64] times a power of two for each row, given as e8m0 byte int32 [R]."""
+    # Reference: dequantize_fp8(codes, scales, KV_GROUP).to(dtype)
+    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time,
+    # each with its own scale: which four a thread has side by side is the compiler's choice.
+    if GPU:
+        bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
+        factor = bits.to(tl.int16)[:, None]
+        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        bits = ((codes.to(tl.int32) & 0x7F) << 20) | ((codes.to(tl.int32) & 0x80) << 24)
+        factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
+        wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * factor.to(tl.float32, bitcast=True)[:, None]
+    return wide
+
+
+@triton.jit
+def group_of(data, live, number: tl.constexpr):
+    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0)
+
+
+@triton.jit
+def scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
+    return _widen(codes, ((words >> (8 * number)) & 255).to(tl.int32), GPU)
+
+
+@triton.jit
+def rotated_back(o, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Turn the last 64 channels of the second half of results [H, C / 2] by the token's angles."""
+    # Reference: rope(o, cos, sin, inverse=True)
+    pair = tl.arange(0, HALF // 2) - (HALF // 2 - 32)
+    turns = (pair >= 0)[None, :]
+    c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[None, :]
+    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, HALF // 2, 2)))
+    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, HALF))
