@@ -339,8 +339,8 @@ def paged_attention_triton(
     if tokens == 0:
         return out
     if splits >= FEW_SPLITS:
-        rows = (q, fresh_TB, window, entries, paging, sink_H, scale)
-        return few_attention_triton(*rows, (cos, sin), ratio, selected_TK, splits, window_size)
+        stored = (fresh_TB, window, entries, paging)
+        return few_attention_triton(q, *stored, sink_H, scale, (cos, sin), ratio, selected_TK, splits, window_size)
     tile = tile_for(heads, capability_of(q.device))
     entry_store = window if entries is None else entries
     parts = stats = out
