@@ -294,6 +294,20 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
     return (host_memory(),) * 2 if device.type == "cpu" else available_memory(device)
 
 
+def _longest(config: EngineConfig, model: V4Config) -> int | None:
+    """Return the tokens that a sequence is to have room for; ``None`` means what fits.
+
+    Raises:
+        ConfigError: The model has fewer positions.
+    """
+    longest, limit = config.max_model_len, model.max_positions
+    if longest is not None and longest > limit:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
+        )
+    return longest
+
+
 def make_plan(
     config: EngineConfig,
     model: V4Config,
@@ -316,12 +330,7 @@ def make_plan(
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
-    longest = config.max_model_len
-    if longest is not None and longest > model.max_positions:
-        raise ConfigError(
-            f"max_model_len={longest} is more than the model's max_position_embeddings={model.max_positions}; "
-            "lower it, or leave it out"
-        )
+    longest = _longest(config, model)
     on_cpu = numerics.device.type == "cpu"
     available, total = (total, total) if total is not None else _memory_of(numerics.device)
     drafting = drafting or Drafting()
@@ -334,19 +343,20 @@ def make_plan(
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
-    room = int(total * (1.0 if on_cpu else config.gpu_memory_utilization)) - weights - workspace - graphs
+    usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
+    room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
     per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
     used = weights + workspace + graphs + layout.bytes(sizes)
     notes = list(advice)
     if room < 0:
-        notes.append(f"the weights ({_gib(weights)}) do not fit in {_gib(total)}; use a device with more memory or a smaller model")
+        notes = [_too_large(weights, workspace + graphs, usable)]
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
     elif used > available:
         notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * layout.grow_page_bytes))
-    if length < 1:
+    if room >= 0 and length < 1:
         notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
     pages_each = -(-max(1, length) // GROW_PAGE)
     return MemoryPlan(
@@ -374,6 +384,15 @@ def make_plan(
         fits=not notes,
         advice=tuple(notes),
     )
+
+
+def _too_large(weights: int, working: int, usable: int) -> str:
+    """Say what leaves no room for any state."""
+    if weights > usable:
+        remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
+        return f"the weights ({_gib(weights)}) do not fit in {_gib(usable)}; {remedy}"
+    remedy = "lower max_num_batched_tokens or max_num_seqs"
+    return f"the weights ({_gib(weights)}) and the workspace of a step ({_gib(working)}) do not fit in {_gib(usable)}; {remedy}"
 
 
 def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:

@@ -72,6 +72,14 @@ def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
     assert not next(layout.fits for layout in plan.layouts if layout.layout == Layout(dp=2))
 
 
+def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:
+    budget = plan_memory(folder, **SETTINGS).per_device[0]
+    (advice,) = plan_memory(folder, memory_bytes=budget.weights - 1, **SETTINGS).advice
+    assert "the weights (" in advice and "tensor_parallel_size" in advice
+    (advice,) = plan_memory(folder, memory_bytes=budget.weights + 1, **SETTINGS).advice
+    assert "the workspace of a step (" in advice and "max_num_batched_tokens" in advice
+
+
 def test_any_number_of_devices_can_be_replicas(folder: str) -> None:
     assert [layout.layout for layout in plan_memory(folder, devices=7, **SETTINGS).layouts] == [Layout(dp=7)]
     with pytest.raises(ConfigError, match="devices=0 must be at least 1"):
