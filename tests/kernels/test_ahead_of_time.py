@@ -26,6 +26,9 @@ triton = pytest.importorskip("triton")
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # variants of one kernel
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
+# Layouts in which a thread's four codes are of one row, as assembly wants them that takes one row's scales (``widen_triton``). The
+# compiler is free to choose others: keys that the matrix unit took from registers were once of two rows.
+FOUR_OF_A_ROW = re.compile(r"register = \[\[0, 1\], \[0, 2\]|sizePerThread = \[1, (?:4|8|16|32)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,12 @@ class Compiled:
     Attributes:
         shared: Bytes of shared memory of one program.
         stores: Instructions in PTX that write to global memory.
+        mixed: Layouts in which codes of several rows would be given one row's scales.
     """
 
     shared: int
     stores: int
+    mixed: tuple[str, ...]
 
 
 def compile_case(case: Case) -> Compiled:
@@ -87,7 +92,12 @@ def compile_case(case: Case) -> Compiled:
     if variant.max_registers is not None:
         options["maxnreg"] = variant.max_registers
     kernel = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
-    return Compiled(kernel.metadata.shared, len(WRITES.findall(kernel.asm["ptx"])))
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", kernel.asm["ttgir"], re.MULTILINE))
+    registers = re.escape(importlib.import_module("dsv4lite.kernels.widen_triton")._WIDEN_REGISTERS.value)
+    assembly = rf'inline_asm "[^"]*" {{constraints = "{registers}", packed_element = 4 .*-> tensor<[^,]*, (#\w+)>'
+    used = {layouts[name] for name in re.findall(assembly, kernel.asm["ttgir"])}
+    mixed = tuple(layout for layout in used if not FOUR_OF_A_ROW.search(layout))
+    return Compiled(kernel.metadata.shared, len(WRITES.findall(kernel.asm["ptx"])), mixed)
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +117,4 @@ def test_kernel_compiles(case: Case, compiled: dict[Case, Future[Compiled]]) -> 
     kernel = compiled[case].result()
     assert kernel.shared <= SHARED_MEMORY[case.capability]
     assert kernel.stores > 0
+    assert kernel.mixed == ()
