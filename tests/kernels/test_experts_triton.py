@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -87,8 +88,8 @@ def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, t
 
 @pytest.mark.parametrize("fp4", [True, False])
 def test_part_of_a_result_is_rounded_by_nobody(fp4: bool) -> None:
-    w13, w2 = experts(5, 256, 128, fp4=fp4)
-    given = inputs(21, 256, 5, 1)
+    w13, w2 = experts(3, 128, 128, fp4=fp4)
+    given = inputs(9, 128, 3, 1)
     exact = experts_forward_triton(*given, w13, w2, LIMIT, partial=True)
     assert_close(exact, experts_forward_ref(*given, w13, w2, LIMIT, partial=True))
     assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
@@ -104,12 +105,19 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
     assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
 
 
-@pytest.mark.parametrize("block", EVERY_BLOCK, ids=lambda block: f"{block.rows}x{block.tiles}x{block.num_stages}x{block.unroll}")
-def test_every_block_size_gives_the_same_bits(block: Block) -> None:
+@pytest.fixture(scope="module")
+def by_block() -> Callable[[Block], Tensor]:
+    """The same experts run in blocks of a size."""
     w13, w2 = experts(3, 128, 256, fp4=True)
     given = inputs(19, 128, 3, 2)
-    expected = experts_forward_triton(*given, w13, w2, LIMIT, block=EVERY_BLOCK[1])
-    assert torch.equal(experts_forward_triton(*given, w13, w2, LIMIT, block=block), expected)
+    return cache(lambda block: experts_forward_triton(*given, w13, w2, LIMIT, block=block))
+
+
+@pytest.mark.parametrize(
+    "block", EVERY_BLOCK[1:], ids=lambda block: f"{block.rows}x{block.tiles}x{block.num_stages}x{block.unroll}"
+)
+def test_every_block_size_gives_the_same_bits(by_block: Callable[[Block], Tensor], block: Block) -> None:
+    assert torch.equal(by_block(block), by_block(EVERY_BLOCK[0]))
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
