@@ -408,8 +408,8 @@ class Engine:
             followed: Whether another one was launched behind it, if steps are.
         """
         previous = self._in_flight.popleft()
-        results = previous.results()
-        ran: Any = previous.ran()
+        ran: Any
+        ran, results = previous.land()
         landed = time.perf_counter()
         if recorder is not None:
             recorder.end(previous.samples)
@@ -530,7 +530,7 @@ class Engine:
         while self._in_flight:
             flight = self._in_flight.popleft()
             try:
-                self._land(flight, flight.ran(), flight.results())
+                self._land(flight, *flight.land())
             except Exception as error:
                 raise self._die(error) from error
 

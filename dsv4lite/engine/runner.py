@@ -62,30 +62,30 @@ class Flight:
     drafts: Arrival | None = None
     begun: Arrival | None = None
 
-    def ran(self) -> StepPlan:
-        """Return the plan as it ran. Waits for the device."""
-        if self.begun is None:
-            return self.plan
-        runs = zip(self.plan.sequences, *self.begun.wait().tolist(), strict=True)
-        sequences = [
-            s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts]), carry) for s, start, drafts, carry, *ids in runs
-        ]
-        return replace(self.plan, sequences=tuple(sequences))
+    def land(self) -> tuple[StepPlan, dict[int, Sampled]]:
+        """Wait for the step; return the plan as it ran, and the tokens."""
+        plan, samples = self.plan, self.samples
+        if self.begun is not None:
+            runs = zip(plan.sequences, *self.begun.wait().tolist(), strict=True)
+            sequences = [
+                s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts]), carry)
+                for s, start, drafts, carry, *ids in runs
+            ]
+            plan = replace(plan, sequences=tuple(sequences))
+            samples = replace(samples, sequences=plan.sequences) if isinstance(samples, RowSamples) else samples
+        if samples is None:
+            return plan, {}
+        results = samples.to_host()
+        if self.drafts is None:
+            return plan, results
+        for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True):
+            found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
+            results[seq_id] = Sampled(*sampled[:-1], tuple(found))
+        return plan, results
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
-        if self.samples is None:
-            return {}
-        if self.begun is not None and isinstance(self.samples, RowSamples):
-            results = replace(self.samples, sequences=self.ran().sequences).to_host()
-        else:
-            results = self.samples.to_host()
-        if self.drafts is None:
-            return results
-        return {
-            seq_id: sampled._replace(drafts=tuple(takewhile(lambda token_id: token_id != UNKNOWN, drafts)))
-            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True)
-        }
+        return self.land()[1]
 
 
 class Runner:

@@ -199,6 +199,11 @@ class RowSamples:
     def _runs_to_host(self, lines: Tensor) -> dict[int, Sampled]:
         """Return what each sequence has sampled up to its first wrong draft."""
         token_ids, finite, feasible = lines[:3].tolist()
+        if not self.wanted and 0 not in finite and 0 not in feasible:
+            return {
+                seq_id: _accepted(token_ids[row : row + 1 + s.drafts], s.token_ids[len(s.token_ids) - s.drafts :])
+                for seq_id, s, row in zip(self.seq_ids, self.sequences, self.first_rows, strict=True)
+            }
         listed = dict(self.wanted)
         floats = lines.view(torch.float32)
         results = {}
@@ -223,6 +228,14 @@ class RowSamples:
                     break
             results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
         return results
+
+
+def _accepted(token_ids: list[int], drafts: tuple[int, ...]) -> Sampled:
+    """Return sampled tokens up to the first that is not the draft of it."""
+    if not drafts or token_ids[0] != drafts[0]:
+        return Sampled(token_ids[0])
+    right = next((i for i, draft in enumerate(drafts) if token_ids[i] != draft), len(drafts))
+    return Sampled(token_ids[0], after=tuple(map(Sampled, token_ids[1 : right + 1])))
 
 
 def failure(position: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:

@@ -210,10 +210,10 @@ class Scheduler:
             return not guessing and not max_drafts
         if self._num_unforked or (self._waiting.items and len(self._running) < self._limits.max_num_seqs):
             return False
-        parts = [part for plan in guessing if plan.max_drafts == max_drafts for part in plan.sequences]
-        if not parts or not all(part.sample and part.decodes for part in parts):
+        last = guessing[-1]
+        if last.max_drafts != max_drafts or not last.decodes:
             return False
-        return not any(seq.may_wait or seq.num_computed < len(seq.tokens) - 1 for seq in self._running)
+        return not [seq for seq in self._running.items if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
 
     @property
     def num_live(self) -> int:
@@ -259,7 +259,7 @@ class Scheduler:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
         """
         max_drafts = self._limits.max_drafts if max_drafts is None else max_drafts
-        most = self._limits.stages + (self._propose is None or (self._limits.stages == 1 and self.foresees(max_drafts)))
+        most = self._limits.stages + (self._propose is None or self._limits.stages == 1)
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
@@ -378,9 +378,19 @@ class Scheduler:
         """
         start, last_start = len(seq.tokens), seq.num_computed
         most = min(_most_drafts(seq, last_start, room), draft.room - 1)
-        if most < 1 or start // PAGE_TOKENS != last_start // PAGE_TOKENS or not self._holdings.extend(seq, last_start + 1 + most):
+        end = last_start + 1 + most
+        if most < 1 or start // PAGE_TOKENS != last_start // PAGE_TOKENS or not self._holdings.extend(seq, end):
             return 0
-        self._plan(seq, last_start + 1 + most, draft, (IN_FLIGHT,) * most, slack=last_start - start)
+        token_ids, pages, window_pages = _IN_FLIGHT * (1 + most), seq.page_table(pages_for(end)), seq.window_table()
+        slack = last_start - start
+        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, most, 0, UNKNOWN, slack)
+        draft.singles.append(_new_tuple(SequencePlan, every))  # as in ``_plan_quiet``
+        draft.room -= 1 + most
+        seq.num_computed = end
+        seq.in_flight += 1
+        seq.quiet_until = 0
+        if end >= self._holdings.slides_at(seq):
+            self._sliding[seq] = None
         return most
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
@@ -413,11 +423,11 @@ class Scheduler:
         seq.num_computed = start + 1
         seq.in_flight += 1
 
-    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = (), slack: int | None = None) -> None:
+    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = ()) -> None:
         """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts, into the draft."""
         start, tokens = seq.num_computed, seq.tokens
         known = end - len(drafts)
-        sample = known >= len(tokens) + seq.in_flight and seq.request.generate
+        sample = known == len(tokens) + seq.in_flight and seq.request.generate
         score = None
         if seq.score_next is not None and seq.score_next < end:
             assert start <= seq.score_next
@@ -426,17 +436,16 @@ class Scheduler:
         plan = SequencePlan(
             seq_id=seq.seq_id,
             slot=seq.slot,
-            start=start - (slack or 0),
-            token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else (*_IN_FLIGHT, *drafts),
+            start=start,
+            token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else _IN_FLIGHT,
             pages=seq.page_table(pages_for(end)),
             window_first=seq.window_first,
             window_pages=seq.window_table(),
             sample=sample,
             score=score,
             drafts=len(drafts),
-            carry=seq.carry if slack is None else 0,
+            carry=seq.carry,
             next_id=tokens[end] if end < len(tokens) else UNKNOWN,
-            slack=slack,
         )
         (draft.singles if known - start == 1 else draft.chunks).append(plan)
         draft.room -= end - start
@@ -572,10 +581,11 @@ class Scheduler:
         weight_version: int,
     ) -> SequenceUpdate:
         """Add what a run sampled to a sequence, up to the token that ends it, and take back the state of wrong drafts."""
-        token_ids, logprobs, error = [], [], None
+        token_ids: list[int] = []
+        logprobs, error = [], None
         finish: FinishReason | None = None
         stop = None
-        for one in (sampled, *sampled.after):
+        for one in (sampled, *sampled.after) if sampled.after else (sampled,):
             if one.error is not None:
                 self._holdings.forget_prefixes(seq)
                 finish, error = "error", one.error
@@ -586,9 +596,10 @@ class Scheduler:
                 logprobs.append(one.logprob)
             if seq.pending is not None:
                 self._holdings.insert_pending(seq)
-            finish, stop = seq.outcome()
-            if finish is not None:
-                break
+            if one.token_id in seq.end_ids or len(seq.tokens) > seq.last_run:
+                finish, stop = seq.outcome()
+                if finish is not None:
+                    break
         if finish is not None:
             self._close(seq)
         elif part.drafts and seq.state is State.RUNNING:  # else it was preempted meanwhile

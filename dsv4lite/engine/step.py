@@ -76,7 +76,8 @@ class SequencePlan(NamedTuple):
         """Return a run with ``slack`` as it is once it is known where it begins, and with which guesses behind its first token."""
         assert self.slack is not None and self.start <= start <= self.start + self.slack
         assert 0 < len(token_ids) <= 1 + self.drafts
-        return self._replace(start=start, token_ids=token_ids, drafts=len(token_ids) - 1, carry=carry, slack=None)
+        pages, windows = self.pages, (self.window_first, self.window_pages)
+        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, carry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,12 @@ class StepPlan:
     @property
     def settled(self) -> bool:
         """Whether the host knows where all runs begin."""
-        return all(s.slack is None for s in self.sequences)
+        return not [s for s in self.sequences if s.slack is not None]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all runs are one known token, and guesses, and sample."""
+        return not [s for s in self.sequences if not s.sample or len(s.token_ids) != 1 + s.drafts]
 
 
 class StepShape(NamedTuple):

@@ -104,6 +104,7 @@ def place_runs_triton(told_XS: Tensor, width: int, last_token: Tensor, heads_3C:
         BLOCK=_BLOCK,
         TOLD=TOLD,
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return placed
 

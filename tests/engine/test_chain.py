@@ -113,7 +113,7 @@ def test_runs_begin_where_those_before_them_ended(
     inputs = verify_inputs(asked, size, width, PAGES, ends.columns)
     runs = place_runs(inputs, width, last_token, ends.heads, ends.drafts).runs_XS
     flight = Flight(plan=plan, samples=None, begun=Arrival(runs[:, : len(asked)]))
-    assert [s for s in flight.ran().sequences if s.drafts] == [s for s in known if s.drafts]
+    assert [s for s in flight.land()[0].sequences if s.drafts] == [s for s in known if s.drafts]
     told = verify_inputs(
         [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
         size,

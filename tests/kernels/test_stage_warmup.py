@@ -18,10 +18,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402  only where there i
 import dsv4lite.kernels  # noqa: E402
 from dsv4lite.engine.cache import StateCache, StateSizes  # noqa: E402
 from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
+from dsv4lite.engine.mtp import MtpDrafter  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.sampler import Sampler  # noqa: E402
 from dsv4lite.engine.sampling_device import DeviceSampler  # noqa: E402
 from dsv4lite.engine.step import SequencePlan, StepPlan  # noqa: E402
+from dsv4lite.engine.verify_graphs import VerifyGraphs  # noqa: E402
 from dsv4lite.kernels import gemm_triton  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
@@ -89,6 +91,28 @@ def runner_of(mesh: Mesh) -> Runner:
         params = SamplingParams(max_tokens=9, temperature=0.5 * i, top_p=1 - 0.1 * i)
         runner.add(i, Request(request_id=str(i), prompt_token_ids=(5,) * 5000, params=params, eos_token_id=1), 0)
     return runner
+
+
+def unwritten(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return what no launch has written: integers by which nobody may index."""
+    out = torch.zeros(*args, **kwargs)
+    return out.fill_(torch.iinfo(out.dtype).max) if out.dtype in (torch.int32, torch.int64) else out
+
+
+def test_rehearsal_of_guesses_needs_nothing_that_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regression: rows of a step whose kernels did not run were looked up wherever the memory said."""
+    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
+    model = DeepseekV4(OFFICIAL, numerics, with_mtp=True).requires_grad_(False)
+    cache, sampler = StateCache.allocate(replace(model.layout, copies=3), SIZES, CPU), Sampler(OFFICIAL.vocab_size, CPU, 0)
+    sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=12, vocab_size=OFFICIAL.vocab_size, device=CPU)
+    drafter = MtpDrafter(model, cache.layers[-1], 2)
+    most: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_LENGTH, "max_tokens": 12}
+    graphs = VerifyGraphs(model, cache, **most, widths=(1, 3), sampling=sampling, drafter=drafter)
+    monkeypatch.setattr(torch, "empty", unwritten)
+    with recording() as wanted:
+        for shape in graphs.shapes:
+            graphs.rehearse(shape)
+    assert sum(one.specialization.name == "_place_kernel" for one in wanted) >= 2
 
 
 def run_of(slot: int, start: int, tokens: int) -> SequencePlan:
