@@ -30,6 +30,40 @@ def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constex
     tl.atomic_add(counts + bins, tl.histogram(ids, BINS), mask=bins < EXPERTS)
 
 
+@triton.jit
+def count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return how many pairs each expert has, int32 [BINS]; none where there is no expert."""
+    count = tl.zeros((BINS,), tl.int32)
+    for begin in range(0, pairs, CHUNK):
+        at = begin + tl.arange(0, CHUNK)
+        count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
+    return tl.where(tl.arange(0, BINS) < EXPERTS, count, 0)
+
+
+@triton.jit
+def own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Return an expert's first block and how many it has; the first expert stores how many there are in all."""
+    bins = tl.arange(0, BINS)
+    needed = (count + ROWS - 1) // ROWS
+    if expert == 0:
+        tl.store(blocks, tl.sum(needed))
+    return tl.sum(tl.where(bins < expert, needed, 0)), tl.sum(tl.where(bins == expert, needed, 0))
+
+
+@triton.jit
+def list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Store an expert's pairs, in ascending order, into its blocks, filled up with a number that is no pair."""
+    base = order + first.to(tl.int64) * ROWS
+    found = tl.zeros((), tl.int32)
+    for begin in range(0, pairs, CHUNK):
+        at = begin + tl.arange(0, CHUNK)
+        here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
+        found += tl.sum(here)
+    row = tl.arange(0, ROWS)
+    tl.store(base + found + row, pairs, mask=found + row < mine * ROWS)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
     chosen,
@@ -54,32 +88,16 @@ def _group_kernel(
 ):
     # One program per expert. Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
     expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
     if COUNTED:
+        bins = tl.arange(0, BINS)
         count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
     else:
-        count = tl.zeros((BINS,), tl.int32)
-        for begin in range(0, pairs, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
-            count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
-        count = tl.where(bins < EXPERTS, count, 0)
-    needed = (count + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(bins < expert, needed, 0))
-    mine = tl.sum(tl.where(bins == expert, needed, 0))
-    rows = tl.sum(tl.where(bins == expert, count, 0))
-    if expert == 0:
-        tl.store(blocks, tl.sum(needed))
+        count = count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK)
+    first, mine = own_blocks(count, expert, blocks, BINS, ROWS)
     if mine > 0:
-        base = order + first.to(tl.int64) * ROWS
-        found = tl.zeros((), tl.int32)
-        for begin in range(0, pairs, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
-            here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-            tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
-            found += tl.sum(here)
-        row = tl.arange(0, ROWS)
-        tl.store(base + rows + row, pairs, mask=rows + row < mine * ROWS)  # a number that is no pair
+        list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
         tl.debug_barrier()  # the order is read again below, by other threads
+        row = tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS_TILE)
         group = tl.arange(0, GROUPS_TILE)
         for block in range(mine):

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.grouping_triton import count_pairs, list_pairs, most_blocks, own_blocks
 from dsv4lite.kernels.rows_triton import only_if, rounded
 
 OUTS = 64
@@ -54,38 +55,15 @@ def block_for(pairs: int, experts: int) -> Block:
     return next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
 
 
-def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Return the most blocks that any routing needs."""
-    return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
     chosen, order, owner, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
     # One program per expert. Reference: order = chosen_TK.flatten().argsort(stable=True)
     expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    count = tl.zeros((BINS,), tl.int32)
-    for begin in range(0, pairs, CHUNK):
-        at = begin + tl.arange(0, CHUNK)
-        count += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32), BINS)
-    count = tl.where(bins < EXPERTS, count, 0)
-    needed = (count + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(bins < expert, needed, 0))
-    mine = tl.sum(tl.where(bins == expert, needed, 0))
-    if expert == 0:
-        tl.store(blocks, tl.sum(needed))
+    first, mine = own_blocks(count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK), expert, blocks, BINS, ROWS)
     if mine > 0:
-        base = order + first.to(tl.int64) * ROWS
-        found = tl.zeros((), tl.int32)
-        for begin in range(0, pairs, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
-            here = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-            tl.store(base + found + tl.cumsum(here) - 1, at, mask=here != 0)
-            found += tl.sum(here)
-        row = tl.arange(0, ROWS)
-        tl.store(base + found + row, pairs, mask=found + row < mine * ROWS)  # a number that is no pair
+        list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
         for block in range(mine):
             tl.store(owner + first + block, expert)
 
