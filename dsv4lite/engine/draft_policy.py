@@ -10,10 +10,14 @@ cost         by number of sequences, in classes of half octaves, and k.  Steps o
 
 The k in use changes when what it lost against a better one, beyond a margin, adds up to some steps: at once if much is lost, late
 if little is, and hardly ever for noise about nothing.  Other k are tried now and then, as often as what a try loses allows: below
-``EXPLORATION`` of all time, after a few steps that each class is granted at its start.
+``EXPLORATION`` of all time, after a few steps that each class is granted at its start.  What cannot pay, even if as many drafts
+were accepted as the measured ones allow at most, is tried half as often each time that this is found again.
 
 A step costs what it costs only among steps with the same k: drafts are made a step before they run, and steps without any are
-planned ahead.  So a try goes on until there was such a step, and the steps on the way to it and back count as what the try lost.
+planned ahead.  So a try goes on until there were such steps, and the steps on the way to it and back count as what the try lost.
+
+A drafter that was left out for a while has forgotten what was said meanwhile, and is accepted less often until it has seen some
+tokens again.  That is known to be so, and allowed for.
 
 Time comes in as an argument: the same observations lead to the same decisions.
 """
@@ -23,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log, sqrt
 
 EXPLORATION = 0.0075
 """Share of all time that trying other k may lose."""
@@ -33,10 +37,20 @@ _MARGIN = 0.01  # gain that does not count
 _PATIENCE = 4.0  # steps lost, beyond the margin, before the k in use changes
 _PAUSE = 4  # steps between two tries
 _TRIES = 3  # measurements of a k before it can be chosen
-_LONGEST_TRY = 8  # steps
+_TRY_STEPS, _TRY_DRAFTS = (2, 8), 32  # measurements of a try: at least and at most, and as many as give so many first drafts
+_LONGEST_WAY = 6  # steps to the first measurement of a try
+_MOST_DOUBTS = 3  # times that what waits for its next try is doubled
+_CONFIDENCE = 2.0  # standard deviations to what acceptance is at most
+# What a drafter is accepted that has seen r tokens, over one that has seen all: 1 - a / (1 + r / b), ``a`` at first.  The shipped
+# checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94 and 0.98 with 1, 8, 16, 32 and 64 of 128.  With a gap of 4, 8, 16 and 32 tokens
+# before the latest it has 0.98, 0.96, 0.92 and 0.85: as if it had seen fewer, by the same share for each that it missed.
+_FORGOTTEN, _RECALLED = 0.3, 10.0
+_FORGOTTEN_TRUST = 10.0  # forgotten drafts that the first belief outweighs
+_WINDOW, _KNOWS = 128.0, 48.0  # tokens that it looks back, and from which on it counts as one that has seen all
+_KEPT = 0.92
 _DETOUR_MEMORY = 4  # tries that what others lose on the way remembers
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
-_STEPS = (16.0, 128.0)  # at least and at most so many steps
+_STEPS = (16.0, 256.0)  # at least and at most so many steps
 _COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
 _LEVEL_GAIN = 1 / 16  # how fast all costs of a class follow the one that is measured
 _SURPRISE = 0.7  # log of the largest deviation that is believed at once
@@ -54,12 +68,16 @@ class DraftClass:
         k: In use.
         seconds: Of a step, by k; ``None`` where it was never measured.
         steps: Steps measured, by k.
+        gains: Tokens per second over those of the k in use, by k, as expected.
+        most_gains: The same at most, as far as was measured: if more drafts are accepted, and steps are shorter.
     """
 
     num_sequences: int
     k: int
     seconds: tuple[float | None, ...]
     steps: tuple[int, ...]
+    gains: tuple[float, ...]
+    most_gains: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,34 +111,73 @@ class _Class:
     steps: list[int]
     tried: list[int]  # when, in steps of the class
     detour: list[float]  # steps lost on the way to a try of k and back
+    doubts: list[int]  # how often in a row a try of k found that it cannot pay
     regret: list[float] = field(default_factory=list)
+    noise: float = 0.0  # mean square of the logarithm of a step's seconds over the expected ones
     now: int = 0
     last_try: int = 0
 
 
 @dataclass(slots=True)
 class _Try:
-    """A try: of which k, how long it has gone on and may, and what was lost on its ways."""
+    """A try: of which k, how many steps and measurements it may still have, and what was lost on its ways."""
 
     k: int
-    left: int = _LONGEST_TRY
+    steps: int
+    measurements: int
     lost: float = 0.0
     measured: bool = False
+
+
+@dataclass(slots=True)
+class _Recall:
+    """How much worse a drafter is that has seen only the latest tokens, by its first drafts; counts fade.
+
+    Attributes:
+        early, early_right: Drafts of one that had not seen all, and how many of them were accepted.
+        forgotten: Share of the former that would be lost if all were the worst.
+        late, late_right: Of one that had.
+    """
+
+    early: float = 0.0
+    early_right: float = 0.0
+    forgotten: float = 0.0
+    late: float = 0.0
+    late_right: float = 0.0
+
+    def share(self, seen: float) -> float:
+        """Return the acceptance of a drafter that has seen so many tokens, over that of one that has seen all."""
+        full = self.late_right / self.late if self.late else 0.0
+        lost = _FORGOTTEN * _FORGOTTEN_TRUST + max(0.0, full * self.early - self.early_right)
+        worst = lost / (_FORGOTTEN_TRUST + full * self.forgotten)
+        return 1 - worst / (1 + seen / _RECALLED)
+
+    def learn(self, seen: float, drafts: int, right: int, keep: float) -> None:
+        """Take note of first drafts."""
+        if seen >= _KNOWS:
+            self.late, self.late_right = keep * self.late + drafts, keep * self.late_right + right
+        else:
+            self.early, self.early_right = keep * self.early + drafts, keep * self.early_right + right
+            self.forgotten = keep * self.forgotten + drafts / (1 + seen / _RECALLED)
 
 
 class DraftPolicy:
     """Chooses k for every step, and learns from it."""
 
-    def __init__(self, max_k: int) -> None:
+    def __init__(self, max_k: int, *, forgets: bool = False) -> None:
         """Know nothing.
 
         Args:
             max_k: Most tokens to draft.
+            forgets: Whether a drafter is worse for a while after steps that it was left out of.
         """
         assert max_k >= 1
         self.max_k = max_k
+        self._forgets = forgets
+        self._seen = _WINDOW  # tokens that a drafter may count on: as good as if it had seen only the latest ones
         self._accepted = [0.0] * max_k
         self._reached = [0.0] * max_k
+        self._recall = _Recall()
         self._classes: dict[int, _Class] = {}
         self._try: _Try | None = None  # the last one
         self._changes = self._tries = 0
@@ -130,16 +187,26 @@ class DraftPolicy:
         """Return the number of tokens to draft for each sequence of the next step; 0 is not to draft."""
         here = self._class(num_sequences)
         here.now += 1
+        k = self._choose(here)
+        if self._forgets:
+            self._seen = min(_WINDOW, self._seen + 1) if k else self._seen * _KEPT
+        return k
+
+    def _choose(self, here: _Class) -> int:
         last = self._try
-        if last is not None and not last.measured and last.left:
-            last.left -= 1
+        if last is not None and last.measurements and last.steps:
+            last.steps -= 1
             return last.k
         candidate = self._candidate(here)
         if candidate is None:
             return here.k
         if last is not None and last.measured:
             here.detour[last.k] += (last.lost - here.detour[last.k]) / _DETOUR_MEMORY
-        self._try = _Try(candidate)
+        if here.steps[candidate]:
+            hopeless = self._most_gains(here)[candidate] < 1
+            here.doubts[candidate] = min(here.doubts[candidate] + 1, _MOST_DOUBTS) if hopeless else 0
+        measurements = _measurements(here.size)
+        self._try = _Try(candidate, _LONGEST_WAY + 2 * measurements, measurements)
         here.last_try = here.tried[candidate] = here.now
         self._tries += 1
         return candidate
@@ -155,12 +222,16 @@ class DraftPolicy:
         """
         assert 0 <= k <= self.max_k and len(accepted) == k and (seconds is None or seconds > 0)
         self._learn_acceptance(num_sequences, accepted)
-        if self._try is not None and self._try.k == k:
-            self._try.measured = True
+        under_way = self._try if self._try is not None and self._try.k == k and self._try.measurements else None
+        if under_way is not None:
+            under_way.measured = True
+            under_way.measurements -= 1
         if seconds is None:
             return
         here = self._class(num_sequences)
         self._learn_cost(here, k, log(seconds))
+        if under_way is not None and here.steps[k] >= _TRIES and self._most_gains(here)[k] < 1:
+            under_way.measurements = 0
         self._seconds += seconds
         step, tokens = exp(self._cost(here, here.k)), self._tokens()
         if k != here.k:
@@ -195,6 +266,8 @@ class DraftPolicy:
                     k=found.k,
                     seconds=tuple(exp(c) if n else None for c, n in zip(found.cost, found.steps, strict=True)),
                     steps=tuple(found.steps),
+                    gains=tuple(self._gains(found, self._tokens())),
+                    most_gains=tuple(self._most_gains(found)),
                 )
                 for size, found in sorted(self._classes.items())
             ),
@@ -211,11 +284,11 @@ class DraftPolicy:
         found = self._classes.get(size)
         if found is None:
             ks = self.max_k + 1
-            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0.0] * ks)
+            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0] * ks, [0.0] * ks)
             others = self._nearest(size)
             self._classes[size] = found
             if others:  # until it is measured, it is taken for its neighbour
-                found.k = max(range(ks), key=self._rates(others[0]).__getitem__)
+                found.k = max(range(ks), key=self._gains(others[0], self._tokens()).__getitem__)
         return found
 
     def _nearest(self, size: int) -> list[_Class]:
@@ -225,7 +298,9 @@ class DraftPolicy:
 
     def _learn_acceptance(self, num_sequences: int, accepted: Sequence[int]) -> None:
         memory = min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
-        reached = num_sequences
+        reached = num_sequences * self._recall.share(self._seen)
+        if accepted:
+            self._recall.learn(self._seen, num_sequences, accepted[0], 1 - 1 / memory)
         for position, count in enumerate(accepted):
             keep = 1 - 1 / memory
             self._accepted[position] = keep * self._accepted[position] + count
@@ -240,6 +315,7 @@ class DraftPolicy:
             here.cost[k] = cost
             return
         surprise = max(-_SURPRISE, min(_SURPRISE, cost - here.cost[k]))
+        here.noise += (surprise * surprise - here.noise) / min(sum(here.steps) - 1, _COST_MEMORY[0])
         if steps >= _TRIES:
             for other, measured in enumerate(here.steps):
                 if measured:
@@ -251,15 +327,23 @@ class DraftPolicy:
     def _acceptance(self) -> list[float]:
         out, belief = [], _FIRST_ACCEPTANCE
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            belief = (accepted + _TRUST * belief) / (reached + _TRUST)
+            belief = min(1.0, (accepted + _TRUST * belief) / (reached + _TRUST))
             out.append(belief)
         return out
 
-    def _tokens(self) -> list[float]:
+    def _most_acceptance(self) -> list[float]:
+        """Return what acceptance is at most, as far as drafts were measured."""
+        out = []
+        for chance, reached in zip(self._acceptance(), self._reached, strict=True):
+            room = (chance * (1 - chance) + 1 / (reached + 1)) / (reached + 1)
+            out.append(min(1.0, chance + _CONFIDENCE * sqrt(room)))
+        return out
+
+    def _tokens(self, acceptance: Sequence[float] | None = None) -> list[float]:
         """Return the tokens that a sequence gains in a step, by k."""
         out, survival = [1.0], 1.0
-        for acceptance in self._acceptance():
-            survival *= acceptance
+        for chance in self._acceptance() if acceptance is None else acceptance:
+            survival *= chance
             out.append(out[-1] + survival)
         return out
 
@@ -282,20 +366,28 @@ class DraftPolicy:
         at, slope = exp(here.cost[near]), (exp(here.cost[near]) - exp(here.cost[far])) / (near - far)
         return log(max(at + slope * (k - near), at / 2))
 
-    def _rates(self, here: _Class) -> list[float]:
-        return [tokens * exp(-self._cost(here, k)) for k, tokens in enumerate(self._tokens())]
+    def _gains(self, here: _Class, tokens: Sequence[float]) -> list[float]:
+        """Return tokens per second over those of the k in use, by k."""
+        used = exp(self._cost(here, here.k)) / self._tokens()[here.k]
+        return [count * used * exp(-self._cost(here, k)) for k, count in enumerate(tokens)]
+
+    def _most_gains(self, here: _Class) -> list[float]:
+        gains = self._gains(here, self._tokens(self._most_acceptance()))
+        known = [min(steps, _COST_MEMORY[k == here.k]) for k, steps in enumerate(here.steps)]
+        room = [exp(_CONFIDENCE * sqrt(here.noise / count)) if count else inf for count in known]
+        return [gain * more for gain, more in zip(gains, room, strict=True)]
 
     # ----------------------------------------------------------------------------------------------------------- deciding
 
     def _decide(self, here: _Class) -> None:
         """Add up what the k in use loses against each other one; change to the best once it is enough."""
-        rates = self._rates(here)
-        for k, rate in enumerate(rates):
-            regret = here.regret[k] + rate / rates[here.k] - 1 - _MARGIN
+        gains = self._gains(here, self._tokens())
+        for k, gain in enumerate(gains):
+            regret = here.regret[k] + gain - 1 - _MARGIN
             here.regret[k] = max(0.0, regret) if here.steps[k] >= _TRIES else 0.0
         if max(here.regret) > _PATIENCE:
-            here.k = max(range(len(rates)), key=lambda k: rates[k] if here.regret[k] else 0.0)
-            here.regret = [0.0] * len(rates)
+            here.k = max(range(len(gains)), key=lambda k: gains[k] if here.regret[k] else 0.0)
+            here.regret = [0.0] * len(gains)
             self._changes += 1
 
     def _candidate(self, here: _Class) -> int | None:
@@ -308,8 +400,14 @@ class DraftPolicy:
             lost = max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
             granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
             # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
-            wait = 0.0 if granted else (lost + max(0.0, here.detour[k])) * self.max_k / EXPLORATION
+            loss = _measurements(here.size) * lost + max(0.0, here.detour[k])
+            wait = 0.0 if granted else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
             overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
             if k != here.k and overdue >= max(1.0, most):
                 most, due = overdue, k
         return due
+
+
+def _measurements(num_sequences: int) -> int:
+    """Return how many measurements a try takes."""
+    return max(_TRY_STEPS[0], min(_TRY_STEPS[1], _TRY_DRAFTS // num_sequences))

@@ -104,7 +104,7 @@ class StepDump:
         reason: Why it was saved.
         plan: Its sequences, and how many guesses of what follows were wanted; what the step did before and after is in the state,
             or of no matter.
-        drafter: Whether the model's own drafter had a part in it.
+        drafter: Whether the engine had the model's own drafter, which had a part in the step if guesses were wanted.
         copies: Of each slot's accumulators.
         left_out: How many sequences of the step there was no room for.
         graph: If the step was replayed from a CUDA graph, which one.

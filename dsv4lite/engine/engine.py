@@ -35,6 +35,7 @@ from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.speculation import Drafting
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 
@@ -291,7 +292,7 @@ class Engine:
         drafting = drafting_of(config, survey)
         if drafting.max_drafts:
             self._guesses = Guesses(drafting, vocab_size=vocab_size)
-        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting.max_drafts)
+        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
         self._background = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
         self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
@@ -326,7 +327,7 @@ class Engine:
             model_config=survey.model,
         )
 
-    def _make_scheduler(self, plan: MemoryPlan, window: int, max_drafts: int) -> Scheduler | Replicas:
+    def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
         config, sizes = self.config, plan.sizes
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
@@ -335,7 +336,8 @@ class Engine:
             window=window,
             prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            max_drafts=max_drafts,
+            max_drafts=drafting.max_drafts,
+            drafter_rows=drafting.own is not None,
             stages=config.layout.pp,
         )
         propose = None if self._guesses is None else self._guesses.propose

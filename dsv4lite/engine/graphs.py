@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,21 @@ class _Captured:
     samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedMemory:
+    """What graphs of an engine have together that run one after the other.
+
+    Attributes:
+        last_token: int64 [slots + 1], the token sampled last in each slot.
+        logits: float32 [B, V].
+        pool: Where what they work with lies.
+    """
+
+    last_token: Tensor
+    logits: Tensor
+    pool: Any
+
+
 class DecodeGraphs:
     """Graphs of one model and one state; mutable, owned by the engine's thread, captured on its stream.
 
@@ -82,6 +97,7 @@ class DecodeGraphs:
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
         sampling: Samples behind the steps, if somebody does on the device.
+        shared: What other graphs of the same steps have, with whom these take turns.
     """
 
     def __init__(
@@ -92,11 +108,13 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         sampling: DeviceSampler | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.sampling = sampling
         self._model = model
         self._cache = cache
-        self.last_token = empty_last_token(cache)
+        self._layers = cache.layers[: len(model.layers)]  # a drafter has no part in these steps
+        self.last_token = empty_last_token(cache) if shared is None else shared.last_token
         self._max_model_len = max_model_len
         self._window_pages = most_window_pages(model)
         pages = -(-max_model_len // GROW_PAGE)
@@ -104,21 +122,23 @@ class DecodeGraphs:
         self._held: dict[int, tuple[int, ...]] = {}
         self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and grow pages of the step that ran last
         self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if shared is None else shared.pool
         self.sizes = graph_sizes(max_num_seqs)
         # Of the step that ran last, whichever graph it was: streams as they come from the stage before, and what leaves this one.
         share, config, device = model.share, model.config, cache.device
         streams = (max_num_seqs, config.streams, config.hidden_size)
         self._before = None if share.first else torch.zeros(streams, dtype=model.numerics.dtype, device=device)
-        self._leaving = (
-            torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device=device)
-            if share.last
-            else torch.empty(streams, dtype=model.numerics.dtype, device=device)
-        )
+        if not share.last:
+            self._leaving = torch.empty(streams, dtype=model.numerics.dtype, device=device)
+        elif shared is None:
+            self._leaving = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device=device)
+        else:
+            self._leaving = shared.logits[:max_num_seqs]
 
     def covers(self, shape: StepShape) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
-        return shape.decodes and shape.width == 1 and shape.sequences <= self.sizes[-1]
+        wanted = shape.max_drafts > 0 or shape.behind_drafts
+        return shape.decodes and shape.width == 1 and not wanted and shape.sequences <= self.sizes[-1]
 
     def forget(self) -> None:
         """Free the graphs. The process groups of collectives in them cannot end before."""
@@ -198,7 +218,7 @@ class DecodeGraphs:
         """One step on ``inputs`` of ``decode_inputs``."""
         size = inputs.shape[1]
         batch, places = decode_batch(inputs, self._tables, self.last_token, self._model, self._max_model_len)
-        streams = self._model(batch, self._cache.layers, None if self._before is None else self._before[:size])
+        streams = self._model(batch, self._layers, None if self._before is None else self._before[:size])
         if not self._model.share.last:
             return self._leaving[:size].copy_(streams)
         logits = self._model.logits(streams, out=self._leaving[:size])

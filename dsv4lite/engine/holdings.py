@@ -18,7 +18,7 @@ from dsv4lite.engine.pages import (
     first_window_page,
     pages_for,
 )
-from dsv4lite.engine.sequence import NO_SLOT, Sequence
+from dsv4lite.engine.sequence import FED, NO_SLOT, Sequence
 from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
 
 
@@ -66,7 +66,7 @@ class StepDraft:
     borders: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     crowded: bool = False
 
-    def plan(self, step: int) -> StepPlan:
+    def plan(self, step: int, blanks: tuple[tuple[int, int, int], ...] = ()) -> StepPlan:
         """Return the finished plan."""
         moves = self.moves
         return StepPlan(
@@ -79,6 +79,7 @@ class StepDraft:
             slot_copies=tuple(moves.slot_copies),
             saves=tuple(moves.saves),
             max_drafts=self.max_drafts,
+            blanks=blanks,
         )
 
 
@@ -95,6 +96,8 @@ class Holdings:
         self._pools = pools
         self._cache = cache
         self._window = window
+        self._feeds = False  # steps bring the model's own drafter its rows
+        self._blanks: list[tuple[int, int, int]] = []  # of the next plan
 
     # ------------------------------------------------------------------------------------------------- beginning and ending
 
@@ -118,12 +121,19 @@ class Holdings:
         # The border is one of window pages too: what follows goes to new pages, and shared ones are never written again.
         assert checkpoint.num_tokens % WINDOW_PAGE_TOKENS == 0
         seq.num_computed = seq.kept_border = checkpoint.num_tokens
+        seq.fed_until = checkpoint.fed_until
         seq.pages = list(checkpoint.grow)
         seq.window = list(checkpoint.window)
         seq.window_first = first_window_page(checkpoint.num_tokens, self._window)
         self._pools.grow.share(seq.pages)
         self._pools.window.share(seq.window)
         return checkpoint
+
+    def begin(self, seq: Sequence, checkpoint: Checkpoint | None, moves: Moves) -> None:
+        """Fill what a sequence that starts has taken, by the step being planned."""
+        moves.begin(seq.slot, checkpoint)
+        if self._feeds:
+            self._fill(seq)
 
     def fork(self, leader: Sequence, child: Sequence, moves: Moves) -> bool:
         """Begin a completion with the state before its leader's last prompt token, which the step being planned runs.
@@ -141,6 +151,7 @@ class Holdings:
         child.window = leader.window[:full_window]
         child.window_first = first
         child.num_computed = shared
+        child.fed_until = leader.fed_until
         self._pools.grow.share(child.pages)
         self._pools.window.share(child.window)
         if not self.extend(child, shared + 1) or not self.take_slot(child):
@@ -164,7 +175,7 @@ class Holdings:
         seq.slot = NO_SLOT
         seq.pages, seq.page_tuple = [], None
         seq.window, seq.window_tuple, seq.window_first = [], None, 0
-        seq.num_computed = seq.kept_border = seq.quiet_until = 0
+        seq.num_computed = seq.kept_border = seq.quiet_until = seq.fed_until = 0
         seq.carry, seq.drafts = 0, ()
         seq.rolling = None
 
@@ -219,11 +230,42 @@ class Holdings:
     def rewind(self, seq: Sequence, length: int) -> None:
         """Take back what a sequence runs from position ``length`` on, all of it drafts: rows are overwritten, pages given back."""
         seq.num_computed = length
+        if seq.fed_until != FED:
+            seq.fed_until = min(seq.fed_until, length)
         kept = (length - 1) // WINDOW_PAGE_TOKENS + 1 - seq.window_first
         if kept < len(seq.window):
             self._pools.window.release(seq.window[kept:])
             del seq.window[kept:]
             seq.window_tuple = None
+
+    # ------------------------------------------------------------------------------------------------- the drafter's rows
+
+    def feed(self, running: Iterable[Sequence], *, on: bool) -> None:
+        """Let the model's own drafter have its rows of the tokens that the step runs, and of those behind; or miss them."""
+        if on == self._feeds:
+            return
+        self._feeds = on
+        for seq in running:
+            if on:
+                self._fill(seq)
+            else:
+                seq.fed_until = min(seq.fed_until, seq.num_computed)
+
+    def _fill(self, seq: Sequence) -> None:
+        """Give the drafter a blank row for each token of a sequence's window that it has missed."""
+        end = seq.num_computed
+        place = max(seq.fed_until, end + 1 - self._window, 0)
+        while place < end:
+            number, first = divmod(place, WINDOW_PAGE_TOKENS)
+            last = min(first + end - place, WINDOW_PAGE_TOKENS)
+            self._blanks.append((seq.window[number - seq.window_first], first, last))
+            place += last - first
+        seq.fed_until = FED
+
+    def take_blanks(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the rows that become blank before the step that was planned; see ``StepPlan``. They may be of an earlier try."""
+        blanks, self._blanks = tuple(self._blanks), []
+        return blanks
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
@@ -247,7 +289,8 @@ class Holdings:
             first = first_window_page(border, self._window)
             window = seq.window[first - seq.window_first :]
             assert NO_PAGE not in window
-            checkpoint = self._cache.capture(num_tokens=border, grow=seq.pages[: border // PAGE_TOKENS], window=window)
+            grow, fed = seq.pages[: border // PAGE_TOKENS], min(seq.fed_until, border)
+            checkpoint = self._cache.capture(num_tokens=border, grow=grow, window=window, fed_until=fed)
             if checkpoint is not None:
                 moves.saves.append((seq.slot, checkpoint.snapshot))
                 seq.pending = (checkpoint, lasting)

@@ -14,6 +14,7 @@ class SchedulerLimits:
     Attributes:
         window: Tokens that sliding-window attention sees, the token itself included.
         max_drafts: Most guesses in one run.
+        drafter_rows: Whether a drafter of the model's own keeps rows of the tokens of steps with guesses.
         stages: Of the pipeline that runs the steps: so many are worked on at a time.
     """
 
@@ -24,6 +25,7 @@ class SchedulerLimits:
     prefix_checkpoint_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_drafts: int = 0
+    drafter_rows: bool = False
     stages: int = 1
 
     @property

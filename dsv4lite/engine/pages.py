@@ -214,12 +214,14 @@ class Checkpoint:
         grow: All its grow pages, in logical order.
         window: Window pages up to the border, from ``first_window_page(num_tokens, window)`` on.
         snapshot: The carry at the border.
+        fed_until: Of how many of the tokens the model's own drafter has its rows; see ``Sequence``.
     """
 
     num_tokens: int
     grow: tuple[int, ...]
     window: tuple[int, ...]
     snapshot: int
+    fed_until: int = 0
 
 
 class PrefixCache:
@@ -265,7 +267,7 @@ class PrefixCache:
         """Return whether there is a checkpoint at a border, without marking it as used."""
         return chain.key(num_tokens // PAGE_TOKENS) in self._entries
 
-    def capture(self, *, num_tokens: int, grow: Sequence[int], window: Sequence[int]) -> Checkpoint | None:
+    def capture(self, *, num_tokens: int, grow: Sequence[int], window: Sequence[int], fed_until: int = 0) -> Checkpoint | None:
         """Pin pages and a snapshot of a border, or return ``None`` when no snapshot can be had.
 
         The checkpoint belongs to the caller, who passes it to ``insert`` or ``drop``.
@@ -274,7 +276,9 @@ class PrefixCache:
         snapshot = self.allocate(self._pools.snapshots, 1)
         if snapshot is None:
             return None
-        checkpoint = Checkpoint(num_tokens=num_tokens, grow=tuple(grow), window=tuple(window), snapshot=snapshot[0])
+        checkpoint = Checkpoint(
+            num_tokens=num_tokens, grow=tuple(grow), window=tuple(window), snapshot=snapshot[0], fed_until=fed_until
+        )
         self._pools.grow.pin(checkpoint.grow)
         self._pools.window.pin(checkpoint.window)
         self._pools.snapshots.pin(snapshot)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.cache import WINDOW_PAGE, LayerCache, StateCache
 from dsv4lite.engine.step import IN_FLIGHT, StepPlan
+from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 
@@ -27,6 +30,17 @@ def apply_copies(plan: StepPlan, cache: StateCache) -> None:
     ):
         if pairs:
             copy(*_pairs(pairs, device))
+
+
+def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
+    """Make window rows zero that a drafter, whose layers these are, has missed.
+
+    Such a row is a key like any other: what looks at it is led nowhere.
+    """
+    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.blanks for place in range(first, last)]
+    for layer in layers:
+        assert isinstance(layer.window, RowStore)
+        layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
 
 
 def apply_saves(plan: StepPlan, cache: StateCache) -> None:

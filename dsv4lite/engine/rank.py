@@ -126,7 +126,8 @@ class Prospect:
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
             drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
-            graphs: DecodeGraphs | VerifyGraphs | None = None
+            graphs: VerifyGraphs | None = None
+            plain: DecodeGraphs | None = None
             sampling, rows = None, config.max_num_seqs
             if model.paged and device.type == "cuda":
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
@@ -144,14 +145,15 @@ class Prospect:
                         sampling=sampling,
                         drafter=drafter,
                     )
-                elif model.capturable and not most:
-                    graphs = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling)
+                if model.capturable and (not most or (graphs is not None and drafting.adaptive)):
+                    shared = None if graphs is None else graphs.shared
+                    plain = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling, shared=shared)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
-            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
+            runner = Runner(model, cache, sampler, graphs or plain, drafter, mesh, balancer, plain=plain if graphs else None)
             with torch.inference_mode():
                 cache_dir = config.compile_cache_dir or default_cache_dir()
                 runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)

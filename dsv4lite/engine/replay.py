@@ -101,9 +101,11 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
-            streams_TND = step.model(step.batch, step.cache.layers)
+            drafts = dump.drafter and step.plan.max_drafts > 0  # else it had no part in the step
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.layers)]
+            streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
-            if dump.drafter:
+            if drafts:
                 _guess(step, streams_TND, logits_TV)
         return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch), ops=tuple(watch.reports))
 

@@ -19,7 +19,7 @@ from dsv4lite.engine.chain import Chain, Choose
 from dsv4lite.engine.drafters import DeviceDrafter, draft
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.peers import Peers
-from dsv4lite.engine.plan import apply_copies, apply_saves, empty_last_token, pack, padding
+from dsv4lite.engine.plan import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampler import Sampler
@@ -102,6 +102,7 @@ class Runner:
         sampler: ``None`` on ranks that take over what another one samples.
         graphs: Recorded decode steps.
         drafter: Guesses ahead.
+        plain: Recorded steps that have nothing to do with guesses, where ``graphs`` are those that have.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
     """
@@ -115,13 +116,15 @@ class Runner:
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
+        *,
+        plain: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self._balancer = balancer
         self.cache = cache
         self.sampler = sampler
         mesh = mesh or Mesh.single()
-        self._graphs = graphs
+        self._graphs, self._plain = graphs, plain
         self._sampling = graphs.sampling if graphs is not None else None
         self._drafter = drafter
         self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
@@ -162,8 +165,8 @@ class Runner:
 
     def close(self) -> None:
         """Free the graphs, which the process groups wait for; the rest goes in whatever order Python chooses."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        for graphs in self._every_graph():
+            graphs.forget()
 
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
         """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
@@ -184,7 +187,7 @@ class Runner:
 
         started = time.monotonic()
         lengths = self._warm_up_lengths(max_tokens)
-        recordings = [] if self._graphs is None else self._recordings(self._graphs)
+        recordings = self._recordings()
         with recording() as wanted:
             self.rehearse(max_tokens, max_model_len)
         recorded = time.monotonic()
@@ -213,7 +216,7 @@ class Runner:
         for length in self._warm_up_lengths(max_tokens):
             for longest in {length, max_model_len}:
                 self._run_padding(length, longest)
-        for rehearse, _ in [] if self._graphs is None else self._recordings(self._graphs):
+        for rehearse, _ in self._recordings():
             rehearse()
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
@@ -227,20 +230,29 @@ class Runner:
         wanted = {-(-most // rows) for rows in each for most in tokens}
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
-    @staticmethod
-    def _recordings(graphs: DecodeGraphs | VerifyGraphs | None) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
+    def _every_graph(self) -> list[DecodeGraphs | VerifyGraphs]:
+        """Return the recorded steps, those of the most rows first."""
+        return [graphs for graphs in (self._graphs, self._plain) if graphs is not None]
+
+    def _graphs_for(self, shape: StepShape) -> DecodeGraphs | VerifyGraphs | None:
+        """Return the graphs that a step can be replayed from, if there are any: without guesses those that know of none."""
+        return next((graphs for graphs in reversed(self._every_graph()) if graphs.covers(shape)), None)
+
+    def _recordings(self) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
         """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
-        if graphs is None:
-            return []
-        if isinstance(graphs, VerifyGraphs):
-            return [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
-        return [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
+        found: list[tuple[Callable[[], Tensor], Callable[[], None]]] = []
+        for graphs in self._every_graph():
+            if isinstance(graphs, VerifyGraphs):
+                found += [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
+            else:
+                found += [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
+        return found
 
     def _run_padding(self, tokens: int, longest: int) -> None:
         """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
         batch = padding(tokens, self.model)
         batch.max_tokens = longest
-        streams_TND = self._forward(batch)
+        streams_TND = self._forward(batch, drafts=True)
         if self.model.share.last:
             self.model.logits(streams_TND[:1])
         if self._drafter is not None:
@@ -249,11 +261,11 @@ class Runner:
             # Whatever is chosen does not count: kernels are not launched while they are looked for.
             self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
-    def _forward(self, batch: Batch | PagedBatch) -> Tensor:
-        """Run this stage's layers; return the streams [T, N, D] after them."""
+    def _forward(self, batch: Batch | PagedBatch, *, drafts: bool) -> Tensor:
+        """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
         model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
-        if model.passes_taps:
+        if model.passes_taps and drafts:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
         if not model.share.first:
@@ -262,7 +274,8 @@ class Runner:
             self._hop.take((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        streams_TND: Tensor = model(batch, self.cache.layers, before_TND)
+        layers = self.cache.layers if drafts else self.cache.layers[: len(model.layers)]
+        streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
             self._hop.pass_on((streams_TND, *rest))
@@ -276,13 +289,14 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
+        graphs = self._graphs_for(shape)
         if graphs is None:
             self.model.take_part(shape.tokens)
         else:
             output = graphs.replay((), shape)
             if isinstance(graphs, VerifyGraphs) and isinstance(output, VerifyOutput) and graphs.drafter is not None:
-                graphs.draft(output.out[0], shape.max_drafts)
+                if shape.max_drafts:
+                    graphs.draft(output.out[0], shape.max_drafts)
                 return
         if self._drafter is not None:
             self._drafter.take_part(shape)
@@ -300,9 +314,11 @@ class Runner:
         config, numerics = self.model.config, self.model.numerics
         if self._relay.busy:
             self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
+        if plan.blanks and self._drafter is not None:
+            blank_rows(plan, self.cache.layers[len(self.model.layers) :])
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
-        graphs = self._graphs if self._graphs is not None and self._graphs.covers(shape) else None
+        graphs = self._graphs_for(shape)
         if not (plan.settled or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
             plan = self._settle(plan)
             shape = StepShape.of((plan,), self._routing)
@@ -317,7 +333,7 @@ class Runner:
         if routing:
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
-        streams_TND = self._forward(batch)
+        streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
         if recorder is not None:
             recorder.watch(streams_TND)
         apply_saves(plan, self.cache)
@@ -371,10 +387,11 @@ class Runner:
         if graphs.drafter is None:
             eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
             return Flight(plan=plan, samples=samples, drafts=eager)
+        if not shape.max_drafts:
+            return Flight(plan=plan, samples=samples)
         drafts = graphs.draft(tokens_R, plan.max_drafts)
         self._ends = graphs.ends
-        wanted = plan.max_drafts and samples is not None
-        arrival = Arrival(drafts[: len(sequences)]) if wanted else None
+        arrival = None if samples is None else Arrival(drafts[: len(sequences)])
         return Flight(plan=plan, samples=samples, drafts=arrival, begun=begun)
 
     def _draft(
@@ -386,7 +403,7 @@ class Runner:
         first_rows: list[int],
         samples: Samples | RowSamples | None,
     ) -> Arrival | None:
-        if self._drafter is None or self._peers is None:
+        if self._drafter is None or self._peers is None or not shape.max_drafts:
             return None
         sequences = [s for s in plan.sequences if s.sample]
         ends = self._peers.ends(len(sequences), samples) if sequences else None

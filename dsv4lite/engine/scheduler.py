@@ -264,6 +264,7 @@ class Scheduler:
         self._expired += self.expire(now)
         self._release_deferred()
         draft = StepDraft(now, self._room(), max_drafts)
+        self._holdings.feed(self._running, on=max_drafts > 0 and self._limits.drafter_rows)
         self._plan_running(draft)
         # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
         for leader in draft.leaders:
@@ -273,7 +274,7 @@ class Scheduler:
         if not draft.singles and not draft.chunks:
             return None
         self._holdings.capture(draft.borders, draft.moves)
-        plan = draft.plan(self._next_step)
+        plan = draft.plan(self._next_step, self._holdings.take_blanks())
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
@@ -492,7 +493,7 @@ class Scheduler:
             if not self._leaves_headroom(seq) or not self._holdings.extend(seq, end, reserve=seq.num_to_run):
                 self._holdings.release(seq)
                 return
-            draft.moves.begin(seq.slot, checkpoint)
+            self._holdings.begin(seq, checkpoint, draft.moves)
             if seq.started is None:
                 seq.started = draft.now
                 seq.cached_tokens = seq.num_computed

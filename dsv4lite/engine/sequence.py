@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 NO_SLOT = -1
+FED = 1 << 62
+"""Stands in ``fed_until`` for all tokens, those to come included."""
 
 
 class State(enum.Enum):
@@ -51,6 +53,8 @@ class Sequence:
             are not the last.
         carry: The copy of its carry that holds at ``num_computed``.
         drafts: Guesses of what follows ``tokens``, made on the device.
+        fed_until: Tokens of which the model's own drafter has its rows, or blank ones, as far back as a window reaches; ``FED``
+            while it gets those of every token.
         may_wait: The host may have to see its token in flight before the next one can be sampled.
         window_first: Logical number of the first page of ``window``.
         window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
@@ -79,6 +83,7 @@ class Sequence:
     slot: int = NO_SLOT
     carry: int = 0
     drafts: tuple[int, ...] = ()
+    fed_until: int = 0
     pages: list[int] = field(default_factory=list)
     window_first: int = 0
     window: list[int] = field(default_factory=list)

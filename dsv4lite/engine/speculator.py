@@ -85,7 +85,7 @@ class Guesses:
         self._speculators = drafting.speculators
         self._vocab_size = vocab_size
         self._length = drafting.max_drafts
-        self._policy = DraftPolicy(drafting.max_drafts) if drafting.adaptive else None
+        self._policy = DraftPolicy(drafting.max_drafts, forgets=drafting.own is not None) if drafting.adaptive else None
         self._last: int | None = None  # guesses that each run of the last step could have
         self._drafted = [0] * drafting.max_drafts
         self._accepted = [0] * drafting.max_drafts

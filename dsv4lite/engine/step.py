@@ -96,7 +96,10 @@ class StepPlan:
         window_copies: ``(from, to)`` window pages.
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
-        max_drafts: Guesses that each run could have, and that are wanted of what follows it.
+        max_drafts: Guesses that each run could have, and that are wanted of what follows it; without any the model's own drafter
+            has no part in the step.
+        blanks: Window page, first place and place after the last, of rows that the model's own drafter has missed: they are made
+            zero before the step.
     """
 
     step: int
@@ -108,6 +111,7 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
+    blanks: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -135,6 +139,7 @@ class StepShape(NamedTuple):
         decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
         in_flight: Some run's token is.
         max_drafts: Guesses that are wanted of what follows.
+        behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
     """
 
     tokens: int
@@ -143,6 +148,7 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
+    behind_drafts: bool = False
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -153,21 +159,22 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = 0
-        decodes, in_flight = True, False
+        decodes, in_flight, behind_drafts = True, False, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a turn of a loop for every token would cost several times as much.
-            _, _, _, token_ids, _, _, _, samples, scores, drafts, *_ = zip(*plan.sequences, strict=True)
+            _, _, _, token_ids, _, _, _, samples, scores, drafts, carries, *_ = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
+            behind_drafts = behind_drafts or any(carries)
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts)
 
 
 class Sampled(NamedTuple):

@@ -26,6 +26,7 @@ from torch import Tensor
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.drafters import DeviceDrafter
+from dsv4lite.engine.graphs import SharedMemory
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampling_device import DeviceSampler
@@ -122,6 +123,7 @@ class VerifyGraphs:
         sizes = graph_sizes(max_num_seqs)
         self.shapes = [(size, width) for width in widths for size in sizes if size * width <= max_tokens]
         self._allocate(max_num_seqs)
+        self.shared = SharedMemory(last_token=self.last_token, logits=self._logits, pool=self._pool)
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Make the places of what a step leaves to the next graph, whichever the graphs are."""

@@ -209,6 +209,13 @@ class RowStore:
         scales = self._scales[page, place] if self._scales is not None else data[..., :0]
         return self.format.unpack(data, scales, dtype)
 
+    def clear(self, addresses_N: Tensor) -> None:
+        """Make the rows at addresses int64 [N] zero."""
+        page, place = addresses_N // self.rows_per_page, addresses_N % self.rows_per_page
+        self._data[page, place] = 0
+        if self._scales is not None:
+            self._scales[page, place] = 0
+
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, int64 [N] each."""
         self.memory[target] = self.memory[source]

@@ -22,6 +22,7 @@ EOS = 0
 VOCAB = 48
 Row = tuple[int, int]
 EMPTY: Row = (0, 0)
+BLANK: Row = (0, 1)
 
 
 def next_token(prefix: int, request: Request, index: int, num_generated: int) -> int:
@@ -71,6 +72,7 @@ class Device:
         self.next_step = 0
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
+        self.drafter_rows: dict[int, list[Row | None]] = {}  # at the same places, of a model's own drafter
         self.carry: dict[int, dict[int, Row]] = {}  # by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
@@ -78,6 +80,7 @@ class Device:
         self.memo: dict[tuple[int, int, int, str | None], Row] = {}
         self.copies: dict[int, int] = {}  # by sequence: which copy of the carry its last run left behind
         self.drafts: dict[int, tuple[int, ...]] = {}  # by sequence: guesses of what follows its last run
+        self.blank_reads = self.drafter_reads = 0
 
     def run(self, row: Row, token: int, salt: str | None) -> Row:
         key = (row[1], token, self.epoch, salt)
@@ -121,9 +124,11 @@ class Device:
         self.check_exclusive(plan)
         for part in plan.sequences:
             self.check_reads(part)
+            if plan.max_drafts:
+                self.check_drafter(part)
         results = {}
         for part in plan.sequences:
-            sampled = self.write(plan.step, part)
+            sampled = self.write(plan.step, part, drafter=plan.max_drafts > 0)
             if sampled is not None:
                 results[part.seq_id] = sampled
         for slot, snapshot in plan.saves:
@@ -131,6 +136,10 @@ class Device:
         return results
 
     def prepare(self, plan: StepPlan) -> None:
+        for page, first, last in plan.blanks:
+            assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
+            rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
+            rows[first:last] = [BLANK] * (last - first)
         for slot in plan.resets:
             self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [], None
         for snapshot, slot in plan.restores:
@@ -144,6 +153,7 @@ class Device:
             self.grow[dst] = list(self.grow[src])
         for src, dst in plan.window_copies:
             self.window_rows[dst] = list(self.window_rows[src])
+            self.drafter_rows[dst] = list(self.drafter_rows.get(src, [None] * WINDOW_PAGE_TOKENS))
 
     def check_exclusive(self, plan: StepPlan) -> None:
         fresh = [*plan.resets, *(slot for _, slot in plan.restores), *(slot for _, slot in plan.slot_copies)]
@@ -201,7 +211,17 @@ class Device:
                 at = lo - logical * WINDOW_PAGE_TOKENS
                 assert self.window_rows[page][at : at + hi - lo] == rows[lo:hi], f"wrong window rows in [{lo}, {hi})"
 
-    def write(self, step: int, part: SequencePlan) -> Sampled | None:
+    def check_drafter(self, part: SequencePlan) -> None:
+        """Whoever guesses behind a run finds the rows of its window, or blank ones of tokens that it has missed."""
+        rows = self.rows[part.slot]
+        for position in range(max(0, part.start - self.window + 1), part.start):
+            number, place = divmod(position, WINDOW_PAGE_TOKENS)
+            found = self.drafter_rows[part.window_pages[number - part.window_first]][place]
+            assert found in (BLANK, rows[position]), f"the drafter finds a wrong row at {position}"
+            self.blank_reads += found == BLANK
+            self.drafter_reads += found != BLANK
+
+    def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
         row = self.carry[part.slot][part.carry]
@@ -218,6 +238,8 @@ class Device:
             page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
             page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
+            if drafter:
+                self.drafter_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)[position % WINDOW_PAGE_TOKENS] = rows[position]
         if part.score is not None:
             assert start <= part.score[0] < part.score[1] <= end
             truth.scored += range(*part.score)
@@ -266,7 +288,7 @@ class Harness:
     ) -> None:
         """``right`` decides whether a guess of the next token is right; without it nothing is guessed. With it and overlap there
         are times without guesses, when steps overlap. If guesses are made on the device they do so with guesses, too: ``ahead``."""
-        self.turns = overlap and right is not None and limits.stages == 1 and not ahead
+        self.turns = overlap and right is not None and not ahead
         self.ahead = ahead and right is not None and limits.stages == 1
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
         self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
@@ -343,7 +365,7 @@ class Harness:
 
     def step(self) -> StepPlan | None:
         quiet = self.turns and len(self.plans) % 40 > 12
-        if self.turns and not quiet:
+        if self.turns and not quiet and self.limits.stages == 1:
             while self.outstanding:
                 self.settle()
         if self.ahead and not self.scheduler.foresees(self.limits.max_drafts):
@@ -352,7 +374,8 @@ class Harness:
         idle = not self.outstanding
         plan = self.plan(0 if quiet else None)
         assert plan or not idle or not self.scheduler.has_work(), "stuck"
-        if self.outstanding and (plan is None or len(self.outstanding) > self.most_outstanding + (quiet or self.ahead)):
+        room = self.most_outstanding + ((quiet and self.limits.stages == 1) or self.ahead)
+        if self.outstanding and (plan is None or len(self.outstanding) > room):
             self.settle()
         self.scheduler.check()
         return plan

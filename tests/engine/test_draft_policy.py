@@ -100,7 +100,7 @@ def test_policy_sees_over_a_step_of_the_costs() -> None:
 def test_policy_follows_a_change_of_acceptance(num_sequences: int, before: Sequence[float], after: Sequence[float]) -> None:
     engine = Engine(gpu, 0.05)
     engine.run(3000, num_sequences, before)
-    engine.run(1000, num_sequences, after)
+    engine.run(2500, num_sequences, after)
     used = engine.policy.snapshot().classes[0].k
     fastest = max(rate(gpu, after, num_sequences, k) for k in range(MAX_K + 1))
     assert rate(gpu, after, num_sequences, used) > 0.96 * fastest

@@ -112,9 +112,10 @@ def step_ms(rows: int) -> float:
 class Ahead:
     """An engine on such a device: it plans a step without guesses ahead, and one with guesses when the last one is known."""
 
-    def __init__(self, k: int, num_sequences: int, chance: float) -> None:
+    def __init__(self, k: int, num_sequences: int, chance: float, *, forgets: float = 0.3, seed: int = 7) -> None:
         self.guesses = Guesses(Drafting(own=MTP(k), adaptive=True), vocab_size=10)
-        self.rng = random.Random(7)
+        self.rng = random.Random(seed)
+        self.forgets, self.seen = forgets, 128.0
         self.num_sequences, self.chance = num_sequences, chance
         self.host_s, self.made, self.tokens = HOST_MS[num_sequences] / 1e3, 0, 0
         self.now = self.free = self.landed = 0.0
@@ -135,9 +136,11 @@ class Ahead:
     def launch(self, length: int) -> None:
         drafts, runs, results = min(self.made, length), [], {}
         self.made = length
+        self.seen = min(128, self.seen + 1) if length else 0.92 * self.seen
+        chance = self.chance * (1 - self.forgets / (1 + self.seen / 10))
         for seq_id in range(self.num_sequences):
             right = 0
-            while right < drafts and self.rng.random() < self.chance:
+            while right < drafts and self.rng.random() < chance:
                 right += 1
             runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
             results[seq_id] = Sampled(5, after=(Sampled(5),) * right)

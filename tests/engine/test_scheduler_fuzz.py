@@ -97,6 +97,7 @@ def make_harness(
         prefix_checkpoint_tokens=rng.choice((256, 512, 1024)),
         enable_prefix_caching=rng.random() < 0.9,
         max_drafts=drafts,
+        drafter_rows=drafts > 0,
         stages=stages,
     )
     pools = Pools.sized(
@@ -198,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_checkpoint_tokens=256,
             enable_prefix_caching=caching,
             max_drafts=drafts,
+            drafter_rows=drafts > 0,
             stages=stages,
         )
         pools = Pools.sized(

@@ -1,0 +1,152 @@
+"""While nobody guesses, the model's own drafter has no part in steps, and what it misses does no harm when it begins again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4lite.engine import rank
+from dsv4lite.engine.draft_policy import DraftPolicy
+from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.speculator import Guesses
+from dsv4lite.memory import choose_numerics
+from dsv4lite.request import SamplingParams
+from dsv4lite.speculation import MTP, DSpark
+from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
+from tests.e2e.test_drafters import REFRESHED
+from tests.e2e.test_speculation import EagerGraphs, record
+from tests.recorded import Recording, without_device
+
+VOCAB = SMALL["vocab_size"]
+PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "mtp": write_model(folder / "classic", seed=2),
+        "dspark": write_model(folder / "refreshed", REFRESHED, seed=2),
+    }
+
+
+class Ops(TorchDispatchMode):
+    """Lists the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def listed() -> Iterator[list[list[str]]]:
+    """List the ops of every launch."""
+    found: list[list[str]] = []
+    inner = Runner.launch
+
+    def launch(runner: Runner, *args: Any, **keywords: Any) -> Any:
+        with Ops() as ops:
+            flight = inner(runner, *args, **keywords)
+        found.append(ops.names)
+        return flight
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "launch", launch)
+        yield found
+
+
+class EagerDecodes(DecodeGraphs):
+    """Graphs of single tokens on a CPU."""
+
+    steps = 0
+
+    def _record(self, work: Any) -> Any:
+        result = work()
+        return Recording(work, result), result
+
+    def replay(self, *args: Any) -> Any:
+        self.steps += 1
+        return super().replay(*args)
+
+
+def record_all(engine: Any) -> tuple[EagerGraphs | None, EagerDecodes]:
+    """Let an engine on pages run its steps from graphs: those with guesses, if it guesses, and those without."""
+    runner = engine._runner
+    guessing = None if runner._drafter is None else record(engine, (1, 2, 3))
+    shared = None if guessing is None else guessing.shared
+    plain = EagerDecodes(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, shared=shared)
+    if guessing is None:
+        runner._graphs, runner._last_token = plain, plain.last_token
+    else:
+        runner._plain = plain
+    return guessing, plain
+
+
+@pytest.mark.parametrize(("drafter", "form"), [("mtp", "recorded"), ("dspark", "references")])
+def test_steps_without_guesses_are_those_of_no_speculation(
+    models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
+    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: 0)
+    without_device(monkeypatch)
+    prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
+    for speculative in (None, MTP(2) if drafter == "mtp" else DSpark(2)):
+        with opened(models[drafter], speculative=speculative) as llm:
+            graphs = engine_of(llm).call(record_all).result() if form == "recorded" else None
+            with listed() as ops:
+                tokens = [llm.generate(prompt, params).token_ids for prompt in (*prompts, prompts[1])]
+            stats = llm.stats()
+        assert graphs is None or graphs[1].steps == 12
+        assert graphs is None or graphs[0] is None or graphs[0].steps == 0
+        assert stats.speculation.length == stats.speculation.drafted == 0 and stats.cached_tokens == 256
+        runs.append((tokens, ops))
+    assert len(runs[0][1]) == 16
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("drafter", "form"), [("mtp", "references"), ("mtp", "recorded"), ("dspark", "references")])
+def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
+    models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that it did not get are blank, whatever lay there: with memory full of numbers that are none, it guesses the same."""
+    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
+    without_device(monkeypatch)
+    guessed: list[tuple[int, tuple[int, ...]]] = []
+    inner = Guesses.propose
+
+    def spy(guesses: Guesses, sequence: Any, most: int) -> tuple[int, ...]:
+        guessed.append((len(sequence.tokens), inner(guesses, sequence, most)))
+        return guessed[-1][1]
+
+    monkeypatch.setattr(Guesses, "propose", spy)
+    prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
+    for filler in (0, 255):
+        with opened(models[drafter], speculative=MTP(2) if drafter == "mtp" else DSpark(2), max_num_batched_tokens=150) as llm:
+            engine = engine_of(llm)
+            if form == "recorded":
+                engine.call(record_all).result()
+            runner, lengths = engine._runner, itertools.cycle([0] * 7 + [2] * 4 + [0] + [1] * 3)
+            monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, lengths=lengths: next(lengths))
+            for layer in runner.cache.layers[len(runner.model.layers) :]:
+                layer.window.memory.fill_(filler)
+            said = [output.token_ids for output in llm.generate_batch(prompts, PARAMS)]
+            said.append(llm.generate(prompts[2], PARAMS).token_ids)  # from a cached prefix
+            found.append((said, list(guessed)))
+            guessed.clear()
+    assert found[0] == found[1] and sum(len(drafts) for _, drafts in found[0][1]) > 20
+    with opened(models[drafter]) as llm:
+        expected = [output.token_ids for output in llm.generate_batch(prompts, PARAMS)]
+    assert found[0][0] == [*expected, expected[2]]
