@@ -117,36 +117,41 @@ def test_steps_without_guesses_are_those_of_no_speculation(
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(("drafter", "form"), [("mtp", "references"), ("mtp", "recorded"), ("dspark", "references")])
+@pytest.mark.parametrize(("drafter", "form"), [("mtp", "references"), ("mtp", "recorded"), ("mtp", "ahead"), ("dspark", "ahead")])
 def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
     models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that it did not get are blank, whatever lay there: with memory full of numbers that are none, it guesses the same."""
+    """Rows that it did not get are blank, whatever lay there: with memory full of numbers that are none, it guesses the same.
+
+    From graphs, too, and while steps are planned ahead, with guesses and without.
+    """
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
     without_device(monkeypatch)
-    guessed: list[tuple[int, tuple[int, ...]]] = []
-    inner = Guesses.propose
+    checked: list[list[Any]] = []  # by step: runs with guesses, and what was sampled behind them
+    inner, lengths = Guesses.count, [itertools.cycle([0])]
 
-    def spy(guesses: Guesses, sequence: Any, most: int) -> tuple[int, ...]:
-        guessed.append((len(sequence.tokens), inner(guesses, sequence, most)))
-        return guessed[-1][1]
+    def spy(guesses: Guesses, plan: Any, results: Any, *args: Any, **keywords: Any) -> None:
+        checked.append([(s.start, s.token_ids, results[s.seq_id]) for s in plan.sequences if s.drafts])
+        inner(guesses, plan, results, *args, **keywords)
 
-    monkeypatch.setattr(Guesses, "propose", spy)
+    monkeypatch.setattr(Guesses, "count", spy)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths[0]))
     prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
+    settings = {"max_num_batched_tokens": 150, "overlap": form == "ahead"}
     for filler in (0, 255):
-        with opened(models[drafter], speculative=MTP(2) if drafter == "mtp" else DSpark(2), max_num_batched_tokens=150) as llm:
-            engine = engine_of(llm)
-            if form == "recorded":
-                engine.call(record_all).result()
-            runner, lengths = engine._runner, itertools.cycle([0] * 7 + [2] * 4 + [0] + [1] * 3)
-            monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, lengths=lengths: next(lengths))
-            for layer in runner.cache.layers[len(runner.model.layers) :]:
+        with opened(models[drafter], speculative=MTP(2) if drafter == "mtp" else DSpark(2), **settings) as llm:
+            engine, said = engine_of(llm), []
+            if form != "references":
+                guessing, plain = engine.call(record_all).result()
+            for layer in engine._runner.cache.layers[len(engine._runner.model.layers) :]:
                 layer.window.memory.fill_(filler)
-            said = [output.token_ids for output in llm.generate_batch(prompts, PARAMS)]
-            said.append(llm.generate(prompts[2], PARAMS).token_ids)  # from a cached prefix
-            found.append((said, list(guessed)))
-            guessed.clear()
-    assert found[0] == found[1] and sum(len(drafts) for _, drafts in found[0][1]) > 20
+            for prompt in (*prompts, prompts[2]):  # the last one from a cached prefix
+                lengths[0] = itertools.cycle([0] * 4 + [2] * 4 + [0] + [1] * 3)
+                said.append(llm.generate(prompt, PARAMS).token_ids)
+            assert llm.stats().speculation.drafted > 20
+        found.append((said, list(checked)))
+        checked.clear()
+        assert form == "references" or min(guessing.steps, guessing.rounds, plain.steps) > 4
+    assert found[0] == found[1]
     with opened(models[drafter]) as llm:
-        expected = [output.token_ids for output in llm.generate_batch(prompts, PARAMS)]
-    assert found[0][0] == [*expected, expected[2]]
+        assert found[0][0] == [llm.generate(prompt, PARAMS).token_ids for prompt in (*prompts, prompts[2])]

@@ -171,3 +171,35 @@ def test_short_drafts_are_chosen_too(max_k: int) -> None:
         policy.observe(5, k, 0.01, [4] * k)
     assert policy.snapshot().classes[0].k == max_k
     assert all(seconds == pytest.approx(0.01) for seconds in policy.snapshot().classes[0].seconds)
+
+
+def test_lengths_that_cannot_pay_are_tried_ever_less() -> None:
+    """Each draft costs more than a step: even if all were accepted, none would pay, and the state says so."""
+    engine = Engine(lambda num_sequences, k: 0.01 * (1 + 1.2 * k), 0.03)
+    tries, lost = [], []
+    for _ in range(5):
+        engine.run(2000, 8, GOOD)
+        state = engine.policy.snapshot()
+        tries.append(state.tries)
+        lost.append(state.lost_seconds)
+    used = state.classes[0]
+    assert used.k == 0 and state.changes == 1
+    assert used.gains[0] == pytest.approx(1) and max(used.gains[1:]) < max(used.most_gains[1:]) < 1
+    assert tries[4] - tries[3] < (tries[1] - tries[0]) / 2
+    assert lost[4] - lost[0] < 0.003 * state.seconds
+    assert engine.tokens > 0.985 * engine.best
+
+
+@pytest.mark.parametrize("forgets", [0.0, 0.3])
+def test_acceptance_behind_a_gap_says_how_it_will_be(forgets: float) -> None:
+    """A drafter that was left out is accepted less at first; how much less is learned, and the rest is what counts."""
+    policy, rng, seen = DraftPolicy(1, forgets=True), random.Random(3), 128.0
+    for step in range(3000):
+        policy.choose(16)
+        k = int(step % 100 < 70)  # whatever it would choose
+        policy._seen = seen = min(128.0, seen + 1) if k else seen * 0.92
+        chance = 0.6 * (1 - forgets / (1 + seen / 10))
+        policy.observe(16, k, 0.01, [sum(rng.random() < chance for _ in range(16))] * k)
+        if step > 1000 and step % 100 == 4:
+            early = policy.snapshot().acceptance[0]
+            assert early == pytest.approx(0.6, abs=0.06)

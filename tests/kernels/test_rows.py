@@ -125,6 +125,19 @@ def test_page_equals_the_byte_packer(name: str, rows: int) -> None:
     assert not store.memory[0].any()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_cleared_rows_are_zero_and_the_others_are_not(name: str) -> None:
+    fmt = FORMATS[name]
+    store = RowStore(fmt, 3, 4, CPU)
+    store.memory.fill_(255)
+    store.write(torch.arange(12), vectors(12, fmt.width, 4))
+    before, cleared = store.read(torch.arange(12), torch.float32), torch.tensor([1, 6, 7, 11])
+    store.clear(cleared)
+    after = store.read(torch.arange(12), torch.float32)
+    rest = [i for i in range(12) if i not in cleared]
+    assert not after[cleared].any() and torch.equal(after[rest], before[rest]) and before[cleared].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("count", [0, 1, 63])
