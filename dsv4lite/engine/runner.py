@@ -188,7 +188,7 @@ class Runner:
         started = time.monotonic()
         lengths = self._warm_up_lengths(max_tokens)
         recordings = self._recordings()
-        with recording() as wanted:
+        with recording() as wanted, self.model.brief():
             self.rehearse(max_tokens, max_model_len)
         recorded = time.monotonic()
         prepare(wanted, cache_dir, partial(tell, "kernels"))

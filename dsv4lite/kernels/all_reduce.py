@@ -48,45 +48,43 @@ def all_reduce_few(part: Tensor, inbox: Inbox, dtype: torch.dtype, also: Tensor 
         part: float32, contiguous, not more than ``inbox.numbers``.
         inbox: Of this rank.
         dtype: Of the result.
-        also: Another part of this rank, of the same shape.
+        also: Another part of this rank, float32, of the same shape.
     """
     from dsv4lite.kernels.all_reduce_triton import all_reduce_triton
 
     return all_reduce_triton(part, inbox, dtype, also)
 
 
-def all_reduce_experts(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype, *, shared: bool) -> Tensor:
+def all_reduce_experts(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype) -> Tensor:
     """Return the sum of all ranks' experts [T, D], as ``all_reduce_few`` does of what ``part_of_experts`` returns.
 
     Args:
         parts: This rank's; D is a multiple of ``EXPERT_COLUMNS``.
         inbox: Of this rank.
         dtype: Of the result.
-        shared: Its shared expert counts.
     """
     from dsv4lite.kernels.all_reduce_triton import all_reduce_experts_triton
 
-    return all_reduce_experts_triton(parts, inbox, dtype, shared=shared)
+    return all_reduce_experts_triton(parts, inbox, dtype)
 
 
-def part_of_experts(parts: ExpertSum, *, shared: bool) -> Tensor:
-    """Return a rank's part of the sum of experts, float32 [T, D]; without the shared expert unless it counts."""
+def part_of_experts(parts: ExpertSum) -> Tensor:
+    """Return a rank's part of the sum of experts, float32 [T, D]."""
     if not use_triton(parts.outputs_TKD):
-        return part_of_experts_ref(parts, shared=shared)
+        return part_of_experts_ref(parts)
     from dsv4lite.kernels.experts_triton import combine_triton
 
-    total = combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None)
-    return total + parts.shared_TD if shared else total
+    return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None) + parts.shared_TD
 
 
-def part_of_experts_ref(parts: ExpertSum, *, shared: bool) -> Tensor:
+def part_of_experts_ref(parts: ExpertSum) -> Tensor:
     """See ``part_of_experts``."""
     found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
     outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
     total = outputs[:, 0]
     for k in range(1, outputs.shape[1]):
         total = total + outputs[:, k]
-    return total + parts.shared_TD.float() if shared else total
+    return total + parts.shared_TD.float()
 
 
 def all_reduce_few_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -51,12 +51,10 @@ class Held(NamedTuple):
     """Which part of a layer's experts a rank has.
 
     Attributes:
-        first: The id of its first routed expert; the others follow.
-        partial: They are cut by width: what they return is a part, float32.
+        partial: Routed experts are cut by width: what they return is a part, float32.
         shared_partial: So is the shared expert.
     """
 
-    first: int = 0
     partial: bool = False
     shared_partial: bool = False
 
@@ -108,7 +106,7 @@ def moe_few(
         w13, w2: Routed experts.
         limit: Of the activations.
         row_tile: As for ``fp8_linear``.
-        held: What ``w13``, ``w2`` and the shared expert are, if not all of every expert; experts that are not here are none.
+        held: What ``w13``, ``w2`` and the shared expert are, if not whole.
     """
     given = (logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
     if use_triton(x_codes):
@@ -143,13 +141,11 @@ def moe_few_ref(
         token_ids_T=None if router.table_VK is None else router.token_ids_T,
         positions_T=router.positions_T,
     )
-    held, experts = held or Held(), w2.shape[0]
-    chosen_TK = chosen_TK - held.first
-    chosen_TK = torch.where((chosen_TK >= 0) & (chosen_TK < experts), chosen_TK, experts)
+    held = held or Held()
     dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
     outputs_TKD = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=held.partial)
-    return ExpertSum(chosen_TK, outputs_TKD if held.partial else outputs_TKD.to(h_TI.dtype), shared_TD, experts)
+    return ExpertSum(chosen_TK, outputs_TKD if held.partial else outputs_TKD.to(h_TI.dtype), shared_TD, w2.shape[0])
 
 
 def sum_experts(parts: ExpertSum) -> Tensor:

@@ -53,13 +53,13 @@ def _group_rows(
     tl.store(order + block * ROWS + row, pair, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["tokens", "most", "first_expert"])
+@triton.jit(do_not_specialize=["tokens", "most"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, h, x_scales,
     chosen, weights, order, owner, blocks, arrivals, x_words, s_codes, s_scales,
-    tokens, most, logits_stride, route_scale, width, limit, first_expert,
-    EXPERTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr,
-    BIASED: tl.constexpr, FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
+    tokens, most, logits_stride, route_scale, width, limit,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
     SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +71,11 @@ def _prepare_kernel(
             token.to(tl.int64), here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
             EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
         )  # fmt: skip
-        # Reference: torch.where((chosen_TK >= 0) & (chosen_TK < experts), chosen_TK, experts)
-        ids -= first_expert
-        ids = tl.where((ids >= 0) & (ids < HELD), ids, HELD)
         used = here[:, None] & (tl.arange(0, TOP_TILE)[None, :] < TOP_K)
         at = token[:, None] * TOP_K + place
         tl.store(chosen + at, ids.to(tl.int64), mask=used)
         tl.store(weights + at, weight, mask=used)
-        _group_rows(token, ids, place, used & (ids < HELD), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+        _group_rows(token, ids, place, used & (ids < EXPERTS), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
     else:
         mine = ((program - 1) // SHARERS).to(tl.int64)
         part = (program - 1) % SHARERS
@@ -134,7 +131,7 @@ def moe_few_triton(
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, by_token=True)
-    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, held.first)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work)
     u, u_codes = work.room_for_u()
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens, hidden, dtype=shared_dtype, device=h_TI.device)
@@ -171,7 +168,7 @@ def moe_few_triton(
 
 
 def _prepare(
-    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, first: int
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route and group; return experts, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
@@ -213,9 +210,7 @@ def _prepare(
         router.scale,
         inputs,
         limit,
-        first,
         EXPERTS=experts,
-        HELD=work.experts,
         BLOCK=triton.next_power_of_2(experts),
         TOP_K=top_k,
         TOP_TILE=triton.next_power_of_2(top_k),
@@ -258,12 +253,11 @@ def variants() -> list[Variant]:
                     **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "x_words"), "*i32"),
                     **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
                     "h": "*bf16",
-                    **dict.fromkeys(("tokens", "most", "logits_stride", "width", "first_expert"), "i32"),
+                    **dict.fromkeys(("tokens", "most", "logits_stride", "width"), "i32"),
                     **dict.fromkeys(("route_scale", "limit"), "fp32"),
                 },
                 constants={
                     "EXPERTS": _EXPERTS,
-                    "HELD": _EXPERTS,
                     "BLOCK": 256,
                     "TOP_K": _TOP_K,
                     "TOP_TILE": 8,

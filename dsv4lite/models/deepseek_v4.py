@@ -6,7 +6,8 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -461,6 +462,7 @@ class DeepseekV4(nn.Module):
             self.norm = parameter(c.hidden_size, numerics=numerics)
             self.hc_head = Hc(c, numerics, head=True)
         self.layers = nn.ModuleList(Block(c, numerics, share, i) for i in share.layers)
+        self._skipped: frozenset[int] = frozenset()
         count = c.num_mtp_layers if drafts else 0
         self.mtp = nn.ModuleList(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(count))
         self.dspark: DSparkDrafter | None = None
@@ -510,6 +512,8 @@ class DeepseekV4(nn.Module):
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
         for i, (layer, block) in enumerate(zip(self.share.layers, self.layers, strict=True)):
+            if layer in self._skipped:
+                continue
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
             if taps_TK is not None and layer in self.targets:
                 taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
@@ -517,6 +521,17 @@ class DeepseekV4(nn.Module):
             assert taps_TK is not None
             drafter.feed(taps_TK, batch, caches[len(self.layers) :])
         return streams.final()
+
+    @contextmanager
+    def brief(self) -> Iterator[None]:
+        """Let passes leave out layers that launch the kernels of two others before them: what they return is of no use."""
+        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.share.layers]
+        alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
+        self._skipped = frozenset(layer for layer, skipped in zip(self.share.layers, alike, strict=True) if skipped)
+        try:
+            yield
+        finally:
+            self._skipped = frozenset()
 
     def empty_taps(self, tokens: int) -> Tensor:
         """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""

@@ -207,11 +207,11 @@ class MoE(nn.Module):
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
             alone = self.dispatch is None
-            stays = alone or (isinstance(self.dispatch, Local) and self.map is None and routed_TK is None)
-            if stays and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
+            cut = self.share.mesh.ep.size == 1 and isinstance(self.dispatch, Local) and self.map is None and routed_TK is None
+            if (alone or cut) and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
                 parts = self._few(x_TD, rounded, token_ids_T, positions_T)
                 if not alone:
-                    return total_of_experts(self.share.peers, parts, x_TD.dtype, shared=self.share.leads)
+                    return total_of_experts(self.share.peers, parts, x_TD.dtype)
                 if routed_TK is not None:
                     routed_TK.copy_(parts.chosen_TK)
                 return parts
@@ -244,9 +244,8 @@ class MoE(nn.Module):
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
         h_TI, logits_TE = pair(x_TD, shared.w13, self.gate, rounded=rounded)
         router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
-        first = self.share.mesh.ep.rank * self.placement.slots_per_rank
         shared_partial = self.share.partial_dtype(x_TD.dtype) != x_TD.dtype
-        held = None if self.dispatch is None else Held(first, experts.partial, shared_partial)
+        held = None if self.dispatch is None else Held(partial=experts.partial, shared_partial=shared_partial)
         return moe_few(
             logits_TE,
             router,

@@ -21,18 +21,18 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     """
     inbox = _inbox(axis, part.numel())
     if inbox is not None:
-        return all_reduce_few(part.contiguous(), inbox, dtype, also)
+        return all_reduce_few(part.contiguous(), inbox, dtype, None if also is None else also.float())
     if also is not None:
         part = part + also
     return axis.all_reduce(part).to(dtype)
 
 
-def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype, *, shared: bool) -> Tensor:
-    """Return the sum of the ranks' experts, [T, D], rounded once; this rank's shared expert counts if ``shared`` says so."""
+def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
     inbox = _inbox(axis, parts.shared_TD.numel())
     if inbox is not None and parts.shared_TD.shape[1] % EXPERT_COLUMNS == 0:
-        return all_reduce_experts(parts, inbox, dtype, shared=shared)
-    return total(axis, part_of_experts(parts, shared=shared), dtype)
+        return all_reduce_experts(parts, inbox, dtype)
+    return total(axis, part_of_experts(parts), dtype)
 
 
 def _inbox(axis: Axis, numbers: int) -> Inbox | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import AXES, Layout, Place
-from dsv4lite.parallel.peer_memory import PeerMemory
+from dsv4lite.parallel.peer_memory import SIZES, PeerMemory
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -250,7 +250,7 @@ class Mesh:
         made = {ranks: _make_group(store, ranks, rank, device, timedelta(seconds=timeout_s)) for ranks in mine}
         peers = layout.group(layout.peers, rank)
         memory = None
-        if device.type == "cuda" and len(peers) > 1:
+        if device.type == "cuda" and len(peers) in SIZES:
             place = _part_of(store, "memory", peers)
             memory = PeerMemory.open(place, peers.index(rank), len(peers), device)
         return cls._assemble(layout, rank, made, memory)

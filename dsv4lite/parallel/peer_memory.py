@@ -25,6 +25,8 @@ log = logging.getLogger("dsv4lite.parallel")
 
 MOST_NUMBERS = 1 << 18
 """Numbers of the largest sum that goes through it."""
+SIZES = (2, 4)
+"""Ranks that have it: kernels want a power of two, and each rank writes to all others, which for more has not been measured."""
 _BUFFERS = 3
 _BLOCK = 1024  # of one counter
 _HANDLE_BYTES = 64

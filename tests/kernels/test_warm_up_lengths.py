@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
-def shipped() -> DeepseekV4:
-    """The shipped checkpoint's model, one layer of each kind, with anything for weights."""
+def shipped(*ratios: int) -> DeepseekV4:
+    """The shipped checkpoint's model with layers of some kinds, the first of which is hashed, and anything for weights."""
     config = parse_config(json.loads((Path(tiny_model()) / "config.json").read_text()))
-    config = replace(config, num_hidden_layers=4, ratios=(0, 4, 128, 0), num_hash_layers=1, num_mtp_layers=0)
+    config = replace(config, num_hidden_layers=len(ratios), ratios=ratios, num_hash_layers=1, num_mtp_layers=0)
     numerics = Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=True, device=CPU)
     numerics = replace(numerics, paged=True, resident_fp8=True, resident_experts="fp4", matrix_dtype=torch.bfloat16)
     return DeepseekV4(config, numerics)
@@ -57,7 +58,7 @@ def step_of(model: DeepseekV4, tokens: int) -> PagedBatch:
 
 @torch.inference_mode()
 def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
-    model = shipped()
+    model = shipped(0, 4, 128, 0)
     sizes = StateSizes(grow_pages=MOST // GROW_PAGE + 1, window_pages=1, slots=1, snapshots=0)
     cache = StateCache.allocate(model.layout, sizes, CPU)
     runner = Runner(model, cache, None)
@@ -73,3 +74,22 @@ def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
             if repr(one.specialization) not in ready:
                 late.setdefault(one.specialization.name, tokens)
     assert late == {}
+
+
+@torch.inference_mode()
+def test_brief_passes_launch_what_whole_ones_do() -> None:
+    model = shipped(0, *(0, 4, 128) * 4)
+    sizes = StateSizes(grow_pages=2, window_pages=1, slots=1, snapshots=0)
+    cache = StateCache.allocate(model.layout, sizes, CPU)
+    ran: list[int] = []
+    for number, block in enumerate(model.layers):
+        block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    for tokens in (1, 9, 40, 300):
+        found = []
+        for brief in (True, False):
+            with recording() as wanted, model.brief() if brief else nullcontext():
+                model(step_of(model, tokens), cache.layers)
+            found.append({repr(one.specialization) for one in wanted})
+        assert found[0] == found[1]
+        assert ran == [*range(7), *range(len(model.layers))]
+        ran.clear()
