@@ -48,9 +48,9 @@ class Block:
     max_registers: int | None = None
     unroll: int = 1
 
-    def unroll_of(self, fp4: bool) -> int:
-        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are twice as long already."""
-        return self.unroll if fp4 else 1
+    def unroll_of(self, fp4: bool, native: bool) -> int:
+        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
+        return self.unroll if fp4 and native else 1
 
 
 # By the most pairs of token and expert there are: few need many programs.
@@ -142,9 +142,9 @@ def _product(
 @triton.jit
 def _quantize_last(
     u, u_codes, u_words, arrivals, block, group, pair, valid,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
 ):  # fmt: skip
-    """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them."""
+    """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them; count it in ``done``."""
     # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
     tl.debug_barrier()  # all threads have written when one of them says so
     arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
@@ -154,6 +154,9 @@ def _quantize_last(
         bits = fp8_scale_bits(y)
         tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
         tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
+        if done is not None:
+            tl.debug_barrier()  # all threads have written when one of them says so
+            tl.atomic_add(done + block, 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -183,8 +186,9 @@ def gate_up_tile(
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    done=None,
 ):
-    """Compute ``TILES * 32`` columns of ``u`` for one block."""
+    """Compute ``TILES * 32`` columns of ``u`` for one block; ``done`` counts the groups of 128 that are quantized."""
     PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
     CHUNKS: tl.constexpr = HIDDEN // 128
     block = (program // PROGRAMS).to(tl.int64)
@@ -230,7 +234,7 @@ def gate_up_tile(
         column = program * (TILES * 32) + tl.arange(0, TILES * 32)
         tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
         SHARERS: tl.constexpr = 4 // TILES
-        _quantize_last(u, u_codes, u_words, arrivals, block, program // SHARERS, pair, valid, WIDTH, ROWS, SHARERS, NATIVE)
+        _quantize_last(u, u_codes, u_words, arrivals, block, program // SHARERS, pair, valid, WIDTH, ROWS, SHARERS, NATIVE, done)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -288,61 +292,63 @@ def _gate_up_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _down_kernel(
-    u_codes,
-    u_words,
-    codes,
-    scales,
-    order,
-    owner,
-    blocks,
-    y,
-    pairs,
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    FP4: tl.constexpr,
-    NATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+@triton.jit
+def down_tile(
+    program, u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
+):  # fmt: skip
+    """Compute ``TILES * 64`` columns of the result for one block; with ``done``, once that has counted all groups of its inputs."""
     PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
     CHUNKS: tl.constexpr = WIDTH // 128
-    block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    program = tl.program_id(0) % PROGRAMS
+    block = (program // PROGRAMS).to(tl.int64)
+    program = program % PROGRAMS
     row = tl.arange(0, ROWS)
     count = tl.load(blocks)
     expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row)
-    if block >= count:
-        return
-    valid = pair < pairs
-    pair = tl.where(valid, pair, 0).to(tl.int64)
-    tile = (expert * (HIDDEN // 64) + program * TILES + tl.arange(0, TILES)) * CHUNKS
-    BYTES: tl.constexpr = 4096 if FP4 else 8192
-    # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
-    out = _product(
-        u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
-        valid,
-        u_words + block * (CHUNKS * ROWS) + row,
-        codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
-        scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
-        CHUNKS,
-        ROWS,
-        ROWS,
-        TILES,
-        FP4,
-        NATIVE,
-        STAGES,
-        UNROLL,
-    )
-    PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
-    if not PARTIAL:
-        out = to_bf16(out, NATIVE)
-    column = program * (TILES * 64) + tl.arange(0, TILES * 64)
-    tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
+    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    if block < count:
+        valid = pair < pairs
+        pair = tl.where(valid, pair, 0)
+        tile = (expert * (HIDDEN // 64) + program * TILES) * CHUNKS + tl.arange(0, TILES) * CHUNKS
+        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        if done is not None:
+            counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # reads it
+            while counted < CHUNKS:
+                counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
+        # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
+        out = _product(
+            u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
+            valid,
+            u_words + block * (CHUNKS * ROWS) + row,
+            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+            CHUNKS,
+            ROWS,
+            ROWS,
+            TILES,
+            FP4,
+            NATIVE,
+            STAGES,
+            UNROLL,
+        )
+        PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
+        if not PARTIAL:
+            out = to_bf16(out, NATIVE)
+        column = program * (TILES * 64) + tl.arange(0, TILES * 64)
+        tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _down_kernel(
+    u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    down_tile(
+        tl.program_id(0), u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+        HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -415,10 +421,24 @@ class Work:
         """How many programs the first product has."""
         return self.groups.most * (self.width // HALF_ROWS // self.block.tiles)
 
+    @property
+    def down_programs(self) -> int:
+        """How many programs the second product has."""
+        return self.groups.most * (self.hidden // TILE_ROWS // self.block.tiles)
+
     def room_for_u(self) -> tuple[Tensor, Tensor]:
         """Return places for ``u``, bfloat16 [pairs, I], and for its codes, uint8."""
         shape, device = (self.groups.pairs, self.width), self.u_words.device
         return torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def room_for_y(self, *, partial: bool) -> Tensor:
+        """Return a place for each pair's result, or part of it, [pairs, D]."""
+        dtype = torch.float32 if partial else torch.bfloat16
+        return torch.empty(self.groups.pairs, self.hidden, dtype=dtype, device=self.u_words.device)
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        """Return codes as the products read them."""
+        return codes.view(torch.float8_e4m3fn if self.native else torch.uint8)
 
     def gate_up_arguments(
         self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u: Tensor, u_codes: Tensor
@@ -426,7 +446,7 @@ class Work:
         """Return what ``gate_up_tile`` takes after its number; scales of ``u`` go to ``u_words``."""
         groups = self.groups
         return (
-            x_codes if self.native else x_codes.view(torch.uint8),
+            self.numbers(x_codes),
             groups.x_words,
             w13.codes,
             w13.scales,
@@ -445,10 +465,9 @@ class Work:
     def down(self, u_codes: Tensor, w2: Tiles, *, partial: bool = False) -> Tensor:
         """Launch the second product; return each pair's result [pairs, D]: nothing where there is no expert."""
         groups = self.groups
-        dtype = torch.float32 if partial else torch.bfloat16
-        y = torch.empty(groups.pairs, self.hidden, dtype=dtype, device=u_codes.device)
-        _down_kernel[(groups.most * (self.hidden // TILE_ROWS // self.block.tiles),)](
-            u_codes.view(torch.float8_e4m3fn) if self.native else u_codes,
+        y = self.room_for_y(partial=partial)
+        _down_kernel[(self.down_programs,)](
+            self.numbers(u_codes),
             self.u_words,
             w2.codes,
             w2.scales,
@@ -469,7 +488,7 @@ class Work:
             "ROWS": self.block.rows,
             "TILES": self.block.tiles,
             "STAGES": self.block.num_stages,
-            "UNROLL": self.block.unroll_of(weights.fp4),
+            "UNROLL": self.block.unroll_of(weights.fp4, self.native),
             "FP4": weights.fp4,
             "NATIVE": self.native,
             "num_warps": self.block.num_warps,
@@ -566,7 +585,7 @@ def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ..
     gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
     down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
     constants = {"HIDDEN": _HIDDEN, "WIDTH": _WIDTH, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
-    constants |= {"UNROLL": block.unroll_of(fp4)}
+    constants |= {"UNROLL": block.unroll_of(fp4, native)}
     return [
         Variant(
             kernel=kernel,

@@ -1,4 +1,4 @@
-"""Experts of few tokens, from the first products on: router, shared expert and routed ones together, in three launches.
+"""Experts of few tokens, from the first products on: router, shared expert and routed ones together, in two launches.
 
     experts, weights = route(logits)                     float32
     s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up

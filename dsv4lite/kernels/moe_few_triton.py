@@ -1,10 +1,10 @@
-"""Kernels of ``moe_few.py``: three launches, for a launch that waits for another takes longer than the little work of most.
+"""Kernels of ``moe_few.py``: two launches, for a launch that waits for another takes longer than the little work of most.
 
-    prepare        one program routes and groups all tokens; beside it the shared expert's activation, and scales
-    gate_up, w2    the routed experts' first product (``experts_triton.py``), and the shared expert's second
-    down           the routed experts' second product
+    prepare    one program routes and groups all tokens; beside it the shared expert's activation, and scales
+    experts    the routed experts' first product (``experts_triton.py``), the shared expert's second, the routed ones' second
 
-Each part does what its kernel for many tokens does, in the same order.
+Each part does what its kernel for many tokens does, in the same order. Programs of the last product wait for the first one's of
+their expert, which have smaller numbers, were started before them and wait for nobody: so it ends however few run at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.experts import GROUP, Tiles
-from dsv4lite.kernels.experts_triton import FEW, Block, Work, gate_up_tile
+from dsv4lite.kernels.experts_triton import Block, Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, fp8_tile, splits_of
 from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router
@@ -27,6 +27,9 @@ from dsv4lite.kernels.moe_triton import route_rows
 from dsv4lite.kernels.swiglu_triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
+# How both products are multiplied in one launch.
+_ONE_TOKEN = Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)
+_MORE_TOKENS = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
 _SHARERS = {1: 16, MOE_FEW_TOKENS: 4}  # programs of a token's activation, by the tile of tokens, which is also their warps
 
 
@@ -56,7 +59,7 @@ def _group_rows(
 @triton.jit(do_not_specialize=["tokens", "most"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, h, x_scales,
-    chosen, weights, order, owner, blocks, arrivals, x_words, s_codes, s_scales,
+    chosen, weights, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
@@ -85,30 +88,39 @@ def _prepare_kernel(
             column = tl.arange(0, COLUMNS_TILE)
             scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
             tl.store(x_words + mine * COLUMNS + column, scale << 23, mask=column < COLUMNS)
-            block = mine * TOP_K + tl.arange(0, TOP_TILE)[:, None]
+            choice = tl.arange(0, TOP_TILE)
+            block = mine * TOP_K + choice
+            wanted = (choice < TOP_K) & (block < most)
+            tl.store(done + block, tl.zeros((TOP_TILE,), tl.int32), mask=wanted)
             hidden = tl.arange(0, GROUPS_TILE)[None, :]
-            wanted = (tl.arange(0, TOP_TILE) < TOP_K)[:, None] & (block < most) & (hidden < GROUPS)
-            tl.store(arrivals + block * GROUPS + hidden, tl.zeros((TOP_TILE, GROUPS_TILE), tl.int32), mask=wanted)
+            counts = arrivals + block[:, None] * GROUPS + hidden
+            tl.store(counts, tl.zeros((TOP_TILE, GROUPS_TILE), tl.int32), mask=wanted[:, None] & (hidden < GROUPS))
 
 
 @triton.jit(do_not_specialize=["pairs", "M"])
-def _gate_up_w2_kernel(
+def _experts_kernel(
     x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-    s_codes, s_scales, w2_codes, w2_scales, shared, M, N, K, k_blocks, k_part, first,
+    s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
+    u_numbers, w2_codes, w2_scales, y, done, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if program < first:  # they take as long as any, and nobody waits for them at the end
+    if program < gate_up_programs:
+        gate_up_tile(
+            program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+        )  # fmt: skip
+    elif program < gate_up_programs + shared_programs:
         fp8_tile(
-            program, 0, s_codes, s_scales, w2_codes, w2_scales, shared, shared, arrivals, M, N, K, k_blocks, k_part,
-            BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
+            program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
+            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
         )  # fmt: skip
     else:
-        gate_up_tile(
-            program - first, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL,
+        down_tile(
+            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, order, owner, blocks, y, pairs,
+            HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL, done,
         )  # fmt: skip
 
 
@@ -130,17 +142,19 @@ def moe_few_triton(
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
-    work = Work.allocate(tokens, router.top_k, w2, by_token=True)
-    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work)
+    work = Work.allocate(tokens, router.top_k, w2, _ONE_TOKEN if tokens == 1 else _MORE_TOKENS, by_token=True)
+    done = torch.empty(work.groups.most, dtype=torch.int32, device=x_codes.device)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, done)
     u, u_codes = work.room_for_u()
+    y = work.room_for_y(partial=held.partial)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
-    blocks, first = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS)
+    blocks, shared_programs = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS)
     assert shared_codes.shape == (hidden, h_TI.shape[1] // 2) and shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
-    _gate_up_w2_kernel[(first + work.gate_up_programs,)](
+    _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
         *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes),
         s,
         s_scales,
@@ -152,7 +166,13 @@ def moe_few_triton(
         inputs,
         blocks,
         triton.cdiv(blocks, splits_of(hidden, blocks)),
-        first,
+        work.numbers(u_codes),
+        w2.codes,
+        w2.scales,
+        y,
+        done,
+        work.gate_up_programs,
+        shared_programs,
         TOP_K=router.top_k,
         BM=MOE_FEW_TOKENS,
         BN=_OUTS,
@@ -162,13 +182,11 @@ def moe_few_triton(
         GROUPED=GROUPED_TILES,
         **work.constants(w13),
     )
-    del u
-    outputs_TKD = work.down(u_codes, w2, partial=held.partial).view(tokens, router.top_k, hidden)
-    return ExpertSum(chosen_TK, outputs_TKD, shared_TD, experts)
+    return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD, experts)
 
 
 def _prepare(
-    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, done: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route and group; return experts, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
@@ -201,6 +219,7 @@ def _prepare(
         groups.owner,
         groups.count,
         groups.arrivals,
+        done,
         groups.x_words,
         s_codes,
         s_scales,
@@ -250,7 +269,7 @@ def variants() -> list[Variant]:
                 signature={
                     **dict.fromkeys(("logits", "bias", "weights"), "*fp32"),
                     **dict.fromkeys(("table", "chosen"), "*i64"),
-                    **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "x_words"), "*i32"),
+                    **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "done", "x_words"), "*i32"),
                     **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
                     "h": "*bf16",
                     **dict.fromkeys(("tokens", "most", "logits_stride", "width"), "i32"),
@@ -278,26 +297,26 @@ def variants() -> list[Variant]:
                 capabilities=capabilities,
             )
         )
-    for (_, block), fp4 in product(FEW, (False, True)):
+    for block, fp4 in product((_ONE_TOKEN, _MORE_TOKENS), (False, True)):
         for native, capabilities in _BY_E4M3:
-            found.append(_gate_up_w2(block, fp4, native, capabilities))
-    last = found[-1]  # and one that returns a part of the shared expert's result
-    return [replace(last, signature={**last.signature, "shared": "*fp32"}), *found]
+            found.append(_experts(block, fp4, native, capabilities))
+    last = found[-1]  # and one that returns parts of results
+    return [replace(last, signature={**last.signature, **dict.fromkeys(("shared", "y"), "*fp32")}), *found]
 
 
-def _gate_up_w2(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:
+def _experts(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:
     numbers = "*fp8e4nv" if native else "*u8"
-    words = ("x_words", "scales", "order", "owner", "blocks", "u_words", "arrivals")
+    words = ("x_words", "scales", "order", "owner", "blocks", "u_words", "arrivals", "w2_scales", "done")
     return Variant(
-        kernel=_gate_up_w2_kernel,
+        kernel=_experts_kernel,
         signature={
             **dict.fromkeys(words, "*i32"),
-            **dict.fromkeys(("x", "s_codes", "w2_codes"), numbers),
-            **dict.fromkeys(("codes", "u_codes", "s_scales", "w2_scales"), "*u8"),
-            **dict.fromkeys(("u", "shared"), "*bf16"),
+            **dict.fromkeys(("x", "s_codes", "shared_codes", "u_numbers"), numbers),
+            **dict.fromkeys(("codes", "u_codes", "s_scales", "shared_scales", "w2_codes"), "*u8"),
+            **dict.fromkeys(("u", "shared", "y"), "*bf16"),
             "weight": "*fp32",
             "limit": "fp32",
-            **dict.fromkeys(("pairs", "M", "N", "K", "k_blocks", "k_part", "first"), "i32"),
+            **dict.fromkeys(("pairs", "M", "N", "K", "k_blocks", "k_part", "gate_up_programs", "shared_programs"), "i32"),
         },
         constants={
             "HIDDEN": _HIDDEN,
@@ -308,7 +327,7 @@ def _gate_up_w2(block: Block, fp4: bool, native: bool, capabilities: tuple[int, 
             "FP4": fp4,
             "NATIVE": native,
             "STAGES": block.num_stages,
-            "UNROLL": block.unroll_of(fp4),
+            "UNROLL": block.unroll_of(fp4, native),
             "BM": MOE_FEW_TOKENS,
             "BN": _OUTS,
             "SCALE_ROWS": FP8_BLOCK,

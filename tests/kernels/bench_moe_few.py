@@ -1,6 +1,6 @@
 """Times the experts of few tokens at V4-Flash's shapes: ``python tests/kernels/bench_moe_few.py`` on a CUDA device.
 
-Everything between the first products and the next sub-layer's streams, in seven launches and in four, after checking that both
+Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
 give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
 """
 

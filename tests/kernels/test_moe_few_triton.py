@@ -1,4 +1,4 @@
-"""Experts of few tokens in three launches: the bits of the kernels that do each part by itself."""
+"""Experts of few tokens in two launches: the bits of the kernels that do each part by itself."""
 
 from __future__ import annotations
 
