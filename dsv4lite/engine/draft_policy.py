@@ -52,6 +52,7 @@ _DETOUR_MEMORY = 4  # tries that what others lose on the way remembers
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
 _STEPS = (16.0, 256.0)  # at least and at most so many steps
 _COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
+_FEW = 16  # measurements that may mislead: until then what the nearest class says of a cost may be true
 _LEVEL_GAIN = 1 / 16  # how fast all costs of a class follow the one that is measured
 _SURPRISE = 0.7  # log of the largest deviation that is believed at once
 _FIRST_ACCEPTANCE, _TRUST = 0.7, 2.0  # what is believed before there are measurements, and how many it outweighs
@@ -309,13 +310,12 @@ class DraftPolicy:
 
     def _learn_cost(self, here: _Class, k: int, cost: float) -> None:
         steps = here.steps[k]
-        here.steps[k] += 1
         here.tried[k] = here.now
         if steps == 0:
             here.cost[k] = cost
-            return
+        here.steps[k] += 1
         surprise = max(-_SURPRISE, min(_SURPRISE, cost - here.cost[k]))
-        here.noise += (surprise * surprise - here.noise) / min(sum(here.steps) - 1, _COST_MEMORY[0])
+        here.noise += (surprise * surprise - here.noise) / max(1, min(sum(here.steps) - 1, _COST_MEMORY[0]))
         if steps >= _TRIES:
             for other, measured in enumerate(here.steps):
                 if measured:
@@ -351,7 +351,24 @@ class DraftPolicy:
         """Return the logarithm of the seconds of a step: measured, by the ratio in the nearest class that has it, or guessed."""
         if here.steps[k]:
             return here.cost[k]
-        known = sorted((j for j, steps in enumerate(here.steps) if steps), key=lambda j: abs(j - k))
+        likely = self._likely(here, k)
+        if likely is not None:
+            return likely
+        known = self._known(here, k)
+        if len(known) < 2:
+            return here.cost[known[0]] if known else 0.0
+        near, far = known[:2]
+        at, slope = exp(here.cost[near]), (exp(here.cost[near]) - exp(here.cost[far])) / (near - far)
+        return log(max(at + slope * (k - near), at / 2))
+
+    @staticmethod
+    def _known(here: _Class, k: int) -> list[int]:
+        """Return the other lengths that were measured, the nearest first."""
+        return sorted((j for j, steps in enumerate(here.steps) if steps and j != k), key=lambda j: abs(j - k))
+
+    def _likely(self, here: _Class, k: int) -> float | None:
+        """Return what the nearest class that has it says of a cost."""
+        known = self._known(here, k)
         for other in self._nearest(here.size):
             if not other.steps[k]:
                 continue
@@ -360,11 +377,13 @@ class DraftPolicy:
             for j in known:
                 if other.steps[j]:
                     return here.cost[j] + other.cost[k] - other.cost[j]
-        if len(known) < 2:
-            return here.cost[known[0]] if known else 0.0
-        near, far = known[:2]
-        at, slope = exp(here.cost[near]), (exp(here.cost[near]) - exp(here.cost[far])) / (near - far)
-        return log(max(at + slope * (k - near), at / 2))
+        return None
+
+    def _least_cost(self, here: _Class, k: int) -> float:
+        """Return the cost, or what the nearest class says of it if that is less and few steps speak against it."""
+        cost = self._cost(here, k)
+        likely = self._likely(here, k) if k != here.k and here.steps[k] < _FEW else None
+        return cost if likely is None else min(cost, likely)
 
     def _gains(self, here: _Class, tokens: Sequence[float]) -> list[float]:
         """Return tokens per second over those of the k in use, by k."""
@@ -375,7 +394,8 @@ class DraftPolicy:
         gains = self._gains(here, self._tokens(self._most_acceptance()))
         known = [min(steps, _COST_MEMORY[k == here.k]) for k, steps in enumerate(here.steps)]
         room = [exp(_CONFIDENCE * sqrt(here.noise / count)) if count else inf for count in known]
-        return [gain * more for gain, more in zip(gains, room, strict=True)]
+        less = [exp(self._cost(here, k) - self._least_cost(here, k)) for k in range(len(gains))]
+        return [gain * more * most for gain, more, most in zip(gains, room, less, strict=True)]
 
     # ----------------------------------------------------------------------------------------------------------- deciding
 
@@ -397,7 +417,7 @@ class DraftPolicy:
         tokens, step = self._tokens(), exp(self._cost(here, here.k))
         most, due = 0.0, None
         for k in range(self.max_k + 1):
-            lost = max(0.0, exp(self._cost(here, k)) / step - tokens[k] / tokens[here.k])
+            lost = max(0.0, exp(self._least_cost(here, k)) / step - tokens[k] / tokens[here.k])
             granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
             # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
             loss = _measurements(here.size) * lost + max(0.0, here.detour[k])

@@ -203,3 +203,17 @@ def test_acceptance_behind_a_gap_says_how_it_will_be(forgets: float) -> None:
         if step > 1000 and step % 100 == 4:
             early = policy.snapshot().acceptance[0]
             assert early == pytest.approx(0.6, abs=0.06)
+
+
+def test_few_steps_that_others_delayed_do_not_end_what_pays_elsewhere() -> None:
+    """The first steps with drafts of a new class take long: what is known of another class speaks against it."""
+    delay = [1.0]
+    engine = Engine(lambda num_sequences, k: 0.01 * (1 + 0.1 * k) * (delay[0] if num_sequences == 8 and k else 1.0), 0.03)
+    engine.policy = DraftPolicy(1)
+    engine.run(300, 1, (0.85,))
+    delay[0] = 3.5
+    engine.run(12, 8, (0.85,))
+    assert engine.policy.snapshot().classes[-1].k == 0
+    delay[0] = 1.0
+    engine.run(400, 8, (0.85,))
+    assert engine.policy.snapshot().classes[-1].k == 1
