@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, rotated_back, scaled
-from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import Fp8Kv, RowStore
 
 _HEADS, _ROWS, _WARPS, _MERGE_WARPS = 16, 64, 8, 4
 _MERGED = 8  # shares read at a time
@@ -324,75 +323,33 @@ def _merge_few_kernel(
     tl.store(out + at * C + column, bf16(o, GPU))
 
 
-def few_attention_triton(
-    q: Tensor,
-    fresh_TB: Tensor,
-    window: RowStore,
-    entries: RowStore | None,
-    paging: Paging,
-    sink_H: Tensor,
-    scale: float,
-    angles: tuple[Tensor, Tensor],
-    ratio: int,
-    selected_TK: Tensor | None,
-    splits: int,
-    window_size: int,
-) -> Tensor:
-    """See ``attention.paged_attention``; arguments are as ``paged_attention_triton`` has checked them."""
-    tokens, heads, channels = q.shape
-    fmt, out = window.format, torch.empty_like(q)
-    assert isinstance(fmt, Fp8Kv)
-    entry_store = window if entries is None else entries
-    parts = torch.empty(splits, tokens, heads, channels, dtype=torch.float32, device=q.device)
-    stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=q.device)
-    layer = {
-        "H": heads, "NOPE": fmt.nope, "RATIO": max(ratio, 1), "TOP_K": 0 if selected_TK is None else selected_TK.shape[1],
-        "WINDOW": window_size, "SPLITS": splits, "ROWS": _ROWS, "GPU": q.is_cuda,
-    }  # fmt: skip
-    selected = paging.positions_T if selected_TK is None else selected_TK
-    tables = (paging.positions_T, paging.sequence_T, paging.first_S, paging.rows_S)
-    pages = (paging.grow_SP, paging.window_SP, paging.window_first_S)
-    _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), splits)](
-        q, fresh_TB, window.memory, entry_store.memory, selected, *tables, *pages, parts, stats,
-        paging.grow_SP.stride(0), paging.window_SP.stride(0), scale * LOG2_E, **layer,
-        FRESH_ROW=fresh_TB.stride(0),
-        WINDOW_BYTES=window.memory.shape[1],
-        WINDOW_ROWS=window.rows_per_page,
-        ENTRY_BYTES=entry_store.memory.shape[1],
-        ENTRY_ROWS=0 if entries is None else entries.rows_per_page,
-        HEADS=_HEADS, SINGLES=paging.singles, num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
+def few_attention_triton(inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
+    (tokens, heads, _), out = inputs.q_THC.shape, torch.empty_like(inputs.q_THC)
+    parts, stats = inputs.shares()
+    layer = inputs.layer(_ROWS)
+    _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
+        *inputs.tensors(), parts, stats, *inputs.columns(), scale * LOG2_E, **layer, **inputs.places(),
+        HEADS=_HEADS, SINGLES=inputs.paging.singles, num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    padded = triton.next_power_of_2(splits)
+    padded = triton.next_power_of_2(inputs.splits)
     _merge_few_kernel[(tokens * heads,)](
-        parts, stats, paging.positions_T, sink_H, *angles, out, **layer, ENTRIES=entries is not None, PADDED=padded,
-        CHUNK=min(_MERGED, padded), num_warps=_MERGE_WARPS, num_stages=1, enable_fp_fusion=True,
+        parts, stats, inputs.paging.positions_T, sink_H, *angles, out, **layer, ENTRIES=inputs.entries is not None,
+        PADDED=padded, CHUNK=min(_MERGED, padded), num_warps=_MERGE_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
 def variants() -> list[Variant]:
     """Return the kernels for V4-Flash's layers and for small ones, for one new token of each sequence and for more."""
-    pointers = ("positions", "sequences", "firsts", "first_rows", "grow", "window_pages", "window_firsts", "selected")
-    types = {
-        "q": "*bf16", **dict.fromkeys(("fresh", "window", "entries"), "*u8"), **dict.fromkeys(pointers, "*i32"),
-        **dict.fromkeys(("parts", "stats", "sink", "cos", "sin"), "*fp32"), "out": "*bf16",
-        "grow_columns": "i32", "window_columns": "i32", "scale": "fp32",
-    }  # fmt: skip
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
     for (heads, nope, ratio, top_k), splits, singles in product(layers, (8, 16), (False, True)):
-        layer = {
-            "H": heads, "NOPE": nope, "RATIO": max(ratio, 1), "TOP_K": top_k, "WINDOW": 128, "SPLITS": splits, "ROWS": _ROWS,
-            "GPU": True,
-        }  # fmt: skip
-        places = {
-            "FRESH_ROW": nope + 144, "WINDOW_BYTES": 65 * (nope + 128), "WINDOW_ROWS": 64, "ENTRY_BYTES": 65 * (nope + 128),
-            "ENTRY_ROWS": 256 // ratio if ratio else 0, "HEADS": _HEADS, "SINGLES": singles,
-        }  # fmt: skip
+        layer = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, _ROWS)
+        attended = {**PackedInputs.places_of(nope, ratio, nope + 144), "HEADS": _HEADS, "SINGLES": singles}
         merged = {"ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
-        for kernel, more, warps in ((_attend_few_kernel, places, _WARPS), (_merge_few_kernel, merged, _MERGE_WARPS)):
-            signature = {name: types[name] for name in kernel.arg_names if name in types}
-            constants = {**layer, **more}
+        for kernel, more, warps in ((_attend_few_kernel, attended, _WARPS), (_merge_few_kernel, merged, _MERGE_WARPS)):
+            signature, constants = PackedInputs.signature_of(kernel.arg_names), {**layer, **more}
             found.append(Variant(kernel=kernel, signature=signature, constants=constants, num_warps=warps, num_stages=1))
     return found

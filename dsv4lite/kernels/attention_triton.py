@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
+from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import capability_of
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, group_of, rotated_back, scaled
@@ -338,30 +339,24 @@ def paged_attention_triton(
     out = torch.empty_like(q)
     if tokens == 0:
         return out
+    inputs = PackedInputs(
+        q_THC=q,
+        fresh_TB=fresh_TB,
+        window=window,
+        entries=entries,
+        paging=paging,
+        ratio=ratio,
+        selected_TK=selected_TK,
+        splits=splits,
+        window_size=window_size,
+    )
     if splits >= FEW_SPLITS:
-        stored = (fresh_TB, window, entries, paging)
-        return few_attention_triton(q, *stored, sink_H, scale, (cos, sin), ratio, selected_TK, splits, window_size)
+        return few_attention_triton(inputs, sink_H, scale, (cos, sin))
     tile = tile_for(heads, capability_of(q.device))
-    entry_store = window if entries is None else entries
-    parts = stats = out
-    if splits > 1:
-        parts = torch.empty(splits, tokens, heads, channels, dtype=torch.float32, device=q.device)
-        stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=q.device)
-    layer = {
-        "H": heads, "NOPE": fmt.nope, "RATIO": max(ratio, 1), "TOP_K": 0 if selected_TK is None else selected_TK.shape[1],
-        "WINDOW": window_size, "SPLITS": splits, "ROWS": tile.rows, "GPU": q.is_cuda,
-    }  # fmt: skip
-    selected = paging.positions_T if selected_TK is None else selected_TK
-    rows = (paging.positions_T, paging.sequence_T, paging.first_S, paging.rows_S)
-    pages = (paging.grow_SP, paging.window_SP, paging.window_first_S)
+    layer = inputs.layer(tile.rows)
+    parts, stats = inputs.shares() if splits > 1 else (out, out)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        q, fresh_TB, window.memory, entry_store.memory, selected, *rows, *pages, sink_H, cos, sin, out, parts, stats,
-        paging.grow_SP.stride(0), paging.window_SP.stride(0), scale * LOG2_E, **layer,
-        FRESH_ROW=fresh_TB.stride(0),
-        WINDOW_BYTES=window.memory.shape[1],
-        WINDOW_ROWS=window.rows_per_page,
-        ENTRY_BYTES=entry_store.memory.shape[1],
-        ENTRY_ROWS=0 if entries is None else entries.rows_per_page,
+        *inputs.tensors(), sink_H, cos, sin, out, parts, stats, *inputs.columns(), scale * LOG2_E, **layer, **inputs.places(),
         HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
@@ -377,49 +372,27 @@ def paged_attention_triton(
 
 def variants() -> list[Variant]:
     """Return the tiles of every chip at V4-Flash's sizes and at small ones, with and without entries and a selection."""
-    ints = ("positions", "sequences", "firsts", "first_rows", "grow", "window_pages", "window_firsts", "selected")
-    signature = {
-        "q": "*bf16", **dict.fromkeys(("fresh", "window", "entries"), "*u8"), **dict.fromkeys(ints, "*i32"),
-        **dict.fromkeys(("sink", "cos", "sin"), "*fp32"), "out": "*bf16", "parts": "*fp32", "stats": "*fp32",
-        "grow_columns": "i32", "window_columns": "i32", "scale": "fp32",
-    }  # fmt: skip
-    order = _attend_kernel.arg_names
-    signature = {name: signature[name] for name in order if name in signature}
-    merged = {
-        "parts": "*fp32",
-        "stats": "*fp32",
-        "positions": "*i32",
-        **dict.fromkeys(("sink", "cos", "sin"), "*fp32"),
-        "out": "*bf16",
-    }
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((64, 448, 0, 0), (64, 448, 4, 512), (64, 448, 128, 0), (8, 64, 4, 64))
     for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 4)):
         tile = tile_for(heads, capability)
-        layer = {
-            "H": heads, "NOPE": nope, "RATIO": max(ratio, 1), "TOP_K": top_k, "WINDOW": 128, "SPLITS": splits, "ROWS": tile.rows,
-            "GPU": True,
+        layer = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, tile.rows)
+        attended = {
+            **PackedInputs.places_of(nope, ratio, nope + 136 if splits == 1 else nope + 144),
+            "HEADS": tile.heads, "SWAP": tile.swap, "STAGES": tile.num_stages,
         }  # fmt: skip
-        places = {
-            "FRESH_ROW": nope + 136 if splits == 1 else nope + 144, "WINDOW_BYTES": 65 * (nope + 128), "WINDOW_ROWS": 64,
-            "ENTRY_BYTES": 65 * (nope + 128), "ENTRY_ROWS": 256 // ratio if ratio else 0, "HEADS": tile.heads,
-            "SWAP": tile.swap, "STAGES": tile.num_stages,
-        }  # fmt: skip
-        only = (capability,)
-        found.append(
-            Variant(
-                kernel=_attend_kernel,
-                signature=signature,
-                constants={**layer, **places},
-                num_warps=tile.num_warps,
-                num_stages=1,
-                capabilities=only,
-            )
-        )
-        if splits > 1:
-            constants = {**layer, "ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
+        merged = {"ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
+        launches = [(_attend_kernel, attended, tile.num_warps), (_merge_kernel, merged, 4)]
+        for kernel, more, warps in launches if splits > 1 else launches[:1]:
             found.append(
-                Variant(kernel=_merge_kernel, signature=merged, constants=constants, num_warps=4, num_stages=1, capabilities=only)
+                Variant(
+                    kernel=kernel,
+                    signature=PackedInputs.signature_of(kernel.arg_names),
+                    constants={**layer, **more},
+                    num_warps=warps,
+                    num_stages=1,
+                    capabilities=(capability,),
+                )
             )
     return found

@@ -13,6 +13,7 @@ from tests.kernels.test_attention_triton import FLASH, TINY, Case, Layer, case, 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
+from dsv4lite.kernels.attention_inputs import PackedInputs
 
 pytestmark = pytest.mark.kernel
 
@@ -21,8 +22,18 @@ CUDA = torch.cuda.is_available()
 
 def kernel(given: Case, splits: int) -> Tensor:
     q, fresh, window, entries, paging, sink, scale, cos, sin, ratio, selected = given._arguments()
-    store = (fresh, window, entries, paging, sink, scale)
-    return few_attention_triton(q, *store, (cos, sin), ratio, selected, splits, given.layer.window)
+    inputs = PackedInputs(
+        q_THC=q,
+        fresh_TB=fresh,
+        window=window,
+        entries=entries,
+        paging=paging,
+        ratio=ratio,
+        selected_TK=selected,
+        splits=splits,
+        window_size=given.layer.window,
+    )
+    return few_attention_triton(inputs, sink, scale, (cos, sin))
 
 
 SLIDING = replace(TINY, ratio=0, top_k=None)
