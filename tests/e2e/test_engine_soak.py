@@ -231,7 +231,7 @@ def empty_cache(engine: Engine) -> None:
     assert [pool.num_free for pool in pools_of(engine)] == [pool.total for pool in pools_of(engine)]
 
 
-@pytest.mark.parametrize(("requests", "overlap", "backend"), [(900, False, "asyncio"), (450, True, "trio")])
+@pytest.mark.parametrize(("requests", "overlap", "backend"), [(2000, False, "asyncio"), (700, True, "trio")])
 def test_no_request_is_lost_and_nothing_left_behind(model: Path, requests: int, overlap: bool, backend: str) -> None:
     ends: Counter[tuple[str, int]] = Counter()
     settings = {"max_num_seqs": 32, "max_model_len": MAX_MODEL_LEN}
