@@ -69,9 +69,10 @@ def alone(model: Path) -> dict[Any, tuple[tuple[int, ...], int, int]]:
         ({"tensor_parallel_size": 2, "executor": "process"}, TWO),
         ({"expert_parallel_size": 2, "executor": "thread"}, BOTH),
         ({"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}, FOUR),
+        ({"pipeline_parallel_size": 2, "executor": "thread"}, TWO),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "thread"}, FOUR),
     ],
-    ids=["tp-process", "ep", "dp-ep", "tp-pp"],
+    ids=["tp-process", "ep", "dp-ep", "pp", "tp-pp"],
 )
 def test_block_on_several_ranks_guesses_as_on_one_and_changes_no_token(
     model: Path,
