@@ -13,16 +13,17 @@ by slot, whose rows are sent only when a sequence has taken a page.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
+from dsv4lite.engine.cache import WINDOW_PAGE, StateCache
+from dsv4lite.engine.graph_set import Captured, GraphSet
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.step import SequencePlan, StepShape
@@ -31,8 +32,6 @@ from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
 from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
-
-T = TypeVar("T")
 
 _COLUMNS = 4  # token, position, slot, first window page
 
@@ -66,14 +65,6 @@ class DecodeOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    output: DecodeOutput | Tensor
-    samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedMemory:
     """What graphs of an engine have together that run one after the other.
 
@@ -88,7 +79,7 @@ class SharedMemory:
     pool: Any
 
 
-class DecodeGraphs:
+class DecodeGraphs(GraphSet):
     """Graphs of one model and one state; mutable, owned by the engine's thread, captured on its stream.
 
     Args:
@@ -110,19 +101,13 @@ class DecodeGraphs:
         sampling: DeviceSampler | None = None,
         shared: SharedMemory | None = None,
     ) -> None:
-        self.sampling = sampling
+        last_token = empty_last_token(cache) if shared is None else shared.last_token
+        pool = torch.cuda.graph_pool_handle() if shared is None else shared.pool
+        super().__init__(cache, max_model_len, last_token, sampling, pool)
         self._model = model
-        self._cache = cache
         self._layers = cache.layers[: len(model.layers)]  # a drafter has no part in these steps
-        self.last_token = empty_last_token(cache) if shared is None else shared.last_token
-        self._max_model_len = max_model_len
         self._window_pages = most_window_pages(model)
-        pages = -(-max_model_len // GROW_PAGE)
-        self._tables = torch.zeros(len(self.last_token), pages, dtype=torch.int32, device=cache.device)
-        self._held: dict[int, tuple[int, ...]] = {}
-        self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and grow pages of the step that ran last
-        self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if shared is None else shared.pool
+        self._captured: dict[int, Captured[DecodeOutput | Tensor]] = {}
         self.sizes = graph_sizes(max_num_seqs)
         # Of the step that ran last, whichever graph it was: streams as they come from the stage before, and what leaves this one.
         share, config, device = model.share, model.config, cache.device
@@ -158,16 +143,7 @@ class DecodeGraphs:
         inputs = self.rehearse(size)
         torch.cuda.current_stream().synchronize()
         graph, output = self._record(partial(self._forward, inputs))
-        self._captured[size] = _Captured(graph=graph, inputs=inputs, output=output)
-
-    def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            result = work()
-        finally:
-            graph.capture_end()
-        return graph, result
+        self._captured[size] = Captured(graph=graph, inputs=inputs, output=output)
 
     def shape_for(self, count: int) -> GraphShape:
         """Return which graph runs a step of ``count`` sequences."""
@@ -184,7 +160,7 @@ class DecodeGraphs:
         if size not in self._captured:
             self.capture(size)
         captured = self._captured[size]
-        self._update_tables(sequences)
+        self._tables.update(sequences)
         captured.inputs.copy_(decode_inputs(sequences, size, self._window_pages).pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.output
@@ -193,31 +169,13 @@ class DecodeGraphs:
         """Sample from what ``replay`` has just left for ``count`` sequences; return what ``sample_rows`` returns."""
         captured = self._captured[self.shape_for(count).size]
         assert isinstance(captured.output, DecodeOutput)
-        if needs not in captured.samplings:
-            work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
-            captured.samplings[needs] = self._record(work)
-        graph, out = captured.samplings[needs]
-        graph.replay()
-        return out
-
-    def _update_tables(self, sequences: Sequence[SequencePlan]) -> None:
-        now = [s.slot for s in sequences], [s.pages for s in sequences]
-        if now == self._last:  # mostly, and equal tuples are the same ones: nobody looks into them
-            return
-        self._last = now
-        changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
-        if not changed:
-            return
-        self._held.update((s.slot, s.pages) for s in changed)
-        width = max(len(s.pages) for s in changed)
-        rows = torch.tensor([(s.slot, *s.pages, *([0] * (width - len(s.pages)))) for s in changed], dtype=torch.int32, device="cpu")
-        rows = rows.pin_memory().to(self._cache.device, non_blocking=True)
-        self._tables[rows[:, 0].long(), :width] = rows[:, 1:]
+        work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
+        return self._replay_sampling(captured, needs, work)
 
     def _forward(self, inputs: Tensor) -> DecodeOutput | Tensor:
         """One step on ``inputs`` of ``decode_inputs``."""
         size = inputs.shape[1]
-        batch, places = decode_batch(inputs, self._tables, self.last_token, self._model, self._max_model_len)
+        batch, places = decode_batch(inputs, self._tables.tensor, self.last_token, self._model, self._max_model_len)
         streams = self._model(batch, self._layers, None if self._before is None else self._before[:size])
         if not self._model.share.last:
             return self._leaving[:size].copy_(streams)

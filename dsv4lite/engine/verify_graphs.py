@@ -14,18 +14,18 @@ Nobody asks the host in between. Every graph is a function of tensors that stay 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache
+from dsv4lite.engine.cache import WINDOW_PAGE, StateCache
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.drafters import DeviceDrafter
+from dsv4lite.engine.graph_set import Captured, GraphSet
 from dsv4lite.engine.graphs import SharedMemory
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.run_ends import RunEnds
@@ -38,8 +38,6 @@ from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
 from dsv4lite.models.batch import PagedBatch
 from dsv4lite.models.deepseek_v4 import DeepseekV4
-
-T = TypeVar("T")
 
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
@@ -68,16 +66,12 @@ class VerifyOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Captured:
+class _Verified(Captured[VerifyOutput]):
     shape: tuple[int, int]
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    output: VerifyOutput
     beginning: torch.cuda.CUDAGraph | None
-    samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
-class VerifyGraphs:
+class VerifyGraphs(GraphSet):
     """Graphs of one model and one state; mutable, owned by the engine's thread, captured on its stream.
 
     Args:
@@ -106,20 +100,16 @@ class VerifyGraphs:
         sampling: DeviceSampler | None = None,
         drafter: DeviceDrafter | None = None,
     ) -> None:
-        self.sampling, self.drafter = sampling, drafter
+        pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        super().__init__(cache, max_model_len, empty_last_token(cache), sampling, pool)
+        self.drafter = drafter
         self._model = model
         self._peers = model.share.peers
-        self._cache = cache
-        self.last_token = empty_last_token(cache)
-        self._max_model_len = max_model_len
         most_later = 0 if drafter is None else drafter.most  # than the host knows: where runs follow others that are on their way
         self._window_pages = window_pages(model, widths[-1] + most_later)
-        self._tables = torch.zeros(cache.sizes.slots + 1, -(-max_model_len // GROW_PAGE), dtype=torch.int32, device=cache.device)
-        self._held: dict[int, tuple[int, ...]] = {}
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], _Verified] = {}
         self._rounds: dict[int, torch.cuda.CUDAGraph] = {}
-        self._last: _Captured | None = None
-        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self._last: _Verified | None = None
         sizes = graph_sizes(max_num_seqs)
         self.shapes = [(size, width) for width in widths for size in sizes if size * width <= max_tokens]
         self._allocate(max_num_seqs)
@@ -182,16 +172,7 @@ class VerifyGraphs:
             beginning, _ = self._record(partial(self._begin, self.drafter, output))
             if shape[0] not in self._rounds:
                 self._rounds[shape[0]], _ = self._record(partial(self._guess, self.drafter, shape[0]))
-        self._captured[shape] = _Captured(shape=shape, graph=graph, inputs=inputs, output=output, beginning=beginning)
-
-    def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            result = work()
-        finally:
-            graph.capture_end()
-        return graph, result
+        self._captured[shape] = _Verified(shape=shape, graph=graph, inputs=inputs, output=output, beginning=beginning)
 
     def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         """Run a step; the rows of the sequences lie one behind the other, ``width`` of each, those that it does not need empty."""
@@ -203,7 +184,7 @@ class VerifyGraphs:
             self._heads.copy_(heads)  # this step may begin there
             self._drafts.copy_(drafts)
         captured = self._last = self._captured[shape]
-        self._update_tables(sequences)
+        self._tables.update(sequences)
         inputs = verify_inputs(sequences, *shape, self._window_pages, self.ends.columns)
         self.ends = replace(self.ends, columns={s.seq_id: column for column, s in enumerate(sequences)})
         captured.inputs.copy_(send(inputs, self._cache.device))
@@ -214,11 +195,8 @@ class VerifyGraphs:
         """Sample from what ``replay`` has just left; return what ``sample_rows`` returns."""
         captured = self._last
         assert captured is not None
-        if needs not in captured.samplings:
-            captured.samplings[needs] = self._record(partial(self._sample, sampling, captured.inputs, captured.output, needs))
-        graph, out = captured.samplings[needs]
-        graph.replay()
-        return out
+        work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
+        return self._replay_sampling(captured, needs, work)
 
     def draft(self, tokens_R: Tensor, count: int) -> Tensor:
         """Guess what follows the step that ``replay`` has just run.
@@ -239,22 +217,12 @@ class VerifyGraphs:
             self._rounds[size].replay()
         return self._drafts[:count, :size].t().contiguous()
 
-    def _update_tables(self, sequences: Sequence[SequencePlan]) -> None:
-        changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
-        if not changed:
-            return
-        self._held.update((s.slot, s.pages) for s in changed)
-        width = max(len(s.pages) for s in changed)
-        rows = torch.tensor([(s.slot, *s.pages, *([0] * (width - len(s.pages)))) for s in changed], dtype=torch.int32, device="cpu")
-        rows = send(rows, self._cache.device)
-        self._tables[rows[:, 0].long(), :width] = rows[:, 1:]
-
     def _forward(self, inputs: Tensor, width: int, *, real: bool = True) -> VerifyOutput:
         """One step on ``inputs`` of ``verify_inputs``; one that is not ``real`` knows its rows even if its kernels do not run."""
         placed = place_runs(inputs, width, self.last_token, self._heads, self._drafts)
         if not real:
             placed = place_runs_ref(inputs, width, self.last_token, self._heads, self._drafts)
-        batch = verify_batch(inputs, placed, self._tables, self._model, self._max_model_len)
+        batch = verify_batch(inputs, placed, self._tables.tensor, self._model, self._max_model_len)
         rows = len(batch.token_ids_T)
         streams = self._model(batch, self._cache.layers)
         logits = self._model.logits(streams, out=self._logits[:rows])

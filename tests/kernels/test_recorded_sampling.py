@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.pages import Pools
@@ -59,8 +60,7 @@ def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tupl
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     without_device(monkeypatch)
-    monkeypatch.setattr(DecodeGraphs, "_record", record)
-    monkeypatch.setattr(VerifyGraphs, "_record", record)
+    monkeypatch.setattr(GraphSet, "_record", record)
     with torch.inference_mode():
         yield
 

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402  only where there i
 
 import dsv4lite.kernels  # noqa: E402
 from dsv4lite.engine.cache import StateCache, StateSizes  # noqa: E402
+from dsv4lite.engine.graph_set import GraphSet  # noqa: E402
 from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
 from dsv4lite.engine.mtp import MtpDrafter  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
@@ -73,7 +74,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setattr(module, "use_triton", lambda x: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
-    monkeypatch.setattr(DecodeGraphs, "_record", lambda graphs, work: (Recording(work, result := work()), result))
+    monkeypatch.setattr(GraphSet, "_record", lambda graphs, work: (Recording(work, result := work()), result))
     with torch.inference_mode():
         yield
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.engine import rank as rank_module
+from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.speculator import Guesses
@@ -50,7 +51,7 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
     building, replaying = Prospect.build, VerifyGraphs.replay
     patch.setattr(rank_module, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     patch.setattr(Prospect, "build", build)
-    patch.setattr(VerifyGraphs, "_record", record)
+    patch.setattr(GraphSet, "_record", record)
     patch.setattr(VerifyGraphs, "replay", replay)
 
 
