@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few
@@ -22,28 +23,6 @@ from dsv4lite.parallel.peer_memory import PeerMemory
 
 KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CALLS = 40
-
-
-def microseconds(op: Callable[[], object], barrier: Callable[[], object]) -> float:
-    """Return the median time of one call over graph replays."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        op()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(CALLS):
-                op()
-    times = []
-    for _ in range(9):
-        barrier()
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / CALLS)
-    return sorted(times)[len(times) // 2]
 
 
 def main(rank: int, size: int, port: int) -> None:
@@ -60,6 +39,7 @@ def main(rank: int, size: int, port: int) -> None:
     def barrier() -> Tensor:
         return mesh.tp.all_reduce(few)
 
+    timed = partial(microseconds, copies=1, calls=CALLS, replays=9, before=barrier)
     barrier()
     if rank == 0:
         print(f"{size} GPUs\n{'KiB':>6}{'NCCL':>8}{'and cast':>10}{'few':>8}", flush=True)
@@ -68,9 +48,9 @@ def main(rank: int, size: int, port: int) -> None:
         exact = mesh.tp.all_reduce(part.clone())
         torch.testing.assert_close(all_reduce_few(part, inbox, torch.float32), exact, rtol=1e-5, atol=1e-5)
         part.zero_()
-        alone = microseconds(lambda part=part: mesh.tp.all_reduce(part), barrier)  # type: ignore[misc]
-        cast = microseconds(lambda part=part: mesh.tp.all_reduce(part).to(torch.bfloat16), barrier)  # type: ignore[misc]
-        ours = microseconds(lambda part=part: all_reduce_few(part, inbox, torch.bfloat16), barrier)  # type: ignore[misc]
+        alone = timed(lambda _, part=part: mesh.tp.all_reduce(part))  # type: ignore[misc]
+        cast = timed(lambda _, part=part: mesh.tp.all_reduce(part).to(torch.bfloat16))  # type: ignore[misc]
+        ours = timed(lambda _, part=part: all_reduce_few(part, inbox, torch.bfloat16))  # type: ignore[misc]
         if rank == 0:
             print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
     barrier()

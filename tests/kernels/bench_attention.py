@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.attention import paged_attention, paged_attention_ref
@@ -20,7 +21,6 @@ from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
 
 HEADS, NOPE, TOP_K, INDEX_HEADS = 64, 448, 512, 64
-BANDWIDTH = 4.3e12
 CUDA = torch.device("cuda")
 SPLITS = (1, 2, 4, 8, 16, 32)
 
@@ -100,30 +100,6 @@ def selection_of(visible: Tensor) -> Tensor:
     return ((spread * room).floor() + torch.arange(TOP_K, device=CUDA)).to(torch.int32)
 
 
-def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Return the median time over graph replays."""
-    call()
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return sorted(times)[2]
-
-
 def cold_microseconds(call: Callable[[], object], step: Step) -> float:
     """Return the median time behind a kernel that fills the L2 cache and kernels that touch what a step has just written."""
     filling = torch.ones(1056, 1 << 15, device=CUDA)  # 138 MB
@@ -140,7 +116,7 @@ def cold_microseconds(call: Callable[[], object], step: Step) -> float:
         fill()
         call()
 
-    return microseconds(both, 10) - microseconds(fill, 10)
+    return microseconds(lambda _: both(), 1, calls=10) - microseconds(lambda _: fill(), 1, calls=10)
 
 
 def check(got: Tensor, wanted: Tensor, what: str) -> None:
@@ -168,7 +144,7 @@ def rows_of(step: Step, ratio: int, selected: Tensor | None) -> int:
 def bench_prefill(length: int, first: int) -> None:
     step = step_of(1, first, length)
     for name, (entries, ratio, selected) in layers(step, -(-(first + length) // 256)).items():
-        time = microseconds(lambda e=entries, r=ratio, s=selected: step.attend(e, r, s, 1), 2)
+        time = microseconds(lambda _, e=entries, r=ratio, s=selected: step.attend(e, r, s, 1), 1, calls=2)
         rate = rows_of(step, ratio, selected) * HEADS * 512 * 4 / time / 1e6
         print(f"prefill {length:6d} after {first:6d}  {name:8s} {time:9.1f} us  {rate:6.1f} TFLOP/s")
 
@@ -180,7 +156,7 @@ def bench_decode(sequences: int, context: int, *, sweep: bool) -> None:
         found = []
         for splits in SPLITS:
             check(step.attend(entries, ratio, selected, splits), wanted, f"{name} {splits}")
-            time = microseconds(lambda e=entries, r=ratio, s=selected, n=splits: step.attend(e, r, s, n), 20)
+            time = microseconds(lambda _, e=entries, r=ratio, s=selected, n=splits: step.attend(e, r, s, n), 1, calls=20)
             found.append((time, splits))
         floor = rows_of(step, ratio, selected) * 584 / BANDWIDTH * 1e6
         best = min(found)
@@ -203,9 +179,9 @@ def bench_index(sequences: int, first: int, length: int) -> None:
     wanted = index_scores_paged_ref(iq[few], weights[few], keys, step.paging, entries, begin=few.start)
     for n, count in enumerate(step.visible[few].tolist()):
         assert (got[n, :count] == wanted[n, :count]).float().mean() > 0.9, "scores"
-    both = microseconds(lambda: choose_paged(iq, weights, keys, step.paging, TOP_K, entries), 4)
+    both = microseconds(lambda _: choose_paged(iq, weights, keys, step.paging, TOP_K, entries), 1)
     scores = index_scores_paged(iq[:256], weights[:256], keys, step.paging, TOP_K, entries)
-    select = microseconds(lambda: select_paged(scores, step.paging, TOP_K, 4), 4)
+    select = microseconds(lambda _: select_paged(scores, step.paging, TOP_K, 4), 1)
     print(f"index  {sequences:3d} x {length:5d} after {first:7d}  both {both:9.1f} us  selection of {len(scores)} {select:8.1f} us")
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 
 import torch
+from timing import BANDWIDTH, distance, microseconds
 
 from dsv4lite.kernels.experts import Tiles, experts_forward_ref, scale_words
 from dsv4lite.kernels.experts_triton import Block, experts_forward_triton
 from dsv4lite.kernels.quantize import quantize_fp8
-from tests.kernels.bench_gemm import BANDWIDTH, distance, microseconds
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
 COPIES = 3

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from timing import BANDWIDTH, ROTATED, distance, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels import gemm_triton
@@ -22,8 +23,6 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.sampling import argmax_finite_ref
 from dsv4lite.kernels.sampling_triton import argmax_finite_triton
 
-BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
-ROTATED = 300 << 20
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
 FP8 = {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wq_b+index": (40960, 1024), "wo_b": (4096, 8192)}
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
@@ -32,40 +31,11 @@ GROUPED = {"wo_a": (8, 1024, 4096)}
 Product = Callable[[int], Tensor]
 
 
-def microseconds(product: Product, copies: int) -> float:
-    """Return the median time of one product over graph replays."""
-    product(0)
-    torch.cuda.synchronize()
-    calls = max(copies, 4)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        product(0)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                product(i % copies)
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return sorted(times)[2]
-
-
 def codes_of(*shape: int) -> tuple[Tensor, Tensor]:
     """Return random codes and scale bytes, one per 128 x 128."""
     codes = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
     blocks = (-(-codes.flatten(0, -2).shape[0] // 128), -(-shape[-1] // 128))
     return codes, torch.randint(118, 123, blocks, device="cuda", dtype=torch.uint8)
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def case(kind: str, shape: tuple[int, ...], rows: int, any_order: bool) -> tuple[Product, int, float, float]:

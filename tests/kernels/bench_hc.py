@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from timing import BANDWIDTH, ROTATED, distance, microseconds
 
 from dsv4lite.kernels import hc_triton
 from dsv4lite.kernels.hc import (
@@ -29,41 +29,10 @@ from dsv4lite.kernels.moe import route, route_ref
 from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
 
-BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
-ROTATED = 300 << 20
 TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
 EPS = 1e-6
 
 Op = Callable[[int], object]
-
-
-def microseconds(op: Op, copies: int) -> float:
-    """Return the median time of one call over graph replays."""
-    op(0)
-    torch.cuda.synchronize()
-    calls = max(copies, 4)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        op(0)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                op(i % copies)
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return sorted(times)[2]
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:

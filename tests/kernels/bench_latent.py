@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.compress import compress_step, compress_step_ref, empty_carry
@@ -17,36 +18,10 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
 
-BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
 ROTATED = 150 << 20
 KV, KEY = Fp8Kv(448, 64), Fp4Key(128)
 CUDA = torch.device("cuda")
 Op = Callable[[int], object]
-
-
-def microseconds(op: Op, copies: int) -> float:
-    """Return the median time of one call over graph replays."""
-    op(0)
-    torch.cuda.synchronize()
-    calls = max(copies, 20)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        op(0)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                op(i % copies)
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return sorted(times)[3]
 
 
 def step(tokens: int, singles: bool) -> Paging:
@@ -140,7 +115,7 @@ def main() -> None:
             copies = min(64, max(1, ROTATED // (tokens * row)))
             op, moved, error = make(paging, tokens, copies, *more)
             assert error < 2e-3, (name, tokens, error)
-            us = microseconds(op, copies)
+            us = microseconds(op, copies, calls=20)
             rate = moved / us * 1e6
             print(f"{name:<14}{tokens:>7}{us:>9.2f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{error:>19.1e}", flush=True)
 

@@ -7,6 +7,8 @@ give the same bits. Replays a graph that walks through layers of weights, each f
 from __future__ import annotations
 
 import torch
+from bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
+from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.experts_triton import experts_forward_triton
@@ -17,8 +19,6 @@ from dsv4lite.kernels.moe_few_triton import moe_few_triton
 from dsv4lite.kernels.moe_triton import route_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu_triton import swiglu_quantize_triton
-from tests.kernels.bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
-from tests.kernels.bench_gemm import microseconds
 
 COPIES = 3
 LIMIT = 10.0

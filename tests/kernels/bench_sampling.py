@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping
 
 import torch
+from timing import BANDWIDTH, ROTATED, microseconds
 from torch import Tensor
 
 from dsv4lite.engine.sampler import Sampler
@@ -18,7 +19,6 @@ from dsv4lite.engine.step import SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows
 from dsv4lite.request import Request, SamplingParams
-from tests.kernels.bench_hc import BANDWIDTH, ROTATED, microseconds
 
 VOCABULARY = 129_280
 ROWS = (1, 8, 64, 256)
