@@ -74,7 +74,8 @@ def part_of_experts(parts: ExpertSum) -> Tensor:
         return part_of_experts_ref(parts)
     from dsv4lite.kernels.experts_triton import combine_triton
 
-    return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None) + parts.shared_TD
+    total = combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None)
+    return total if parts.shared_TD is None else total + parts.shared_TD
 
 
 def part_of_experts_ref(parts: ExpertSum) -> Tensor:
@@ -84,7 +85,7 @@ def part_of_experts_ref(parts: ExpertSum) -> Tensor:
     total = outputs[:, 0]
     for k in range(1, outputs.shape[1]):
         total = total + outputs[:, k]
-    return total + parts.shared_TD.float()
+    return total if parts.shared_TD is None else total + parts.shared_TD.float()
 
 
 def all_reduce_few_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

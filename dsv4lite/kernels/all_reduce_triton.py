@@ -87,11 +87,11 @@ def all_reduce_triton(part: Tensor, inbox: Inbox, dtype: torch.dtype, also: Tens
 
 def all_reduce_experts_triton(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype) -> Tensor:
     """Launch ``all_reduce_experts``."""
-    outputs, (_, top_k, hidden) = parts.outputs_TKD, parts.outputs_TKD.shape
-    assert hidden % BLOCK == 0 and outputs.is_contiguous() and parts.shared_TD.is_contiguous(), hidden
-    out = torch.empty(parts.shared_TD.shape, dtype=dtype, device=outputs.device)
-    sizes = {"TOP_K": top_k, "EXPERTS": parts.experts, "HIDDEN": hidden, "ADDED": True}
-    _launch(outputs, parts.chosen_TK, parts.shared_TD, out, inbox, **sizes)
+    outputs, shared, (tokens, top_k, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
+    assert hidden % BLOCK == 0 and outputs.is_contiguous() and (shared is None or shared.is_contiguous()), hidden
+    out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
+    sizes = {"TOP_K": top_k, "EXPERTS": parts.experts, "HIDDEN": hidden, "ADDED": shared is not None}
+    _launch(outputs, parts.chosen_TK, outputs if shared is None else shared, out, inbox, **sizes)
     return out
 
 
@@ -130,7 +130,7 @@ def variants() -> list[Variant]:
     return [
         Variant(
             kernel=all_reduce_kernel,
-            signature={"part": "*fp32", "also": "*fp32", "out": out, **pointers, **whole},
+            signature={"part": part, "also": also, "out": out, **pointers, **whole},
             constants={
                 "RANKS": ranks,
                 "BLOCK": BLOCK,
@@ -146,10 +146,12 @@ def variants() -> list[Variant]:
         )
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
         for ranks in (2, 4)
-        for added, out, sizes in (
-            (False, "*fp32", plain),
-            (False, "*bf16", plain),
-            (True, "*bf16", plain),
-            (True, "*bf16", experts),
+        for part, also, out, added, sizes in (
+            ("*fp32", "*fp32", "*fp32", False, plain),
+            ("*fp32", "*fp32", "*bf16", False, plain),
+            ("*fp32", "*fp32", "*bf16", True, plain),
+            ("*fp32", "*fp32", "*bf16", True, experts),  # cut by width
+            ("*bf16", "*bf16", "*bf16", True, experts),  # whole ones, on the rank that has the shared one
+            ("*bf16", "*bf16", "*bf16", False, experts),  # on another
         )
     ]

@@ -100,7 +100,8 @@ def enter_few_triton(
     output, post, comb = pending or (streams_TND,) * 3
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
     if isinstance(output, ExpertSum):
-        chosen, y, shared, experts = output
+        assert output.shared_TD is not None, "this rank has a part of the sum"
+        chosen, y, shared, experts = output.chosen_TK, output.outputs_TKD, output.shared_TD, output.experts
         top_k = chosen.shape[1]
         assert y.shape == (tokens, top_k, width) and chosen.is_contiguous() and shared.is_contiguous(), y.shape
     elif pending is not None:

@@ -11,6 +11,8 @@ the batch. The routing kernel's weights agree to 1e-6 of their size, and so do t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,30 @@ def route(
     return route_ref(
         logits_TE, top_k, route_scale, bias_E=bias_E, chosen_TK=chosen_TK, token_ids_T=token_ids_T, positions_T=positions_T
     )
+
+
+class Copies(NamedTuple):
+    """Which slots experts have, of which one may have several, and how often each expert was chosen.
+
+    Attributes:
+        slots_EC: int64 [E + 1, C], in each row as many as count; the last row is for padding.
+        copies_E: How many do, int64 [E + 1].
+        load_E: int64 [E + 1]; goes on counting.
+    """
+
+    slots_EC: Tensor
+    copies_E: Tensor
+    load_E: Tensor
+
+
+def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
+    """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
+    # A pass that only asks which kernels there are leaves unwritten what was chosen.
+    chosen_TK = chosen_TK.clamp(0, len(copies.load_E) - 1)
+    chosen = chosen_TK.flatten()
+    copies.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+    turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]
+    return copies.slots_EC[chosen_TK, turn_T1 % copies.copies_E[chosen_TK]]
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.experts import Tiles, experts_outputs_ref
 from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
-from dsv4lite.kernels.moe import route_ref
+from dsv4lite.kernels.moe import Copies, route_ref, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize_ref
 
 MOE_FEW_TOKENS = PAIR_ROWS
@@ -53,25 +53,35 @@ class Held(NamedTuple):
     Attributes:
         partial: Routed experts are cut by width: what they return is a part, float32.
         shared_partial: So is the shared expert.
+        first: Slots are counted through all ranks: this rank's begin with this one.
+        copies: Which slots experts have; ``None`` if each has the one of its id.
     """
 
     partial: bool = False
     shared_partial: bool = False
+    first: int = 0
+    copies: Copies | None = None
+
+    def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
+        """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
+        slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
+        here_TK = (slots_TK >= self.first) & (slots_TK < self.first + count)
+        return torch.where(here_TK, slots_TK - self.first, count)
 
 
 class ExpertSum(NamedTuple):
     """A sum over experts that nobody has taken yet: the routed ones in order, then the shared one, float32, rounded once.
 
     Attributes:
-        chosen_TK: Expert ids, int64 [T, K]; where there is no such expert nothing is added, whatever the output.
+        chosen_TK: Experts by their slots, int64 [T, K]; where there is no such slot nothing is added, whatever the output.
         outputs_TKD: bfloat16 [T, K, D]; float32 where they are parts of what experts return.
-        shared_TD: bfloat16 or float32 [T, D], likewise.
-        experts: How many experts there are.
+        shared_TD: bfloat16 or float32 [T, D], likewise; ``None`` where another rank has it.
+        experts: How many slots there are.
     """
 
     chosen_TK: Tensor
     outputs_TKD: Tensor
-    shared_TD: Tensor
+    shared_TD: Tensor | None
     experts: int
 
 
@@ -85,7 +95,7 @@ def moe_few(
     router: Router,
     x_codes: Tensor,
     x_scales: Tensor,
-    h_TI: Tensor,
+    h_TI: Tensor | None,
     shared_codes: Tensor,
     shared_scales: Tensor,
     w13: Tiles,
@@ -101,7 +111,7 @@ def moe_few(
         logits_TE: float32 outputs of the gate.
         router: Chooses by them.
         x_codes, x_scales: Inputs in FP8, as ``experts_forward`` takes them.
-        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I].
+        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I]; ``None`` leaves that expert to another rank.
         shared_codes, shared_scales: Its w2, as ``fp8_linear`` takes it.
         w13, w2: Routed experts.
         limit: Of the activations.
@@ -121,7 +131,7 @@ def moe_few_ref(
     router: Router,
     x_codes: Tensor,
     x_scales: Tensor,
-    h_TI: Tensor,
+    h_TI: Tensor | None,
     shared_codes: Tensor,
     shared_scales: Tensor,
     w13: Tiles,
@@ -141,15 +151,18 @@ def moe_few_ref(
         token_ids_T=None if router.table_VK is None else router.token_ids_T,
         positions_T=router.positions_T,
     )
-    held = held or Held()
-    dtype = torch.float32 if held.shared_partial else h_TI.dtype
-    shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
-    outputs_TKD = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=held.partial)
-    return ExpertSum(chosen_TK, outputs_TKD if held.partial else outputs_TKD.to(h_TI.dtype), shared_TD, w2.shape[0])
+    held, experts = held or Held(), w2.shape[0]
+    shared_TD: Tensor | None = None
+    if h_TI is not None:
+        dtype = torch.float32 if held.shared_partial else h_TI.dtype
+        shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
+    slots_TK = held.own_slots(chosen_TK, experts)
+    outputs_TKD = experts_outputs_ref(x_codes, x_scales, slots_TK, weight_TK, w13, w2, limit, partial=held.partial)
+    return ExpertSum(slots_TK, outputs_TKD if held.partial else outputs_TKD.bfloat16(), shared_TD, experts)
 
 
 def sum_experts(parts: ExpertSum) -> Tensor:
-    """Return the sum, [T, D] in the dtype of the shared expert's output."""
+    """Return the sum, [T, D] in the dtype of the shared expert's output, or float32 without that."""
     if use_triton(parts.outputs_TKD):
         from dsv4lite.kernels.experts_triton import combine_triton
 
@@ -164,4 +177,4 @@ def sum_experts_ref(parts: ExpertSum) -> Tensor:
     total = outputs[:, 0]
     for k in range(1, outputs.shape[1]):
         total = total + outputs[:, k]
-    return (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)
+    return total if parts.shared_TD is None else (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

@@ -56,12 +56,13 @@ def _group_rows(
     tl.store(order + block * ROWS + row, pair, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["tokens", "most"])
+@triton.jit(do_not_specialize=["tokens", "most", "first"])
 def _prepare_kernel(
-    logits, bias, table, token_ids, positions, h, x_scales,
+    logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
     chosen, weights, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
-    tokens, most, logits_stride, route_scale, width, limit,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    tokens, most, logits_stride, route_scale, width, limit, first,
+    EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
     SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
@@ -76,14 +77,23 @@ def _prepare_kernel(
         )  # fmt: skip
         used = here[:, None] & (tl.arange(0, TOP_TILE)[None, :] < TOP_K)
         at = token[:, None] * TOP_K + place
-        tl.store(chosen + at, ids.to(tl.int64), mask=used)
         tl.store(weights + at, weight, mask=used)
-        _group_rows(token, ids, place, used & (ids < EXPERTS), order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+        if COPIES > 0:
+            # Reference: take_copies
+            tl.atomic_add(load + ids, tl.full(ids.shape, 1, tl.int64), mask=used, sem="relaxed")
+            turn = token[:, None] % tl.load(copy_counts + ids, mask=used, other=1).to(tl.int32)
+            ids = tl.load(copy_slots + ids * COPIES + turn, mask=used, other=0).to(tl.int32)
+        # Reference: own_slots
+        here = used & (ids >= first) & (ids < first + HELD)
+        ids = tl.where(here, ids - first, HELD)
+        tl.store(chosen + at, ids.to(tl.int64), mask=used)
+        _group_rows(token, ids, place, here, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
     else:
         mine = ((program - 1) // SHARERS).to(tl.int64)
         part = (program - 1) % SHARERS
-        group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
-        swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+        if SHARED > 0:
+            group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
+            swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
         if part == 0:
             column = tl.arange(0, COLUMNS_TILE)
             scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
@@ -129,7 +139,7 @@ def moe_few_triton(
     router: Router,
     x_codes: Tensor,
     x_scales: Tensor,
-    h_TI: Tensor,
+    h_TI: Tensor | None,
     shared_codes: Tensor,
     shared_scales: Tensor,
     w13: Tiles,
@@ -144,14 +154,18 @@ def moe_few_triton(
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, _ONE_TOKEN if tokens == 1 else _MORE_TOKENS, by_token=True)
     done = torch.empty(work.groups.most, dtype=torch.int32, device=x_codes.device)
-    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, done)
+    shared = h_TI is not None
+    if h_TI is None:  # of no channel
+        h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, done, held)
     u, u_codes = work.room_for_u()
     y = work.room_for_y(partial=held.partial)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
-    shared_TD = torch.empty(tokens, hidden, dtype=shared_dtype, device=h_TI.device)
+    shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
-    blocks, shared_programs = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS)
-    assert shared_codes.shape == (hidden, h_TI.shape[1] // 2) and shared_codes.is_contiguous() and shared_scales.is_contiguous()
+    blocks, shared_programs = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS) if shared else 0
+    assert shared_codes.shape == (hidden, h_TI.shape[1] // 2 if shared else inputs), shared_codes.shape
+    assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
     _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
@@ -182,28 +196,29 @@ def moe_few_triton(
         GROUPED=GROUPED_TILES,
         **work.constants(w13),
     )
-    return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD, experts)
+    return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
 
 
 def _prepare(
-    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, done: Tensor
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, done: Tensor, held: Held
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Route and group; return experts, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
+    """Route and group; return slots, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
-    table, positions, bias = router.table_VK, router.positions_T, router.bias_E
+    table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
     assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
+    assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.load_E) == experts + 1)
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     inputs, tile = h_TI.shape[1] // 2, 1 if tokens == 1 else MOE_FEW_TOKENS
     shared_groups = triton.cdiv(inputs, GROUP)
     s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
     s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
-    shared = triton.next_power_of_2(shared_groups)
-    sharers = min(shared, _SHARERS[tile])
+    shared = triton.next_power_of_2(shared_groups) if inputs else 0
+    sharers = min(max(shared, 1), _SHARERS[tile])
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
     _prepare_kernel[(1 + tokens * sharers,)](
         logits_TE,
@@ -211,6 +226,7 @@ def _prepare(
         chosen_TK if table is None else table,
         router.token_ids_T,
         router.token_ids_T if positions is None else positions,
+        *((chosen_TK,) * 3 if copies is None else copies),
         h_TI,
         x_scales,
         chosen_TK,
@@ -229,7 +245,10 @@ def _prepare(
         router.scale,
         inputs,
         limit,
+        held.first,
         EXPERTS=experts,
+        HELD=work.experts,
+        COPIES=0 if copies is None else copies.slots_EC.shape[1],
         BLOCK=triton.next_power_of_2(experts),
         TOP_K=top_k,
         TOP_TILE=triton.next_power_of_2(top_k),
@@ -260,7 +279,7 @@ _BY_E4M3 = ((False, (80,)), (True, (89, 90, 100, 120)))  # chips that know e4m3,
 
 
 def variants() -> list[Variant]:
-    """Return both tiles of tokens with both ways to choose, and every block of few tokens."""
+    """Return both tiles of tokens with both ways to choose, one with copies on ranks, and every block of few tokens."""
     found = []
     for (native, capabilities), tokens, fixed in product(_BY_E4M3, _SHARERS, (True, False)):
         found.append(
@@ -268,16 +287,16 @@ def variants() -> list[Variant]:
                 kernel=_prepare_kernel,
                 signature={
                     **dict.fromkeys(("logits", "bias", "weights"), "*fp32"),
-                    **dict.fromkeys(("table", "chosen"), "*i64"),
+                    **dict.fromkeys(("table", "chosen", "copy_slots", "copy_counts", "load"), "*i64"),
                     **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "done", "x_words"), "*i32"),
                     **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
                     "h": "*bf16",
-                    **dict.fromkeys(("tokens", "most", "logits_stride", "width"), "i32"),
+                    **dict.fromkeys(("tokens", "most", "logits_stride", "width", "first"), "i32"),
                     **dict.fromkeys(("route_scale", "limit"), "fp32"),
                 },
                 constants={
-                    "EXPERTS": _EXPERTS,
-                    "BLOCK": 256,
+                    **dict.fromkeys(("EXPERTS", "HELD", "BLOCK"), _EXPERTS),
+                    "COPIES": 0,
                     "TOP_K": _TOP_K,
                     "TOP_TILE": 8,
                     "BIASED": not fixed,
@@ -297,6 +316,9 @@ def variants() -> list[Variant]:
                 capabilities=capabilities,
             )
         )
+    last = found[-1]
+    elsewhere = {"HELD": 136, "COPIES": 17, "SHARED": 0, "SHARERS": 1}  # one of two ranks; the other has the shared expert
+    found.append(replace(last, constants={**last.constants, **elsewhere}))
     for block, fp4 in product((_ONE_TOKEN, _MORE_TOKENS), (False, True)):
         for native, capabilities in _BY_E4M3:
             found.append(_experts(block, fp4, native, capabilities))

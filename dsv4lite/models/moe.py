@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import can_tile, experts_forward
-from dsv4lite.kernels.moe import route
+from dsv4lite.kernels.moe import Copies, route, take_copies
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
@@ -148,14 +148,14 @@ class ExpertMap(nn.Module):
         self.slots_EC.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self.copies_E.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
+    @property
+    def copies(self) -> Copies:
+        """The same for kernels."""
+        return Copies(self.slots_EC, self.copies_E, self.load_E)
+
     def forward(self, chosen_TK: Tensor) -> Tensor:
-        """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
-        # A pass that only asks which kernels there are leaves unwritten what was chosen.
-        chosen_TK = chosen_TK.clamp(0, len(self.load_E) - 1)
-        chosen = chosen_TK.flatten()
-        self.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
-        turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]
-        return self.slots_EC[chosen_TK, turn_T1 % self.copies_E[chosen_TK]]
+        """Count the chosen experts, and return their slots."""
+        return take_copies(chosen_TK, self.copies)
 
 
 class MoE(nn.Module):
@@ -207,30 +207,16 @@ class MoE(nn.Module):
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
             alone = self.dispatch is None
-            cut = self.share.mesh.ep.size == 1 and isinstance(self.dispatch, Local) and self.map is None and routed_TK is None
-            if (alone or cut) and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
-                parts = self._few(x_TD, rounded, token_ids_T, positions_T)
-                if not alone:
-                    return total_of_experts(self.share.peers, parts, x_TD.dtype)
-                if routed_TK is not None:
-                    routed_TK.copy_(parts.chosen_TK)
-                return parts
+            here = alone or type(self.dispatch) is Local  # what somebody else has made of it gets every call
+            if here and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
+                parts = self._few(x_TD, rounded, token_ids_T, positions_T, routed_TK)
+                return parts if alone else total_of_experts(self.share.peers, parts, x_TD.dtype)
         shared_TD: Tensor | None = None
-        if self.share.leads:
-            h_TI, logits_TE = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+        h_TI, logits_TE = self._first(x_TD, rounded)
+        if h_TI is not None:
             shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
             del h_TI
-        else:  # another copy of this rank adds the same
-            logits_TE = linear(x_TD, self.gate, torch.float32)
-        chosen_TK, weight_TK = route(
-            logits_TE,
-            c.experts_per_token,
-            c.route_scale,
-            bias_E=self.bias,
-            chosen_TK=self.tid2eid,
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-        )
+        chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
         if self.dispatch is None:
@@ -239,14 +225,39 @@ class MoE(nn.Module):
         sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward, most_tokens)
         return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
 
-    def _few(self, x_TD: Tensor, rounded: Rounded, token_ids_T: Tensor, positions_T: Tensor | None) -> ExpertSum:
+    def _first(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor | None, Tensor]:
+        """Return the shared expert's gate and up [T, 2 I], unless another copy of this rank adds it, and the router's logits."""
+        if self.share.leads:
+            return pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+        return None, linear(x_TD, self.gate, torch.float32)
+
+    def _route(self, logits_TE: Tensor, token_ids_T: Tensor, positions_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return experts [T, K], and their weights."""
+        return route(
+            logits_TE,
+            self.config.experts_per_token,
+            self.config.route_scale,
+            bias_E=self.bias,
+            chosen_TK=self.tid2eid,
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+        )
+
+    def _few(
+        self, x_TD: Tensor, rounded: Rounded, token_ids_T: Tensor, positions_T: Tensor | None, routed_TK: Tensor | None
+    ) -> ExpertSum:
+        """Run this rank's experts on few tokens that it has; arguments are those of ``forward``."""
         c, shared, experts = self.config, self.shared, self.experts
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
-        h_TI, logits_TE = pair(x_TD, shared.w13, self.gate, rounded=rounded)
+        h_TI, logits_TE = self._first(x_TD, rounded)
         router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
-        shared_partial = self.share.partial_dtype(x_TD.dtype) != x_TD.dtype
-        held = None if self.dispatch is None else Held(partial=experts.partial, shared_partial=shared_partial)
-        return moe_few(
+        held = Held(
+            partial=experts.partial,
+            shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
+            first=self.share.mesh.ep.rank * self.placement.slots_per_rank,
+            copies=None if self.map is None else self.map.copies,
+        )
+        parts = moe_few(
             logits_TE,
             router,
             *rounded,
@@ -259,6 +270,9 @@ class MoE(nn.Module):
             shared.w2.row_tile,
             held=held,
         )
+        if routed_TK is not None:  # slots of this rank are no experts
+            routed_TK.copy_(parts.chosen_TK if self.dispatch is None else self._route(logits_TE, token_ids_T, positions_T)[0])
+        return parts
 
     def take_part(self, most_tokens: int | None) -> None:
         """Let this rank's experts work on other ranks' tokens: its own is a single one that nobody wants."""

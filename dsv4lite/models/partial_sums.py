@@ -29,8 +29,9 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
 
 def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
     """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
-    inbox = _inbox(axis, parts.shared_TD.numel())
-    if inbox is not None and parts.shared_TD.shape[1] % EXPERT_COLUMNS == 0:
+    tokens, _, hidden = parts.outputs_TKD.shape
+    inbox = _inbox(axis, tokens * hidden)
+    if inbox is not None and hidden % EXPERT_COLUMNS == 0:
         return all_reduce_experts(parts, inbox, dtype)
     return total(axis, part_of_experts(parts), dtype)
 

@@ -80,15 +80,19 @@ def test_all_reduce_few_rounds_once_and_adds_another_part() -> None:
     assert torch.equal(found, all_reduce_few_ref([mine + also, theirs], torch.bfloat16))
 
 
-def test_all_reduce_experts_adds_up_what_each_rank_has_of_them() -> None:
-    """Results of experts that are elsewhere are whatever lay in memory."""
+@pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
+def test_all_reduce_experts_adds_up_what_each_rank_has_of_them(whole: bool) -> None:
+    """Results of experts that are elsewhere are whatever lay in memory; of whole ones, the shared one is on one rank only."""
     world, rng, top_k, hidden = World.of(2, 6 * BLOCK), torch.Generator().manual_seed(3), 3, 2 * BLOCK
     sums = []
-    for _ in range(2):
+    for rank in range(2):
         chosen = torch.randint(0, 5, (3, top_k), generator=rng)  # of three here
         outputs = torch.randn(3, top_k, hidden, generator=rng)
         outputs[chosen >= 3] = torch.nan
-        parts = ExpertSum(chosen, outputs, torch.randn(3, hidden, generator=rng), 3)
+        shared = torch.randn(3, hidden, generator=rng)
+        parts = ExpertSum(chosen, outputs.bfloat16(), shared.bfloat16(), 3) if whole else ExpertSum(chosen, outputs, shared, 3)
+        if whole and rank == 1:
+            parts = parts._replace(shared_TD=None)
         sums.append((parts, part_of_experts(parts)))
     world.deliver(1, sums[1][1].flatten())
     expected = all_reduce_few_ref([part for _, part in sums], torch.bfloat16)

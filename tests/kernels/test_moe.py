@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.moe import route, silu, softplus, swiglu
+from dsv4lite.kernels.moe import Copies, route, silu, softplus, swiglu, take_copies
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -70,3 +70,10 @@ def test_routing_a_token_does_not_depend_on_the_others() -> None:
             got = route(logits[part], 3, 2.5, bias_E=bias)
             assert torch.equal(got[0], chosen[part]) and torch.equal(got[1], weights[part])
             assert torch.equal(swiglu(gate[part], up[part], 0.6), activated[part])
+
+
+def test_tokens_take_the_copies_of_an_expert_in_turn_and_are_counted() -> None:
+    copies = Copies(torch.tensor([[3, 9], [0, 2], [9, 9]]), torch.tensor([1, 2, 1]), torch.tensor([0, 0, 5]))
+    chosen = torch.tensor([[0, 1], [0, 1], [1, 2], [1, 2]])
+    assert take_copies(chosen, copies).tolist() == [[3, 0], [3, 2], [0, 9], [2, 9]]
+    assert copies.load_E.tolist() == [2, 4, 7]

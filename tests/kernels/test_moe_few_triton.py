@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import part_of_experts, part_of_experts_ref
 from dsv4lite.kernels.experts import Tiles
+from dsv4lite.kernels.moe import Copies
 from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router, moe_few_ref, suits_few, sum_experts_ref
 from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, generator, inputs
 
@@ -114,6 +115,42 @@ def test_experts_that_are_cut_return_parts_that_nobody_has_rounded() -> None:
         assert part.dtype == torch.float32 and not torch.equal(part, rounded)
         torch.testing.assert_close(part, rounded, rtol=2.0**-7, atol=0)  # the interpreter cuts
     torch.testing.assert_close(part_of_experts(parts), part_of_experts_ref(parts), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["consecutive", "copied"])
+def test_ranks_together_have_every_expert_once(copied: bool) -> None:
+    """Slots are counted through the ranks; tokens take the two copies of the last expert in turn, and are counted."""
+    count, ranks, top_k = 6, 2, 3
+    given = case(7, count, 128, 128, top_k, padding=2)
+    logits, router, codes, scales, h, *shared, w13, w2, limit = given
+    held = [0, 5, 1, 4, 2, 5, 3, 0] if copied else list(range(count))  # the expert in each slot
+    places = [[slot for slot, expert in enumerate(held) if expert == e] for e in range(count)]
+    table = [[*found, *[len(held)] * (2 - len(found))] for found in (*places, [])]
+    copies = None
+    if copied:
+        counts = torch.tensor([*map(len, places), 1])
+        copies = Copies(torch.tensor(table).to(DEVICE), counts.to(DEVICE), torch.zeros(count + 1, dtype=torch.int64, device=DEVICE))
+    whole = moe_few_triton(*given)
+    outputs = torch.zeros_like(whole.outputs_TKD)
+    times = torch.zeros_like(whole.chosen_TK)
+    for rank in range(ranks):
+        first, own = rank * len(held) // ranks, len(held) // ranks
+        mine = [Tiles(t.codes[held[first : first + own]], t.scales[held[first : first + own]]) for t in (w13, w2)]
+        what = Held(first=first, copies=copies)
+        part = moe_few_triton(logits, router, codes, scales, h if rank == 0 else None, *shared, *mine, limit, what)
+        reference = moe_few_ref(logits, router, codes, scales, h, *shared, *mine, limit, held=what)
+        assert torch.equal(part.chosen_TK, reference.chosen_TK) and part.experts == own
+        found = part.chosen_TK < own
+        times += found
+        outputs[found] = part.outputs_TKD[found]
+        if part.shared_TD is None:
+            assert rank == 1 and torch.equal(part_of_experts(part), part_of_experts_ref(part))
+        else:
+            assert rank == 0 and torch.equal(part.shared_TD, whole.shared_TD)
+    chosen = whole.chosen_TK < count
+    assert torch.equal(times, chosen.long()) and torch.equal(outputs[chosen], whole.outputs_TKD[chosen])
+    if copies is not None:  # by the kernel and by the reference, on each rank
+        assert copies.load_E.tolist() == [2 * ranks * n for n in whole.chosen_TK.flatten().bincount(minlength=count + 1).tolist()]
 
 
 def test_shared_expert_in_parts_has_their_order() -> None:

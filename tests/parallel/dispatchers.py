@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.parallel.experts import AllToAll, ExpertRanks, LocalExperts, Rows
+from dsv4lite.parallel.experts import AllToAll, ExpertRanks, Local, LocalExperts, Rows
 
 
 class Marked(AllToAll):
@@ -21,6 +21,10 @@ class Marked(AllToAll):
     ) -> Tensor:
         self.calls += 1
         return super().__call__(rows, slots_TK, weight_TK, experts, most_tokens)
+
+
+class OwnLocal(Local):
+    """Its base, which a host has taken over: it gets every call."""
 
 
 def refuses(ranks: ExpertRanks) -> AllToAll:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.share import shards_of
+from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.loader import load, reload
@@ -57,7 +58,7 @@ class Job:
     config: V4Config
     prompts: tuple[tuple[int, ...], ...]
     cuts: tuple[tuple[int, ...], ...]
-    dispatcher: str = "auto"
+    dispatcher: str | DispatcherFactory = "auto"
     deterministic: bool = False
     paged: bool = False
     redundant_experts: int | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4lite.layout import Layout
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
+from tests.parallel.dispatchers import OwnLocal
 from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, rebalanced, write
 from tests.parallel.ranks import RankError, Ranks
 
@@ -173,6 +174,16 @@ def test_experts_move_where_they_are_needed_and_results_stay(
         assert off.median() < 1e-2 and off.quantile(0.9) < 0.25
         assert dispatcher != "all_to_all" or torch.equal(before, after)
         assert sum(even) < sum(uneven)
+
+
+@pytest.mark.parametrize(("layout", "redundant"), [(Layout(ep=2), 2), (Layout(tp=2, ep=2), None), (Layout(tp=2), None)], ids=str)
+def test_steps_of_few_tokens_have_the_bits_of_each_part_by_itself(
+    ranks: Ranks, quantized_job: Job, layout: Layout, redundant: int | None
+) -> None:
+    prompts, cuts = tuple(prompt[:30] for prompt in quantized_job.prompts), ((17, 29), (17, 29))
+    job = replace(quantized_job, prompts=prompts, cuts=cuts, paged=True, redundant_experts=redundant)
+    together, apart = (ranks.run(logits, replace(job, dispatcher=name), layout=layout) for name in ("local", OwnLocal))
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
 def test_layout_that_does_not_suit_the_model_is_refused_on_every_rank(ranks: Ranks, plain_job: Job) -> None:
