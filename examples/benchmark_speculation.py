@@ -2,10 +2,18 @@
 
     python examples/benchmark_speculation.py --layers 8 --batch 1 8 64 --acceptance 0.8
     python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --guesses 0 1 2
+    python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256
 
 The engine may only say one word, so that a drafter can be right as often as it likes. With ``--mtp`` the model's MTP block drafts
 behind each step as well: its cost is in, its guesses are not heard. ``--layers 0`` is the checkpoint that ships with the package.
 Weights are those of ``benchmark.py``: V4-Flash's shapes, fewer layers, random numbers.
+
+``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step. All these engines
+are open at once. Each continues the same pieces of Python source with the same seeds, so that all say the same; one runs at a time,
+for a few tokens of each sequence, in an order that is drawn anew for each round. What counts is the median of the ratios within
+rounds, and the interval that has it in 95 % of the ways to draw as many rounds out of these. ``none again`` is one more engine
+without guesses: how far it seems to be from the first one says how far to trust the rest. On a CPU time is what the process took of
+processors, so that others on the machine count little; set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -15,7 +23,10 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmark import flash
@@ -23,6 +34,7 @@ from benchmark import flash
 from dsv4lite import MTP, AsyncLLM, SamplingParams, tiny_model
 
 WORD, OTHER = 300, 301
+COMPARED: Mapping[str, Any] = {"none": None, "none again": None, "MTP(1)": MTP(1, adaptive=False), "auto": "auto"}
 
 
 class Sometimes:
@@ -58,24 +70,28 @@ async def rate(llm: AsyncLLM, batch: int, context: int, seconds: float) -> dict[
     return {"step_s": took / steps, "tokens_per_s": (after.generated_tokens - before.generated_tokens) / took}
 
 
-async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure everything; print as it comes."""
+def engine(args: argparse.Namespace, speculative: Any, **settings: Any) -> AsyncLLM:
+    """Return an engine that is not started yet."""
     shape: dict[str, Any] = {"hf_overrides": flash(args.layers), "load_format": "dummy"} if args.layers else {}
+    return AsyncLLM(
+        tiny_model(),
+        **shape,
+        **settings,
+        device=args.device,
+        max_model_len=16384,
+        max_num_seqs=max(args.batch),
+        enable_prefix_caching=False,
+        speculative=speculative,
+    )
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure every number of guesses; print as it comes."""
     found = []
     print(f"{'guesses':>8}{'batch':>7}{'step ms':>10}{'tokens a step':>15}{'tok/s':>9}", flush=True)
     for k in args.guesses:
         own = (MTP(min(k, MTP.most), adaptive=False),) if args.mtp and k else ()
-        speculative = (Sometimes(k, args.acceptance), *own) if k else None
-        llm = AsyncLLM(
-            tiny_model(),
-            **shape,
-            device=args.device,
-            max_model_len=16384,
-            max_num_seqs=max(args.batch),
-            enable_prefix_caching=False,
-            speculative=speculative,
-        )
-        async with llm:
+        async with engine(args, (Sometimes(k, args.acceptance), *own) if k else None) as llm:
             for batch in args.batch:
                 row = {"guesses": k, "batch": batch, **await rate(llm, batch, args.context, args.seconds)}
                 found.append(row)
@@ -84,7 +100,73 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure engines with and without guesses side by side; print as it comes."""
+    found, rng = [], random.Random(0)
+    async with AsyncExitStack() as stack:
+        llms = {
+            name: await stack.enter_async_context(engine(args, drafter, kv_cache_memory_bytes=1 << 29))
+            for name, drafter in COMPARED.items()
+        }
+        source = llms["none"].tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
+        on_cpu = llms["none"].memory().per_device[0].device == "cpu"
+        clock = time.process_time if on_cpu else time.perf_counter
+        print(
+            f"{'batch':>5} {'engine':<11}{'tok/s':>9}{'tokens a step':>15}  {'half of the windows':<22}over the better", flush=True
+        )
+        for batch in args.batch:
+            starts = [rng.randrange(len(source) - args.context) for _ in range(batch)]
+            prompts = [source[start : start + args.context] for start in starts]
+            running = [asyncio.gather(*(continued(llm, prompt, i) for i, prompt in enumerate(prompts))) for llm in llms.values()]
+            for llm in llms.values():
+                await measured(llm, args.tokens * batch, clock)
+            windows: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
+            for _ in range(args.rounds):
+                for name in rng.sample(list(COMPARED), len(COMPARED)):
+                    windows[name].append(await measured(llms[name], args.tokens * batch, clock))
+            for llm, requests in zip(llms.values(), running, strict=True):
+                llm.abort()
+                await llm.resume()
+                await requests
+            rates = {name: [rate for rate, _ in each] for name, each in windows.items()}
+            better = "none" if median_ratio(rates["none"], rates["MTP(1)"])[0] > 1 else "MTP(1)"
+            for name, each in rates.items():
+                ratio, low, high = median_ratio(each, rates[better])
+                tokens = median([tokens for _, tokens in windows[name]]) / batch
+                found.append({"batch": batch, "engine": name, "tokens_per_s": each, "over_better": (ratio, low, high)})
+                mid, quarter, ordered = median(each), len(each) // 4, sorted(each)
+                half = f"{ordered[quarter] / mid:.3f} to {ordered[-1 - quarter] / mid:.3f}"
+                line = f"{batch:>5} {name:<11}{mid:>9.1f}{tokens:>15.2f}  {half:<22}{ratio:.3f}"
+                print(line + ("" if name == better else f"  ({low:.3f} to {high:.3f})"), flush=True)
+    return found
+
+
+async def continued(llm: AsyncLLM, prompt: Sequence[int], seed: int) -> None:
+    """Continue a prompt as long as it goes."""
+    params = SamplingParams(temperature=0.8, seed=seed, ignore_eos=True, detokenize=False, max_tokens=16384 - len(prompt))
+    await llm.generate(list(prompt), params)
+
+
+async def measured(llm: AsyncLLM, tokens: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Let a paused engine say about so many tokens; return tokens per second, and of a step."""
+    before, started = llm.stats(), clock()
+    await llm.resume()
+    while llm.stats().generated_tokens < before.generated_tokens + tokens:
+        await asyncio.sleep(0.005)
+    await llm.pause()
+    after, took = llm.stats(), clock() - started
+    made = after.generated_tokens - before.generated_tokens
+    return made / took, made / (after.steps - before.steps)
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 2000) -> tuple[float, float, float]:
+    """Return the median ratio of what was measured in the same round, and the ends of its 95 % interval, by bootstrap."""
+    rng, ratios = random.Random(0), [a / b for a, b in zip(ours, theirs, strict=True)]
+    drawn = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return median(ratios), drawn[draws // 40], drawn[-1 - draws // 40]
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--layers", type=int, default=8, help="how many of the model's layers; 0 for the tiny checkpoint (default 8)"
@@ -95,10 +177,17 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of a guess to be right (default 0.8)")
     parser.add_argument("--mtp", action="store_true", help="let the MTP block draft, too")
     parser.add_argument("--seconds", type=float, default=4.0, help="to measure each figure (default 4)")
+    parser.add_argument("--compare", action="store_true", help="measure none, MTP(1) and auto side by side instead")
+    parser.add_argument("--rounds", type=int, default=40, help="windows of each engine that is compared (default 40)")
+    parser.add_argument("--tokens", type=int, default=16, help="of each sequence in such a window (default 16)")
     parser.add_argument("--device", default="auto", help="where (default auto)")
     parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    found = asyncio.run(run(args))
+    return parser.parse_args(line)
+
+
+def main() -> None:
+    args = arguments()
+    found = asyncio.run(compare(args) if args.compare else run(args))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

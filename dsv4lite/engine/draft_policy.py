@@ -178,6 +178,7 @@ class DraftPolicy:
         self._seen = _WINDOW  # tokens that a drafter may count on: as good as if it had seen only the latest ones
         self._accepted = [0.0] * max_k
         self._reached = [0.0] * max_k
+        self._expected = self._tokens(self._acceptance())
         self._recall = _Recall()
         self._classes: dict[int, _Class] = {}
         self._try: _Try | None = None  # the last one
@@ -222,7 +223,8 @@ class DraftPolicy:
             accepted: By position, the sequences whose draft there was accepted.
         """
         assert 0 <= k <= self.max_k and len(accepted) == k and (seconds is None or seconds > 0)
-        self._learn_acceptance(num_sequences, accepted)
+        if accepted:
+            self._learn_acceptance(num_sequences, accepted)
         under_way = self._try if self._try is not None and self._try.k == k and self._try.measurements else None
         if under_way is not None:
             under_way.measured = True
@@ -234,9 +236,8 @@ class DraftPolicy:
         if under_way is not None and here.steps[k] >= _TRIES and self._most_gains(here)[k] < 1:
             under_way.measurements = 0
         self._seconds += seconds
-        step, tokens = exp(self._cost(here, here.k)), self._tokens()
         if k != here.k:
-            self._lost += seconds - step * tokens[k] / tokens[here.k]
+            self._lost += seconds - exp(self._cost(here, here.k)) * self._expected[k] / self._expected[here.k]
         self._decide(here)
 
     def observe_detour(self, num_sequences: int, seconds: float, tokens: float) -> None:
@@ -252,7 +253,7 @@ class DraftPolicy:
         if not here.steps[here.k]:
             return
         step = exp(self._cost(here, here.k))
-        lost = seconds - step * tokens / self._tokens()[here.k]
+        lost = seconds - step * tokens / self._expected[here.k]
         self._lost += lost
         if self._try is not None:
             self._try.lost += lost / step
@@ -267,7 +268,7 @@ class DraftPolicy:
                     k=found.k,
                     seconds=tuple(exp(c) if n else None for c, n in zip(found.cost, found.steps, strict=True)),
                     steps=tuple(found.steps),
-                    gains=tuple(self._gains(found, self._tokens())),
+                    gains=tuple(self._gains(found, self._expected)),
                     most_gains=tuple(self._most_gains(found)),
                 )
                 for size, found in sorted(self._classes.items())
@@ -289,7 +290,7 @@ class DraftPolicy:
             others = self._nearest(size)
             self._classes[size] = found
             if others:  # until it is measured, it is taken for its neighbour
-                found.k = max(range(ks), key=self._gains(others[0], self._tokens()).__getitem__)
+                found.k = max(range(ks), key=self._gains(others[0], self._expected).__getitem__)
         return found
 
     def _nearest(self, size: int) -> list[_Class]:
@@ -300,13 +301,13 @@ class DraftPolicy:
     def _learn_acceptance(self, num_sequences: int, accepted: Sequence[int]) -> None:
         memory = min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
         reached = num_sequences * self._recall.share(self._seen)
-        if accepted:
-            self._recall.learn(self._seen, num_sequences, accepted[0], 1 - 1 / memory)
+        self._recall.learn(self._seen, num_sequences, accepted[0], 1 - 1 / memory)
         for position, count in enumerate(accepted):
             keep = 1 - 1 / memory
             self._accepted[position] = keep * self._accepted[position] + count
             self._reached[position] = keep * self._reached[position] + reached
             reached = count
+        self._expected = self._tokens(self._acceptance())
 
     def _learn_cost(self, here: _Class, k: int, cost: float) -> None:
         steps = here.steps[k]
@@ -339,10 +340,11 @@ class DraftPolicy:
             out.append(min(1.0, chance + _CONFIDENCE * sqrt(room)))
         return out
 
-    def _tokens(self, acceptance: Sequence[float] | None = None) -> list[float]:
+    @staticmethod
+    def _tokens(acceptance: Sequence[float]) -> list[float]:
         """Return the tokens that a sequence gains in a step, by k."""
         out, survival = [1.0], 1.0
-        for chance in self._acceptance() if acceptance is None else acceptance:
+        for chance in acceptance:
             survival *= chance
             out.append(out[-1] + survival)
         return out
@@ -387,7 +389,7 @@ class DraftPolicy:
 
     def _gains(self, here: _Class, tokens: Sequence[float]) -> list[float]:
         """Return tokens per second over those of the k in use, by k."""
-        used = exp(self._cost(here, here.k)) / self._tokens()[here.k]
+        used = exp(self._cost(here, here.k)) / self._expected[here.k]
         return [count * used * exp(-self._cost(here, k)) for k, count in enumerate(tokens)]
 
     def _most_gains(self, here: _Class) -> list[float]:
@@ -401,7 +403,7 @@ class DraftPolicy:
 
     def _decide(self, here: _Class) -> None:
         """Add up what the k in use loses against each other one; change to the best once it is enough."""
-        gains = self._gains(here, self._tokens())
+        gains = self._gains(here, self._expected)
         for k, gain in enumerate(gains):
             regret = here.regret[k] + gain - 1 - _MARGIN
             here.regret[k] = max(0.0, regret) if here.steps[k] >= _TRIES else 0.0
@@ -412,9 +414,9 @@ class DraftPolicy:
 
     def _candidate(self, here: _Class) -> int | None:
         """Return another k that is due for a try: the longer ago it was measured and the less a try loses, the sooner."""
-        if here.now - here.last_try < _PAUSE or not here.steps[here.k]:
+        if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:  # a look takes the host its time
             return None
-        tokens, step = self._tokens(), exp(self._cost(here, here.k))
+        tokens, step = self._expected, exp(self._cost(here, here.k))
         most, due = 0.0, None
         for k in range(self.max_k + 1):
             lost = max(0.0, exp(self._least_cost(here, k)) / step - tokens[k] / tokens[here.k])

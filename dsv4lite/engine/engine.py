@@ -107,6 +107,7 @@ class Engine:
         self.config = config
         self._overlap = overlap
         self._most_in_flight = 0  # between two steps
+        self._clock = time.perf_counter  # of the time that a step takes, for the choice of how far to guess
         self._landed = 0.0  # when the last step's results were looked at, or the first one's beginning, unless idle since
         self._background = False  # a step runs by itself once it is launched
         self._ahead = False  # and may be one with guesses that follows one with guesses
@@ -294,7 +295,10 @@ class Engine:
             self._guesses = Guesses(drafting, vocab_size=vocab_size)
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
-        self._background = plan.per_device[0].device.startswith("cuda") if self._overlap is None else self._overlap
+        on_cpu = not plan.per_device[0].device.startswith("cuda")
+        self._background = not on_cpu if self._overlap is None else self._overlap
+        if on_cpu and isinstance(self._runner, Runner):
+            self._clock = time.thread_time  # this thread does the work: what others take of the machine is no step's fault
         self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
         self._ahead = self._background and self._runner.runs_ahead and not drafting.speculators
         self._inform(survey, plan, tokenizer)
@@ -375,7 +379,7 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the oldest one if there are more in flight than there may be."""
         started = time.perf_counter()
-        self._landed = self._landed or started
+        self._landed = self._landed or self._clock()
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
@@ -417,16 +421,18 @@ class Engine:
             recorder.end(previous.samples)
         self._land(previous, ran, results)
         ended = time.perf_counter()
-        self._steps += 1
-        self._generated += len(results)
         self._step_s, self._host_s = ended - started, launched - started + ended - landed
         if self._guesses is not None:
-            self._guesses.count(ran, results, ended - self._landed, followed=followed)
-            self._landed = ended
-            self._generated += sum(len(one.after) for one in results.values())
+            now = self._clock()
+            self._guesses.count(ran, results, now - self._landed, followed=followed)
+            self._landed = now
 
     def _land(self, flight: Flight | JointFlight, ran: Any, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
+        self._steps += 1
+        self._generated += len(results)
+        if self._guesses is not None:
+            self._generated += sum(len(one.after) for one in results.values())
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)

@@ -138,6 +138,21 @@ class Guesses:
             followed: Whether the engine went on as it goes on behind steps with so many guesses: planned ahead, if it does so.
         """
         self._steps += 1
+        right = self._count_right(plan, results) if plan.max_drafts else []
+        last, self._last = self._last, plan.max_drafts
+        if self._policy is None:
+            return
+        continued = len([run for run in plan.sequences if run.sample and len(run.token_ids) == 1 + run.drafts])
+        if not continued:
+            return
+        alone = continued == len(plan.sequences)
+        if last == plan.max_drafts and followed:
+            self._policy.observe(continued, plan.max_drafts, seconds if alone else None, right)
+        elif alone:
+            self._policy.observe_detour(continued, seconds, 1 + sum(right) / continued)
+
+    def _count_right(self, plan: StepPlan, results: Mapping[int, Sampled]) -> list[int]:
+        """Count a step's guesses; return by position how many were right."""
         right = [0] * plan.max_drafts
         for run in plan.sequences:
             if not run.drafts:
@@ -149,15 +164,7 @@ class Guesses:
             for position in range(accepted):
                 self._accepted[position] += 1
                 right[position] += 1
-        last, self._last = self._last, plan.max_drafts
-        continued = sum(run.sample and run.decodes for run in plan.sequences)
-        if self._policy is None or not continued:
-            return
-        alone = continued == len(plan.sequences)
-        if last == plan.max_drafts and followed:
-            self._policy.observe(continued, plan.max_drafts, seconds if alone else None, right)
-        elif alone:
-            self._policy.observe_detour(continued, seconds, 1 + sum(right) / continued)
+        return right
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept of a sequence that ended."""

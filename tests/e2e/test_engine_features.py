@@ -624,3 +624,13 @@ def test_news_are_delivered_while_nothing_waits_for_the_engine(model: Path, over
     turn = ["launch", "deliver", "land"] if overlap else ["launch", "land", "deliver"]
     middle = events[6:36]
     assert middle == turn * 10
+
+
+def test_a_step_that_a_pause_waits_for_is_counted(model: Path) -> None:
+    with opened(model, overlap=True) as llm:
+        with llm.stream(PROMPT, seeded()) as stream:
+            for i, _ in enumerate(stream):
+                if i == 5:
+                    llm.pause()
+                    llm.resume()
+            assert len(stream.final().token_ids) == llm.stats().generated_tokens == LENGTH

@@ -1,0 +1,48 @@
+"""What ``examples/benchmark_speculation.py`` makes of windows measured side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import benchmark_speculation
+
+    module: ModuleType = benchmark_speculation
+    return module
+
+
+def test_ratio_is_known_better_than_what_it_is_of(program: ModuleType) -> None:
+    """The machine is slow in some rounds, by up to a half, for all alike; by themselves windows differ by 2 %."""
+    rng = random.Random(0)
+    inside = 0
+    for _ in range(100):
+        machine = [rng.uniform(0.5, 1) for _ in range(40)]
+        ours, theirs = ([pace * speed * rng.gauss(1, 0.02) for pace in machine] for speed in (0.97, 1.0))
+        ratio, low, high = program.median_ratio(ours, theirs, draws=400)
+        assert 0.94 < low <= ratio <= high < 1
+        inside += low <= 0.97 <= high
+    assert inside > 85
+
+
+def test_engines_are_compared_on_a_cpu(
+    program: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["none", "MTP(1)"]
+    monkeypatch.setattr(program, "COMPARED", {name: program.COMPARED[name] for name in names})  # two engines load in half the time
+    line = "--compare --layers 0 --device cpu --batch 1 --context 4 --rounds 2 --tokens 2"
+    found = asyncio.run(program.compare(program.arguments(line.split())))
+    assert [row["engine"] for row in found] == names
+    assert all(len(row["tokens_per_s"]) == 2 and min(row["tokens_per_s"]) > 0 for row in found)
+    assert max(row["over_better"][0] for row in found) == 1
+    tokens_a_step = [float(line[26:41]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert tokens_a_step[0] == 1 <= tokens_a_step[1] <= 2
