@@ -24,7 +24,7 @@ Time comes in as an argument: the same observations lead to the same decisions.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
@@ -51,6 +51,7 @@ _KEPT = 0.92
 _DETOUR_MEMORY = 4  # tries that what others lose on the way remembers
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
 _STEPS = (16.0, 256.0)  # at least and at most so many steps
+_FIRST = 5  # measurements of a k of which the middle one counts: some do what is done once
 _COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
 _FEW = 16  # measurements that may mislead: until then what the nearest class says of a cost may be true
 _LEVEL_GAIN = 1 / 16  # how fast all costs of a class follow the one that is measured
@@ -108,6 +109,7 @@ class _Class:
 
     size: int
     k: int
+    first: list[list[float]]  # logarithms of the seconds of the first steps, ascending
     cost: list[float]  # logarithm of the seconds
     steps: list[int]
     tried: list[int]  # when, in steps of the class
@@ -116,7 +118,7 @@ class _Class:
     regret: list[float] = field(default_factory=list)
     noise: float = 0.0  # mean square of the logarithm of a step's seconds over the expected ones
     now: int = 0
-    last_try: int = 0
+    last_try: int = 0  # its end
 
 
 @dataclass(slots=True)
@@ -198,6 +200,7 @@ class DraftPolicy:
         last = self._try
         if last is not None and last.measurements and last.steps:
             last.steps -= 1
+            here.last_try = here.now
             return last.k
         candidate = self._candidate(here)
         if candidate is None:
@@ -237,7 +240,7 @@ class DraftPolicy:
             under_way.measurements = 0
         self._seconds += seconds
         if k != here.k:
-            self._lost += seconds - exp(self._cost(here, here.k)) * self._expected[k] / self._expected[here.k]
+            self._count_lost(here, seconds, self._expected[k])
         self._decide(here)
 
     def observe_detour(self, num_sequences: int, seconds: float, tokens: float) -> None:
@@ -252,11 +255,16 @@ class DraftPolicy:
         self._seconds += seconds
         if not here.steps[here.k]:
             return
-        step = exp(self._cost(here, here.k))
-        lost = seconds - step * tokens / self._expected[here.k]
-        self._lost += lost
+        lost = self._count_lost(here, seconds, tokens)
         if self._try is not None:
-            self._try.lost += lost / step
+            self._try.lost += lost
+
+    def _count_lost(self, here: _Class, seconds: float, tokens: float) -> float:
+        """Count what a step that tokens of each sequence came of lost against the k in use; return it in steps."""
+        step = exp(self._cost(here, here.k))
+        lost = seconds / step - tokens / self._expected[here.k]
+        self._lost += lost * step
+        return lost
 
     def snapshot(self) -> DraftState:
         """Return what is known and was done."""
@@ -286,7 +294,7 @@ class DraftPolicy:
         found = self._classes.get(size)
         if found is None:
             ks = self.max_k + 1
-            found = _Class(size, 1, [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0] * ks, [0.0] * ks)
+            found = _Class(size, 1, [[] for _ in range(ks)], [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0] * ks, [0.0] * ks)
             others = self._nearest(size)
             self._classes[size] = found
             if others:  # until it is measured, it is taken for its neighbour
@@ -321,7 +329,11 @@ class DraftPolicy:
             for other, measured in enumerate(here.steps):
                 if measured:
                     here.cost[other] += _LEVEL_GAIN * surprise
-        here.cost[k] += surprise / min(steps + 1, _COST_MEMORY[k == here.k])
+        if steps < _FIRST:
+            insort(here.first[k], cost)
+            here.cost[k] = here.first[k][steps // 2]
+        else:
+            here.cost[k] += surprise / min(steps + 1, _COST_MEMORY[k == here.k])
 
     # ---------------------------------------------------------------------------------------------------------- expecting
 
@@ -387,6 +399,16 @@ class DraftPolicy:
         likely = self._likely(here, k) if k != here.k and here.steps[k] < _FEW else None
         return cost if likely is None else min(cost, likely)
 
+    def _doubt(self, here: _Class, k: int) -> float:
+        """Return the standard error of the gain of a k that was measured."""
+        counts = self._counts(here)
+        return sqrt(here.noise * (1 / counts[k] + 1 / counts[here.k]))
+
+    @staticmethod
+    def _counts(here: _Class) -> list[int]:
+        """Return how many measurements each cost rests on."""
+        return [min(steps, _COST_MEMORY[k == here.k]) for k, steps in enumerate(here.steps)]
+
     def _gains(self, here: _Class, tokens: Sequence[float]) -> list[float]:
         """Return tokens per second over those of the k in use, by k."""
         used = exp(self._cost(here, here.k)) / self._expected[here.k]
@@ -394,8 +416,7 @@ class DraftPolicy:
 
     def _most_gains(self, here: _Class) -> list[float]:
         gains = self._gains(here, self._tokens(self._most_acceptance()))
-        known = [min(steps, _COST_MEMORY[k == here.k]) for k, steps in enumerate(here.steps)]
-        room = [exp(_CONFIDENCE * sqrt(here.noise / count)) if count else inf for count in known]
+        room = [exp(_CONFIDENCE * sqrt(here.noise / count)) if count else inf for count in self._counts(here)]
         less = [exp(self._cost(here, k) - self._least_cost(here, k)) for k in range(len(gains))]
         return [gain * more * most for gain, more, most in zip(gains, room, less, strict=True)]
 
@@ -403,10 +424,12 @@ class DraftPolicy:
 
     def _decide(self, here: _Class) -> None:
         """Add up what the k in use loses against each other one; change to the best once it is enough."""
+        if here.steps[here.k] < _FIRST:
+            return
         gains = self._gains(here, self._expected)
         for k, gain in enumerate(gains):
-            regret = here.regret[k] + gain - 1 - _MARGIN
-            here.regret[k] = max(0.0, regret) if here.steps[k] >= _TRIES else 0.0
+            if here.steps[k] >= _TRIES:
+                here.regret[k] = max(0.0, here.regret[k] + gain - 1 - _MARGIN - self._doubt(here, k))
         if max(here.regret) > _PATIENCE:
             here.k = max(range(len(gains)), key=lambda k: gains[k] if here.regret[k] else 0.0)
             here.regret = [0.0] * len(gains)
@@ -417,13 +440,15 @@ class DraftPolicy:
         if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:  # a look takes the host its time
             return None
         tokens, step = self._expected, exp(self._cost(here, here.k))
+        gains = self._gains(here, tokens)
         most, due = 0.0, None
         for k in range(self.max_k + 1):
             lost = max(0.0, exp(self._least_cost(here, k)) / step - tokens[k] / tokens[here.k])
             granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
             # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
             loss = _measurements(here.size) * lost + max(0.0, here.detour[k])
-            wait = 0.0 if granted else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
+            unsure = 0 < here.steps[k] < _FEW and _MARGIN < gains[k] - 1 < _MARGIN + self._doubt(here, k)
+            wait = 0.0 if granted or unsure else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
             overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
             if k != here.k and overdue >= max(1.0, most):
                 most, due = overdue, k

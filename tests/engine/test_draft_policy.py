@@ -217,3 +217,18 @@ def test_few_steps_that_others_delayed_do_not_end_what_pays_elsewhere() -> None:
     delay[0] = 1.0
     engine.run(400, 8, (0.85,))
     assert engine.policy.snapshot().classes[-1].k == 1
+
+
+@pytest.mark.parametrize("max_k", [1, MAX_K])
+def test_steps_that_do_what_is_done_once_do_not_decide(max_k: int) -> None:
+    """The first two steps with drafts take thirty times as long: something is compiled, or recorded."""
+    policy, rng, slow = DraftPolicy(max_k), random.Random(0), 2
+    chosen = []
+    for _ in range(400):
+        k = policy.choose(8)
+        seconds = gpu(8, k) * rng.gauss(1, 0.03) * (30 if k and slow else 1)
+        slow -= k > 0 and slow > 0
+        policy.observe(8, k, seconds, [round(8 * 0.8 ** (i + 1)) for i in range(k)])
+        chosen.append(k)
+    assert policy.snapshot().classes[0].k >= min(max_k, 3)
+    assert chosen[50:].count(0) < 20
