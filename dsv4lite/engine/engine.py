@@ -21,7 +21,7 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
 from dsv4lite.engine.pages import Pools
-from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler
+from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler, software
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, Replicas
@@ -310,6 +310,7 @@ class Engine:
             several = config.layout.world > 1 or config.place_of_ranks == "process"
             return Ranks(config, self._lose) if several else Alone(config)
         host = HostRanks.of(config)
+        host.compare(software())
         config = self.config = host.config
         problem, device = host.problem, ""
         try:

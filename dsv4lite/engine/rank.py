@@ -287,11 +287,15 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
         **settings,
         "dispatcher": given if isinstance(given, str) else f"{named.__module__}.{named.__qualname__}",
         "device": device.type,
-        "dsv4lite": installed_version("dsv4lite"),
-        "PyTorch": torch.__version__,
+        **software(),
         "the model's config": _digest([repr(source.model)]),
         "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),
     }
+
+
+def software() -> dict[str, str]:
+    """Return the versions that have to be the same on all ranks."""
+    return {"dsv4lite": installed_version("dsv4lite"), "PyTorch": torch.__version__}
 
 
 def _samples(checkpoint: Checkpoint) -> Iterable[str]:

@@ -167,13 +167,6 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return expired
 
-    def preempt_all(self) -> None:
-        """Send all running sequences back to the queue; their state will be computed again. No plan may be outstanding."""
-        assert not self._outstanding, "a step is in flight"
-        self._release_deferred()
-        for seq in reversed(list(self._running)):
-            self._preempt(seq)
-
     def reset_prefix_cache(self) -> None:
         """Make cached prefixes unreachable. Running sequences go on, and what they computed so far is not cached any more."""
         self._cache.bump_epoch()

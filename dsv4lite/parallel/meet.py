@@ -95,6 +95,23 @@ class HostRanks:
                 known |= part
         return known
 
+    def compare(self, versions: Mapping[str, str]) -> None:
+        """Find out whether all ranks run the same software, in words: what follows is pickled, and other versions may not read it.
+
+        Raises:
+            ConfigError: They do not, on every rank.
+        """
+        told = self.exchange(dict(versions))
+        first = told[0] if 0 in told else told[min(told)]
+        problems = [
+            f"{name} is {found.get(name)} on rank {rank} and {first.get(name)} on rank 0"
+            for rank, found in sorted(told.items())
+            for name in first
+            if found.get(name) != first[name]
+        ]
+        if problems:
+            raise ConfigError("the ranks of an engine must run the same software: " + "; ".join(problems))
+
     def agree(self, error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
         """Tell each other whether all is well.
 

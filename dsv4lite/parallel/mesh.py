@@ -190,50 +190,6 @@ class Mesh:
         return cls(layout=layout, rank=rank, replica=None, **axes)
 
     @classmethod
-    def from_groups(
-        cls, *, tp: Group | None = None, ep: Group | None = None, dp: Group | None = None, pp: Group | None = None
-    ) -> Mesh:
-        """Return a mesh of process groups that the host has made; ``None`` stands for an axis of one rank.
-
-        The ranks of the groups must be those of a ``Layout``: stages outermost, then replicas, then tp; ep over the same ranks.
-
-        Raises:
-            ConfigError: The sizes do not divide, or this rank's places in the groups are not those of one rank of the layout.
-        """
-        given = {"tp": tp, "ep": ep, "dp": dp, "pp": pp}
-        axes = {name: Axis(name) if g is None else _axis(name, g) for name, g in given.items()}
-        layout = Layout(**{name: axis.size for name, axis in axes.items()})
-        where = {name: axis.rank for name, axis in axes.items()}
-        for rank in range(layout.world):
-            place = layout.place(rank)
-            if all(getattr(place, name) == at for name, at in where.items()):
-                peers = layout.group("replica", rank)
-                same = [axis for name, axis in axes.items() if layout.group(name, rank) == peers]
-                return cls(layout=layout, rank=rank, **axes, replica=same[0] if same else None)
-        places = " ".join(f"{name}={at}" for name, at in where.items())
-        raise ConfigError(f"no rank of {layout} stands at {places}: ep must run over the ranks of dp and tp in their order")
-
-    @classmethod
-    def of_world(cls, *, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
-        """Return the mesh of all ranks of the default process group, which the host has initialised; makes the groups of the axes.
-
-        Every rank must call this, at the same time.
-
-        Raises:
-            ConfigError: There is no default group, or its size is not that of the layout.
-        """
-        layout = Layout(tp=tp, ep=ep, dp=dp, pp=pp)
-        if layout.world == 1:
-            return cls.single()
-        if not dist.is_initialized():
-            raise ConfigError(f"{layout} needs {layout.world} ranks; call torch.distributed.init_process_group first")
-        if dist.get_world_size() != layout.world:
-            raise ConfigError(f"{layout} needs {layout.world} ranks; the default process group has {dist.get_world_size()}")
-        made = {ranks: dist.new_group(list(ranks)) for ranks in _all_groups(layout)}
-        rank = dist.get_rank()
-        return cls._assemble(layout, rank, {ranks: group for ranks, group in made.items() if rank in ranks})
-
-    @classmethod
     def from_store(cls, store: Store, layout: Layout, rank: int, device: torch.device, *, timeout_s: float = 600.0) -> Mesh:
         """Return a mesh with groups of its own, that meet in a store: NCCL for a GPU, gloo for a CPU.
 
@@ -317,11 +273,6 @@ def _abort(group: Group) -> None:
 
 class _Outline:
     """Stands where a process group would be."""
-
-
-def _axis(name: str, group: Group) -> Axis:
-    rank, size = group.rank(), group.size()
-    return Axis(name, rank, size, group if size > 1 else None)
 
 
 def _all_groups(layout: Layout) -> list[tuple[int, ...]]:

@@ -111,11 +111,6 @@ class Checkpoint:
         )
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for info in self.headers.values())
-
-    @property
     def quantized(self) -> bool:
         """Whether any matrix is stored in FP8 or packed FP4."""
         return any(info.dtype in _EXPERT_FORMATS and name.endswith(".weight") for name, info in self.headers.items())

@@ -309,6 +309,13 @@ class Harness:
             return seq.drafts[:most]
         return self.device.guess(seq.seq_id, most - (self.right() and most > 1), self.right)
 
+    def preempt_all(self) -> None:
+        """Send all running sequences back to the queue, as if others needed their pages; no plan may be outstanding."""
+        assert not self.outstanding
+        self.scheduler._release_deferred()
+        for seq in reversed(list(self.scheduler._running)):
+            self.scheduler._preempt(seq)
+
     def add(self, request: Request, *, fails_at: int | None = None) -> None:
         self.scheduler.add(request)
         self.requests[request.request_id] = request

@@ -149,7 +149,7 @@ def run_traffic(rng: random.Random, harness: Harness) -> None:
         if rng.random() < 0.004:
             harness.bump()
         if rng.random() < 0.002 and not harness.outstanding:
-            harness.scheduler.preempt_all()
+            harness.preempt_all()
         if rng.random() < 0.05 and harness.outstanding:
             harness.settle()
         harness.now += rng.random()
@@ -280,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.harness.outstanding)
     @rule()
     def preempt_all(self) -> None:
-        self.harness.scheduler.preempt_all()
+        self.harness.preempt_all()
 
     @invariant()
     def consistent(self) -> None:

@@ -153,6 +153,21 @@ def test_ranks_with_different_weights_are_refused_on_every_rank(ranks: Ranks, mo
         assert found == "ConfigError" and "made alike: the checkpoint is " in message
 
 
+def other_version(model: Path, settings: Job, rank: int) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(rank_module, "installed_version", lambda package: "9.9")
+        return refused(model, settings, rank)
+
+
+def test_versions_are_compared_before_anything_else_is_said(ranks: Ranks, model: Path) -> None:
+    """What else is wrong with a rank would be told in values of its own version."""
+    settings = {**MODEST, "tensor_parallel_size": 2}
+    job = job_of(ranks, model, other_version, settings, 2, on_rank={1: {"model": "/nowhere", "device": "cuda"}})
+    for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+        assert found == "ConfigError" and "the same software: dsv4lite is 9.9 on rank 1 and " in message
+
+
 def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]]:
     """Say that both ranks have one GPU, then that each has its own."""
     host = HostRanks.of(EngineConfig(model=str(model), **settings))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -121,50 +119,6 @@ def test_scatter_of_unequal_parts_is_refused_on_every_rank(ranks: Ranks) -> None
     with pytest.raises(RankError) as caught:
         ranks.run(scattered_unevenly, layout=Layout(tp=2))
     assert str(caught.value).count(r"dimension 0 of [3, 2] cannot be scattered over 2 ranks") == 2
-
-
-def adopted(mesh: Mesh) -> Any:
-    """Take the groups of a mesh as a host's own."""
-    groups = {name: getattr(mesh, name).group for name in ("tp", "ep", "dp", "pp")}
-    same = Mesh.from_groups(**groups)
-    wrong = ""
-    try:
-        Mesh.from_groups(**{**groups, "tp": groups["dp"], "dp": groups["tp"]})
-    except ConfigError as error:
-        wrong = str(error)
-    return same.layout, same.rank, same.tp.all_gather(torch.tensor([mesh.rank])).tolist(), wrong
-
-
-def test_groups_of_the_host_become_the_same_mesh(ranks: Ranks) -> None:
-    layout = Layout(tp=2, dp=2, ep=4)
-    for rank, (found, place, gathered, wrong) in enumerate(ranks.run(adopted, layout=layout)):
-        assert (found, place, gathered) == (layout, rank, list(layout.group("tp", rank)))
-        assert ("no rank of" in wrong) == (rank in (1, 2))  # the ends stand in the same place either way
-
-
-WORLD = """
-import sys, torch, torch.distributed as dist
-from dsv4lite.errors import ConfigError
-from dsv4lite.parallel.mesh import Mesh
-try:
-    Mesh.of_world(tp=2)
-    raise SystemExit("no error")
-except ConfigError as error:
-    assert "init_process_group" in str(error), error
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-try:
-    Mesh.of_world(tp=2, ep=2)
-    raise SystemExit("no error")
-except ConfigError as error:
-    assert "needs 2 ranks; the default process group has 1" in str(error), error
-assert Mesh.of_world().layout.world == 1
-dist.destroy_process_group()
-"""
-
-
-def test_world_of_another_size_is_refused() -> None:
-    ran = subprocess.run([sys.executable, "-c", WORLD], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_single_axes_return_what_they_get() -> None:
