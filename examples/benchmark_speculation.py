@@ -137,7 +137,11 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
                 mid, quarter, ordered = median(each), len(each) // 4, sorted(each)
                 half = f"{ordered[quarter] / mid:.3f} to {ordered[-1 - quarter] / mid:.3f}"
                 line = f"{batch:>5} {name:<11}{mid:>9.1f}{tokens:>15.2f}  {half:<22}{ratio:.3f}"
-                print(line + ("" if name == better else f"  ({low:.3f} to {high:.3f})"), flush=True)
+                line += "" if name == better else f"  ({low:.3f} to {high:.3f})"
+                policy = llms[name].stats().speculation.policy
+                if policy is not None:
+                    line += f"; tries took {policy.lost_seconds / policy.seconds:.1%}"
+                print(line, flush=True)
     return found
 
 
