@@ -105,7 +105,7 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     found, rng = [], random.Random(0)
     async with AsyncExitStack() as stack:
         llms = {
-            name: await stack.enter_async_context(engine(args, drafter, kv_cache_memory_bytes=1 << 29))
+            name: await stack.enter_async_context(engine(args, drafter, kv_cache_memory_bytes=1 << 29, max_num_batched_tokens=512))
             for name, drafter in COMPARED.items()
         }
         source = llms["none"].tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))

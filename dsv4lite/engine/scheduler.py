@@ -363,20 +363,19 @@ class Scheduler:
         return drafts if self._holdings.extend(seq, start + 1 + len(drafts)) else ()
 
     def _plan_behind(self, seq: Sequence, room: int, draft: StepDraft) -> int:
-        """Plan a run of at most ``room`` guesses behind one whose guesses are being checked, for wherever that ends.
+        """Plan a run behind one whose guesses are being checked, for wherever that ends; return how many guesses it has itself.
 
-        A sequence that may be where such a run must not be waits for what is in flight.
-
-        Returns:
-            How many guesses it has.
+        Where it depends on that whether a border is reached, the sequence waits for what is in flight.
         """
-        start, last_start = len(seq.tokens), seq.num_computed
-        most = min(_most_drafts(seq, last_start, room), draft.room - 1)
-        end = last_start + 1 + most
-        if most < 1 or start // PAGE_TOKENS != last_start // PAGE_TOKENS or not self._holdings.extend(seq, end):
+        start, slack = len(seq.tokens), seq.num_computed - len(seq.tokens)
+        most = max(0, min(_most_drafts(seq, start + slack, room), draft.room - 1))
+        end, known = start + slack + 1 + most, not slack and not most
+        if end > seq.last_run or not (known or start // PAGE_TOKENS == end // PAGE_TOKENS) or not self._holdings.extend(seq, end):
+            return 0
+        if known:
+            self._plan(seq, end, draft, slack=0)
             return 0
         token_ids, pages, window_pages = _IN_FLIGHT * (1 + most), seq.page_table(pages_for(end)), seq.window_table()
-        slack = last_start - start
         every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, most, 0, UNKNOWN, slack)
         draft.singles.append(_new_tuple(SequencePlan, every))  # as in ``_plan_quiet``
         draft.room -= 1 + most
@@ -417,7 +416,7 @@ class Scheduler:
         seq.num_computed = start + 1
         seq.in_flight += 1
 
-    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = ()) -> None:
+    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = (), *, slack: int | None = None) -> None:
         """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts, into the draft."""
         start, tokens = seq.num_computed, seq.tokens
         known = end - len(drafts)
@@ -438,8 +437,9 @@ class Scheduler:
             sample=sample,
             score=score,
             drafts=len(drafts),
-            carry=seq.carry,
+            carry=seq.carry if slack is None else 0,
             next_id=tokens[end] if end < len(tokens) else UNKNOWN,
+            slack=slack,
         )
         (draft.singles if known - start == 1 else draft.chunks).append(plan)
         draft.room -= end - start
@@ -597,8 +597,8 @@ class Scheduler:
         if finish is not None:
             self._close(seq)
         elif part.drafts and seq.state is State.RUNNING:  # else it was preempted meanwhile
-            seq.carry = len(token_ids) - 1  # of no account if the next run is under way
-            self._holdings.rewind(seq, seq.num_computed - part.drafts + seq.carry)
+            seq.carry = 0 if seq.in_flight else len(token_ids) - 1  # a run that is under way leaves one of its own
+            self._holdings.rewind(seq, seq.num_computed - part.drafts + len(token_ids) - 1)
         seq.drafts = sampled.drafts
         return SequenceUpdate(
             request_id=seq.request.request_id,

@@ -95,7 +95,7 @@ class Device:
     def settled(self, part: SequencePlan) -> SequencePlan:
         truth = self.truths[part.seq_id]
         start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
-        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.drafts > 0 == part.carry
+        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.carry == 0
         assert part.start <= start <= part.start + part.slack
         end, latest = start + 1 + len(drafts), part.end + part.slack
         first, oldest = part.window_first, max(0, start - self.window + 1) // WINDOW_PAGE_TOKENS
