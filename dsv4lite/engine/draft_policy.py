@@ -33,8 +33,8 @@ EXPLORATION = 0.0075
 """Share of all time that trying other k may lose."""
 
 _GRANTED_STEPS = 1.0  # that each of the first tries may lose at once
-_MARGIN = 0.01  # gain that does not count
-_PATIENCE = 4.0  # steps lost, beyond the margin, before the k in use changes
+_MARGIN = 0.005  # gain that does not count
+_PATIENCE = 2.0  # steps lost, beyond the margin, before the k in use changes
 _PAUSE = 4  # steps between two tries
 _TRIES = 3  # measurements of a k before it can be chosen
 _TRY_STEPS, _TRY_DRAFTS = (2, 8), 32  # measurements of a try: at least and at most, and as many as give so many first drafts

@@ -99,7 +99,7 @@ def test_length_is_fixed_without_a_policy() -> None:
 # Milliseconds of a step at eight of V4-Flash's layers by its rows: measured on an H200 up to 64, beyond as the floor grows.
 ROWS, STEP_MS = (1, 2, 4, 8, 64, 320), (1.40, 1.56, 1.93, 2.50, 7.08, 15.0)
 HOST_MS = {1: 0.25, 8: 0.35, 64: 0.75}
-FEED_MS, GUESS_MS = 0.02, 0.4  # the MTP block's row of every token; the block and the head
+FEED_MS, GUESS_MS = 0.02, 0.4  # where guesses are wanted: the MTP block's row of every token; the block and the head
 
 
 def step_ms(rows: int) -> float:
@@ -144,7 +144,7 @@ class Ahead:
                 right += 1
             runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
             results[seq_id] = Sampled(5, after=(Sampled(5),) * right)
-        busy_ms = step_ms(self.num_sequences * (1 + drafts)) + FEED_MS + GUESS_MS * length
+        busy_ms = step_ms(self.num_sequences * (1 + drafts)) + (FEED_MS if length else 0) + GUESS_MS * length
         self.free = max(self.free, self.now) + busy_ms / 1e3 * max(0.5, self.rng.gauss(1, 0.03))
         self.flights.append((StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, self.free))
 
