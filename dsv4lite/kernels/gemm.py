@@ -3,7 +3,7 @@
 Library GEMMs pick their kernel, and so their order of summation, from the number of rows. With ``row_tile`` every product runs
 in tiles of exactly that many rows (the last one padded), so that a row's result is a function of the row alone. The kernels keep
 one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` the last two
-products of many rows are the library's on every device.
+products of many rows are the library's on every device, and single rows have kernels of their own.
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
@@ -106,8 +106,11 @@ def fp8_linear(
         [M, N].
     """
     if use_triton(x_codes):
+        from dsv4lite.kernels.gemm_row_triton import fp8_row, takes_fp8
         from dsv4lite.kernels.gemm_triton import fp8_linear_triton
 
+        if row_tile is None and takes_fp8(x_codes, w_codes, w_scales):
+            return fp8_row(x_codes, x_scales, w_codes, w_scales, dtype)
         return fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype)
     return fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, dtype, row_tile)
 
@@ -158,8 +161,11 @@ def fp8_weight_linear_quantize(
     """
     few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_BLOCK == 0
     if few and x_MGK.dtype == torch.bfloat16 and use_triton(x_MGK):
+        from dsv4lite.kernels.gemm_row_triton import groups_row, takes_groups
         from dsv4lite.kernels.gemm_triton import fp8_weight_linear_quantize_triton
 
+        if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
+            return groups_row(x_MGK, w_codes, w_scales)
         return fp8_weight_linear_quantize_triton(x_MGK, w_codes, w_scales)
     return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
 
@@ -219,7 +225,10 @@ def pair_linear(
     """
     if use_triton(x_MK) and 0 < len(x_MK) <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16:
         from dsv4lite.kernels.gemm_pair_triton import pair_linear_triton
+        from dsv4lite.kernels.gemm_row_triton import pair_row, takes_pair
 
+        if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
+            return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
         return pair_linear_triton(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
     quantized = fp8_linear(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
     return quantized, float_linear(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]

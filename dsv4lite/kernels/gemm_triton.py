@@ -112,7 +112,7 @@ def splits_of(outs: int, blocks: int) -> int:
 
 
 @triton.jit
-def _e8m0(byte):
+def e8m0(byte):
     # e8m0_to_float: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN
     bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -284,8 +284,8 @@ def fp8_tile(
             inside = (rk < K - kb * 128)[None, :]
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
             b = tl.load(wp + kb * 128, mask=inside, other=0.0)
-        sx = _e8m0(next_sx)
-        sw = _e8m0(next_sw)
+        sx = e8m0(next_sx)
+        sw = e8m0(next_sw)
         ahead = tl.minimum(kb + 1, blocks - 1)
         next_sx = tl.load(xsp + ahead)
         next_sw = tl.load(wsp + ahead)
@@ -366,7 +366,7 @@ def float_tile(
         if not GPU:
             a, b = a.to(tl.float32), b.to(tl.float32)
         if SCALE_ROWS:
-            sw = _e8m0(next_sw)
+            sw = e8m0(next_sw)
             next_sw = tl.load(wsp + tl.minimum(kb + 1, blocks - 1))
             if SWAP:
                 acc += tl.dot(b, tl.trans(a)) * sw[:, None]
@@ -424,7 +424,7 @@ def _widen_kernel(
     inside = (row < N) & (column < K)
     # dequantize_fp8_rows(w_codes, w_scales).bfloat16(): powers of two round nothing
     codes = tl.load(w + row * K + column, mask=inside, other=0)
-    scale = _e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
+    scale = e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
     tl.store(out + row * K + column, (_e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
 
 
