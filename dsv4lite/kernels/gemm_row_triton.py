@@ -29,17 +29,16 @@ class Strip:
     Attributes:
         outs: Rows of the weights.
         columns: Of each, at a time.
-        unroll: How often to look ahead.
     """
 
     outs: int
     columns: int
     num_warps: int
-    unroll: int = 2
 
 
-_FP8 = _PAIR = Strip(outs=4, columns=2048, num_warps=4)
-_GROUPED = Strip(outs=16, columns=512, num_warps=2)
+_FP8 = Strip(outs=2, columns=4096, num_warps=4)
+_PAIR = Strip(outs=2, columns=2048, num_warps=4)
+_GROUPED = Strip(outs=8, columns=512, num_warps=2)
 
 
 def fits(strip: Strip, outs: int, inputs: int) -> bool:
@@ -57,13 +56,13 @@ def columns_of(strip: Strip, inputs: int) -> int:
 
 @triton.jit
 def _strip(
-    x, xs, w, ws, first, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, FP8_X: tl.constexpr,
+    x, xs, w, ws, first, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, FP8_X: tl.constexpr,
     FP8_W: tl.constexpr,
 ):  # fmt: skip
     """Return the products, float32 [OUTS], of a row with the weights' rows from ``first`` on."""
     row = first + tl.arange(0, OUTS)
     acc = tl.zeros((OUTS, COLUMNS), tl.float32)
-    for c in tl.range(0, K // COLUMNS, num_stages=1, loop_unroll_factor=UNROLL):
+    for c in tl.range(0, K // COLUMNS, num_stages=1, loop_unroll_factor=2):  # the next columns are asked for meanwhile
         column = c * COLUMNS + tl.arange(0, COLUMNS)
         block = column // 128
         weights = tl.load(w + row[:, None] * K + column[None, :]).to(tl.float32)
@@ -78,12 +77,10 @@ def _strip(
 
 
 @triton.jit
-def _row_kernel(
-    x, xs, w, ws, out, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, GPU: tl.constexpr
-):
+def _row_kernel(x, xs, w, ws, out, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * OUTS
     # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
-    y = _strip(x, xs, w, ws, first, K, OUTS, COLUMNS, UNROLL, True, True)
+    y = _strip(x, xs, w, ws, first, K, OUTS, COLUMNS, True, True)
     if out.dtype.element_ty == tl.bfloat16:
         y = to_bf16(y, GPU)
     tl.store(out + first + tl.arange(0, OUTS), y)
@@ -92,27 +89,27 @@ def _row_kernel(
 @triton.jit
 def _row_pair_kernel(
     x, w, x_codes, x_scales, w_codes, w_scales, out, fp8_out, plain,
-    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, GPU: tl.constexpr,
+    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if program < plain:
         first = program * OUTS
-        y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, UNROLL, False, False)
+        y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
         tl.store(out + first + tl.arange(0, OUTS), y)
     else:
         first = (program - plain) * OUTS
-        y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, UNROLL, True, True)
+        y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         tl.store(fp8_out + first + tl.arange(0, OUTS), to_bf16(y, GPU))
 
 
 @triton.jit
 def _row_groups_kernel(
     x, w, ws, numbers, codes, scales, arrivals, x_group, N: tl.constexpr, K: tl.constexpr, OUTS: tl.constexpr,
-    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    COLUMNS: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * OUTS
     # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
-    y = _strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, UNROLL, False, True)
+    y = _strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, False, True)
     tl.store(numbers + first + tl.arange(0, OUTS), y)
     tl.debug_barrier()  # all threads have written when one of them says so
     block = first // 128
@@ -152,7 +149,6 @@ def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor
         K=inputs,
         OUTS=_FP8.outs,
         COLUMNS=columns_of(_FP8, inputs),
-        UNROLL=_FP8.unroll,
         GPU=out.is_cuda,
         num_warps=_FP8.num_warps,
         enable_fp_fusion=True,
@@ -187,7 +183,6 @@ def pair_row(
         K=inputs,
         OUTS=_PAIR.outs,
         COLUMNS=columns_of(_PAIR, inputs),
-        UNROLL=_PAIR.unroll,
         GPU=out.is_cuda,
         num_warps=_PAIR.num_warps,
         enable_fp_fusion=True,
@@ -221,7 +216,6 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         K=inputs,
         OUTS=_GROUPED.outs,
         COLUMNS=columns_of(_GROUPED, inputs),
-        UNROLL=_GROUPED.unroll,
         NATIVE=x.is_cuda,
         GPU=x.is_cuda,
         num_warps=_GROUPED.num_warps,
