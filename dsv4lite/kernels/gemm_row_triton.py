@@ -243,7 +243,6 @@ def variants() -> list[Variant]:
                 "K": inputs,
                 "OUTS": strip.outs,
                 "COLUMNS": columns_of(strip, inputs),
-                "UNROLL": strip.unroll,
                 "GPU": True,
                 **more,
             }
