@@ -41,12 +41,12 @@ _PAIR = Strip(outs=2, columns=2048, num_warps=4)
 _GROUPED = Strip(outs=8, columns=512, num_warps=2)
 
 
-def fits(strip: Strip, outs: int, inputs: int) -> bool:
+def _fits(strip: Strip, outs: int, inputs: int) -> bool:
     """Return whether weights [outs, inputs] are whole strips."""
     return outs % strip.outs == 0 and inputs % FP8_BLOCK == 0
 
 
-def columns_of(strip: Strip, inputs: int) -> int:
+def _columns_of(strip: Strip, inputs: int) -> int:
     """Return how many columns to read at a time: what divides the inputs, a multiple of 128."""
     columns = strip.columns
     while inputs % columns:
@@ -124,16 +124,16 @@ def _row_groups_kernel(
         tl.store(arrivals + block, 0)  # as the next product finds it
 
 
-def takes_row(x: Tensor, w_codes: Tensor, w_scales: Tensor, strip: Strip, least: int = _LEAST_CAPABILITY) -> bool:
+def _takes_row(x: Tensor, w_codes: Tensor, w_scales: Tensor, strip: Strip) -> bool:
     """Return whether ``x`` [M, ...] is one row, and FP8 weights [..., N, K] are whole strips on a chip that knows their numbers."""
-    whole = fits(strip, w_codes.shape[-2], w_codes.shape[-1]) and scale_rows(w_codes, w_scales) == FP8_BLOCK
-    return len(x) == 1 and whole and capability_of(x.device) >= least
+    whole = _fits(strip, w_codes.shape[-2], w_codes.shape[-1]) and scale_rows(w_codes, w_scales) == FP8_BLOCK
+    return len(x) == 1 and whole and capability_of(x.device) >= _LEAST_CAPABILITY
 
 
 def takes_fp8(x_codes: Tensor, w_codes: Tensor, w_scales: Tensor) -> bool:
     """Return whether ``fp8_row`` can multiply these, and is the faster way: parts of long rows need not be added up."""
     outs, inputs = w_codes.shape
-    return inputs > outs and takes_row(x_codes, w_codes, w_scales, _FP8)
+    return inputs > outs and _takes_row(x_codes, w_codes, w_scales, _FP8)
 
 
 def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,7 +148,7 @@ def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor
         out,
         K=inputs,
         OUTS=_FP8.outs,
-        COLUMNS=columns_of(_FP8, inputs),
+        COLUMNS=_columns_of(_FP8, inputs),
         GPU=out.is_cuda,
         num_warps=_FP8.num_warps,
         enable_fp_fusion=True,
@@ -158,7 +158,7 @@ def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor
 
 def takes_pair(x_MK: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor) -> bool:
     """Return whether ``pair_row`` can multiply these."""
-    return takes_row(x_MK, w_codes, w_scales, _PAIR) and fits(_PAIR, *w_NK.shape)
+    return _takes_row(x_MK, w_codes, w_scales, _PAIR) and _fits(_PAIR, *w_NK.shape)
 
 
 def pair_row(
@@ -182,7 +182,7 @@ def pair_row(
         plain,
         K=inputs,
         OUTS=_PAIR.outs,
-        COLUMNS=columns_of(_PAIR, inputs),
+        COLUMNS=_columns_of(_PAIR, inputs),
         GPU=out.is_cuda,
         num_warps=_PAIR.num_warps,
         enable_fp_fusion=True,
@@ -192,7 +192,7 @@ def pair_row(
 
 def takes_groups(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> bool:
     """Return whether ``groups_row`` can multiply these."""
-    return takes_row(x_MGK, w_codes, w_scales, _GROUPED) and w_codes.shape[1] % FP8_BLOCK == 0
+    return _takes_row(x_MGK, w_codes, w_scales, _GROUPED) and w_codes.shape[1] % FP8_BLOCK == 0
 
 
 def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         N=outs,
         K=inputs,
         OUTS=_GROUPED.outs,
-        COLUMNS=columns_of(_GROUPED, inputs),
+        COLUMNS=_columns_of(_GROUPED, inputs),
         NATIVE=x.is_cuda,
         GPU=x.is_cuda,
         num_warps=_GROUPED.num_warps,
@@ -242,7 +242,7 @@ def variants() -> list[Variant]:
             constants = {
                 "K": inputs,
                 "OUTS": strip.outs,
-                "COLUMNS": columns_of(strip, inputs),
+                "COLUMNS": _columns_of(strip, inputs),
                 "GPU": True,
                 **more,
             }
