@@ -118,8 +118,8 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             starts = [rng.randrange(len(source) - args.context) for _ in range(batch)]
             prompts = [source[start : start + args.context] for start in starts]
             running = [asyncio.gather(*(continued(llm, prompt, i) for i, prompt in enumerate(prompts))) for llm in llms.values()]
-            for llm in llms.values():
-                await measured(llm, args.tokens * batch, clock)
+            for llm in llms.values():  # to start, and to learn what pays
+                await measured(llm, 4 * args.tokens * batch, clock)
             windows: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
             for _ in range(args.rounds):
                 for name in rng.sample(list(COMPARED), len(COMPARED)):
