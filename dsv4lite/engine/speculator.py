@@ -93,6 +93,7 @@ class Guesses:
         self._silenced: set[int] = set()
         self._steps = self._next_state = 0
         self._state: DraftState | None = None
+        self._stats: SpeculationStats | None = None  # until something of it changes
 
     def choose_length(self, num_sequences: int) -> int:
         """Return how many guesses in a row the next step, of about so many sequences, should run.
@@ -100,7 +101,9 @@ class Guesses:
         Guesses of the device are made a step before they run.
         """
         if self._policy is not None:
-            self._length = self._policy.choose(max(1, num_sequences))
+            length = self._policy.choose(max(1, num_sequences))
+            self._stats = self._stats if length == self._length else None
+            self._length = length
         return self._length
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
@@ -153,6 +156,7 @@ class Guesses:
 
     def _count_right(self, plan: StepPlan, results: Mapping[int, Sampled]) -> list[int]:
         """Count a step's guesses; return by position how many were right."""
+        self._stats = None
         right = [0] * plan.max_drafts
         for run in plan.sequences:
             if not run.drafts:
@@ -176,19 +180,17 @@ class Guesses:
                 log.warning("%s.forget failed", type(speculator).__name__, exc_info=True)
 
     def stats(self) -> SpeculationStats:
-        """Return the present counts."""
-        return SpeculationStats(
-            drafted=sum(self._drafted),
-            accepted=sum(self._accepted),
-            runs=self._runs,
-            drafted_by_position=tuple(self._drafted),
-            accepted_by_position=tuple(self._accepted),
-            length=self._length,
-            policy=self._policy_state(),
-        )
-
-    def _policy_state(self) -> DraftState | None:
-        """Return what the policy knew at most a few steps ago: taking stock costs more than a step's other counts together."""
+        """Return the present counts; of the policy what it knew at most a few steps ago, for taking stock takes long."""
         if self._policy is not None and self._steps >= self._next_state:
-            self._state, self._next_state = self._policy.snapshot(), self._steps + _STATE_STEPS
-        return self._state
+            self._state, self._next_state, self._stats = self._policy.snapshot(), self._steps + _STATE_STEPS, None
+        if self._stats is None:
+            self._stats = SpeculationStats(
+                drafted=sum(self._drafted),
+                accepted=sum(self._accepted),
+                runs=self._runs,
+                drafted_by_position=tuple(self._drafted),
+                accepted_by_position=tuple(self._accepted),
+                length=self._length,
+                policy=self._state,
+            )
+        return self._stats
