@@ -67,6 +67,11 @@ class Layout:
         """The axis of the ranks that work on the same tokens: tp, or ep where attention stands on several copies of them."""
         return "tp" if self.copies == 1 else "ep"
 
+    @property
+    def exchanging(self) -> str:
+        """The axis of the ranks that exchange something small in every layer: the peers, or ep where each has tokens of its own."""
+        return self.peers if self.tp > 1 or self.copies > 1 else "ep"
+
     def place(self, rank: int) -> Place:
         """Return where a rank stands.
 

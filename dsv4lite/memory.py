@@ -20,6 +20,7 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.speculation import MTP, Drafting, DSpark, adapts, check_speculative
 from dsv4lite.steptime import stage_floor
 from dsv4lite.weights.quant import Numerics
@@ -218,6 +219,8 @@ def _working(
         partial = local.expert_width < model.expert_width
         workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert, partial=partial)
         graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert, partial=partial)
+        if numerics.device.type == "cuda":
+            workspace += opened_bytes(len(config.layout.group(config.layout.exchanging, 0)))
     if config.layout.pp > 1:
         workspace += hop_bytes(local, numerics, tokens)
         graphs += hop_bytes(local, numerics, recorded)

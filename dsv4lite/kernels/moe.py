@@ -93,20 +93,21 @@ class Copies(NamedTuple):
     Attributes:
         slots_EC: int64 [E + 1, C], in each row as many as count; the last row is for padding.
         copies_E: How many do, int64 [E + 1].
-        load_E: int64 [E + 1]; goes on counting.
+        load_E: int64 [E + 1]; goes on counting. ``None`` if another rank counts these tokens.
     """
 
     slots_EC: Tensor
     copies_E: Tensor
-    load_E: Tensor
+    load_E: Tensor | None
 
 
 def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
     """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
     # A pass that only asks which kernels there are leaves unwritten what was chosen.
-    chosen_TK = chosen_TK.clamp(0, len(copies.load_E) - 1)
-    chosen = chosen_TK.flatten()
-    copies.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+    chosen_TK = chosen_TK.clamp(0, len(copies.copies_E) - 1)
+    if copies.load_E is not None:
+        chosen = chosen_TK.flatten()
+        copies.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
     turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]
     return copies.slots_EC[chosen_TK, turn_T1 % copies.copies_E[chosen_TK]]
 

@@ -61,7 +61,7 @@ def _prepare_kernel(
     logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
     chosen, weights, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit, first,
-    EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr,
+    EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
@@ -80,7 +80,8 @@ def _prepare_kernel(
         tl.store(weights + at, weight, mask=used)
         if COPIES > 0:
             # Reference: take_copies
-            tl.atomic_add(load + ids, tl.full(ids.shape, 1, tl.int64), mask=used, sem="relaxed")
+            if COUNTS:
+                tl.atomic_add(load + ids, tl.full(ids.shape, 1, tl.int64), mask=used, sem="relaxed")
             turn = token[:, None] % tl.load(copy_counts + ids, mask=used, other=1).to(tl.int32)
             ids = tl.load(copy_slots + ids * COPIES + turn, mask=used, other=0).to(tl.int32)
         # Reference: own_slots
@@ -210,7 +211,8 @@ def _prepare(
     assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
     assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
-    assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.load_E) == experts + 1)
+    assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
+    load_E = None if copies is None else copies.load_E
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     inputs, tile = h_TI.shape[1] // 2, 1 if tokens == 1 else MOE_FEW_TOKENS
@@ -226,7 +228,8 @@ def _prepare(
         chosen_TK if table is None else table,
         router.token_ids_T,
         router.token_ids_T if positions is None else positions,
-        *((chosen_TK,) * 3 if copies is None else copies),
+        *((chosen_TK,) * 2 if copies is None else copies[:2]),
+        chosen_TK if load_E is None else load_E,
         h_TI,
         x_scales,
         chosen_TK,
@@ -249,6 +252,7 @@ def _prepare(
         EXPERTS=experts,
         HELD=work.experts,
         COPIES=0 if copies is None else copies.slots_EC.shape[1],
+        COUNTS=load_E is not None,
         BLOCK=triton.next_power_of_2(experts),
         TOP_K=top_k,
         TOP_TILE=triton.next_power_of_2(top_k),
@@ -297,6 +301,7 @@ def variants() -> list[Variant]:
                 constants={
                     **dict.fromkeys(("EXPERTS", "HELD", "BLOCK"), _EXPERTS),
                     "COPIES": 0,
+                    "COUNTS": False,
                     "TOP_K": _TOP_K,
                     "TOP_TILE": 8,
                     "BIASED": not fixed,
@@ -317,7 +322,13 @@ def variants() -> list[Variant]:
             )
         )
     last = found[-1]
-    elsewhere = {"HELD": 136, "COPIES": 17, "SHARED": 0, "SHARERS": 1}  # one of two ranks; the other has the shared expert
+    elsewhere = {
+        "HELD": 136,
+        "COPIES": 17,
+        "COUNTS": True,
+        "SHARED": 0,
+        "SHARERS": 1,
+    }  # one of two ranks; the other has the shared expert
     found.append(replace(last, constants={**last.constants, **elsewhere}))
     for block, fp4 in product((_ONE_TOKEN, _MORE_TOKENS), (False, True)):
         for native, capabilities in _BY_E4M3:

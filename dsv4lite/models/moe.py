@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dsv4lite.kernels.exchange import TokenRows
 from dsv4lite.kernels.experts import can_tile, experts_forward
 from dsv4lite.kernels.moe import Copies, route, take_copies
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
@@ -18,10 +19,10 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
-from dsv4lite.models.partial_sums import total, total_of_experts
+from dsv4lite.models.partial_sums import gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
-from dsv4lite.parallel.experts import Local, Rows
+from dsv4lite.parallel.experts import AllGather, Local, Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     CopiedSlot,
@@ -148,14 +149,13 @@ class ExpertMap(nn.Module):
         self.slots_EC.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self.copies_E.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
-    @property
-    def copies(self) -> Copies:
-        """The same for kernels."""
-        return Copies(self.slots_EC, self.copies_E, self.load_E)
+    def copies(self, *, counted: bool = True) -> Copies:
+        """Return the same for kernels, which count the experts they choose or do not."""
+        return Copies(self.slots_EC, self.copies_E, self.load_E if counted else None)
 
     def forward(self, chosen_TK: Tensor) -> Tensor:
         """Count the chosen experts, and return their slots."""
-        return take_copies(chosen_TK, self.copies)
+        return take_copies(chosen_TK, self.copies())
 
 
 class MoE(nn.Module):
@@ -202,15 +202,12 @@ class MoE(nn.Module):
             positions_T: Negative for padding, which gets no routed experts.
             most_tokens: As many as the rank has that has the most, of those that share the experts; ``None`` if it is not known.
         """
-        c = self.config
         rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-            alone = self.dispatch is None
-            here = alone or type(self.dispatch) is Local  # what somebody else has made of it gets every call
-            if here and self.shared.w2.scale is not None and suits_few(len(x_TD), c.experts_per_token):
-                parts = self._few(x_TD, rounded, token_ids_T, positions_T, routed_TK)
-                return parts if alone else total_of_experts(self.share.peers, parts, x_TD.dtype)
+            few = self._few_tokens(x_TD, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
+            if few is not None:
+                return few
         shared_TD: Tensor | None = None
         h_TI, logits_TE = self._first(x_TD, rounded)
         if h_TI is not None:
@@ -243,10 +240,47 @@ class MoE(nn.Module):
             positions_T=positions_T,
         )
 
+    def _few_tokens(
+        self,
+        x_TD: Tensor,
+        rounded: Rounded,
+        token_ids_T: Tensor,
+        positions_T: Tensor | None,
+        routed_TK: Tensor | None,
+        most_tokens: int | None,
+    ) -> Tensor | ExpertSum | None:
+        """Do what ``forward`` does in few launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
+        dispatch, ep, tokens, top_k = self.dispatch, self.share.mesh.ep, len(x_TD), self.config.experts_per_token
+        if self.shared.w2.scale is None:
+            return None
+        # What somebody else has made of a dispatcher gets every call.
+        if dispatch is None or type(dispatch) is Local:
+            if not suits_few(tokens, top_k):
+                return None
+            parts = self._few(x_TD, rounded, token_ids_T, positions_T, routed_TK, slice(None))
+            return parts if dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
+        if type(dispatch) is not AllGather or self.share.peers.size > 1 or most_tokens is None:
+            return None
+        if not suits_few(ep.size * most_tokens, top_k):
+            return None
+        if positions_T is None:
+            positions_T = torch.zeros_like(token_ids_T)
+        every = gather_rows(ep, TokenRows(x_TD, *rounded, token_ids_T, positions_T), most_tokens)
+        own = slice(ep.rank * most_tokens, ep.rank * most_tokens + tokens)
+        both = (every.codes, every.scales)
+        parts = self._few(every.x_TD, both, every.token_ids_T, every.positions_T, routed_TK, own)
+        return total_of_own(ep, parts, tokens, x_TD.dtype)
+
     def _few(
-        self, x_TD: Tensor, rounded: Rounded, token_ids_T: Tensor, positions_T: Tensor | None, routed_TK: Tensor | None
+        self,
+        x_TD: Tensor,
+        rounded: Rounded,
+        token_ids_T: Tensor,
+        positions_T: Tensor | None,
+        routed_TK: Tensor | None,
+        own: slice,
     ) -> ExpertSum:
-        """Run this rank's experts on few tokens that it has; arguments are those of ``forward``."""
+        """Run this rank's experts on few tokens; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
         c, shared, experts = self.config, self.shared, self.experts
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
         h_TI, logits_TE = self._first(x_TD, rounded)
@@ -255,7 +289,7 @@ class MoE(nn.Module):
             partial=experts.partial,
             shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
             first=self.share.mesh.ep.rank * self.placement.slots_per_rank,
-            copies=None if self.map is None else self.map.copies,
+            copies=None if self.map is None else self.map.copies(counted=own == slice(None) or self.share.mesh.ep.rank == 0),
         )
         parts = moe_few(
             logits_TE,
@@ -271,7 +305,8 @@ class MoE(nn.Module):
             held=held,
         )
         if routed_TK is not None:  # slots of this rank are no experts
-            routed_TK.copy_(parts.chosen_TK if self.dispatch is None else self._route(logits_TE, token_ids_T, positions_T)[0])
+            chosen_TK = parts.chosen_TK if self.dispatch is None else self._route(logits_TE, token_ids_T, positions_T)[0]
+            routed_TK.copy_(chosen_TK[own])
         return parts
 
     def take_part(self, most_tokens: int | None) -> None:

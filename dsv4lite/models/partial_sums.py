@@ -1,4 +1,4 @@
-"""Results that several ranks have a part of."""
+"""Results that several ranks have a part of, and rows that they have for each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
+from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, lengthened, scatter_few
 from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.parallel.experts import pack_rows, unpack_rows
 from dsv4lite.parallel.mesh import Axis
 
 
@@ -22,6 +24,8 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     inbox = _inbox(axis, part.numel())
     if inbox is not None:
         return all_reduce_few(part.contiguous(), inbox, dtype, None if also is None else also.float())
+    if axis.size == 1:
+        return rounded_sum(part, also, dtype)
     if also is not None:
         part = part + also
     return axis.all_reduce(part).to(dtype)
@@ -34,6 +38,44 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     if inbox is not None and hidden % EXPERT_COLUMNS == 0:
         return all_reduce_experts(parts, inbox, dtype)
     return total(axis, part_of_experts(parts), dtype)
+
+
+def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
+    """Return the rows of few tokens of all ranks, so many of each: what is missing has a negative position.
+
+    Args:
+        axis: The ranks. Memory that they have opened to each other serves for this and for ``total_of_own``.
+        rows: This rank's.
+        count: Of the rank that has the most. All must be told alike.
+    """
+    inbox = _inbox(axis, 1)
+    if inbox is not None and fits(inbox, count, rows.x_TD.shape[1]):
+        return gather_few(rows, inbox, count)
+    return TokenRows(*unpack_rows(axis.all_gather(pack_rows(lengthened(rows, count))), rows))
+
+
+def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the ranks' parts of experts of this rank's tokens [T, D], and its shared expert's results, rounded once.
+
+    Args:
+        axis: As for ``gather_rows``.
+        parts: Of the tokens that it returned.
+        tokens: How many of them are this rank's.
+        dtype: Of the result.
+    """
+    count, inbox = len(parts.chosen_TK) // axis.size, _inbox(axis, 1)
+    if inbox is not None and fits(inbox, count, parts.outputs_TKD.shape[2]):
+        return scatter_few(parts, inbox, tokens, dtype)
+    sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
+    begin = axis.rank * count
+    return rounded_sum(sums_TD, None if parts.shared_TD is None else parts.shared_TD[begin : begin + tokens], dtype)
+
+
+def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the sum of float32 numbers and others, rounded once: in one launch."""
+    if also_TD is None:
+        return part_TD.to(dtype)
+    return torch.add(part_TD, also_TD, out=torch.empty_like(part_TD, dtype=dtype))
 
 
 def _inbox(axis: Axis, numbers: int) -> Inbox | None:

@@ -134,8 +134,8 @@ class AllGather:
         count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
-        packed = _pack((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
-        slots, weights, *inputs = _unpack(ranks.ep.all_gather(packed), parts)
+        packed = pack_rows((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
+        slots, weights, *inputs = unpack_rows(ranks.ep.all_gather(packed), parts)
         sums = experts(tuple(inputs), ranks.own_slots(slots), weights)
         return _spread(ranks.ep.reduce_scatter(sums)[:held], own, tokens)
 
@@ -165,7 +165,7 @@ class AllToAll:
         order = goal.argsort(stable=True)
         at = order // per_token
         parts = (pairs[order], weights[order], *(row[own][at] for row in rows))
-        local, mixing, *inputs = _unpack(ranks.ep.all_to_all(_pack(parts), send, receive), parts)
+        local, mixing, *inputs = unpack_rows(ranks.ep.all_to_all(pack_rows(parts), send, receive), parts)
         results = experts(tuple(inputs), ranks.own_slots(local[:, None]), mixing[:, None]).to(ranks.dtype)
         results = ranks.ep.all_to_all(results, receive, send)
         by_pair = torch.empty(len(pairs), results.shape[1], dtype=torch.float32, device=results.device)
@@ -228,13 +228,13 @@ def _lengthen(part: Tensor, rows: int, value: int) -> Tensor:
     return longer
 
 
-def _pack(parts: Rows) -> Tensor:
+def pack_rows(parts: Rows) -> Tensor:
     """Return the rows of several tensors as bytes side by side, uint8 [T, B]."""
     return torch.cat([part.reshape(len(part), prod(part.shape[1:])).view(torch.uint8) for part in parts], 1)
 
 
-def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
-    """Return what ``_pack`` packed; ``like`` has the dtypes and the shapes of one row."""
+def unpack_rows(packed: Tensor, like: Rows) -> list[Tensor]:
+    """Return what ``pack_rows`` packed; ``like`` has the dtypes and the shapes of one row."""
     parts, begin = [], 0
     for part in like:
         end = begin + prod(part.shape[1:]) * part.dtype.itemsize

@@ -204,11 +204,9 @@ class Mesh:
         """
         mine = [ranks for ranks in _all_groups(layout) if rank in ranks]
         made = {ranks: _make_group(store, ranks, rank, device, timedelta(seconds=timeout_s)) for ranks in mine}
-        peers = layout.group(layout.peers, rank)
-        memory = None
-        if device.type == "cuda" and len(peers) in SIZES:
-            place = _part_of(store, "memory", peers)
-            memory = PeerMemory.open(place, peers.index(rank), len(peers), device)
+        near, memory = layout.group(layout.exchanging, rank), None
+        if device.type == "cuda" and len(near) in SIZES:
+            memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)
         return cls._assemble(layout, rank, made, memory)
 
     @classmethod
@@ -216,7 +214,7 @@ class Mesh:
         axes = {}
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
-            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), memory if name == layout.peers else None)
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), memory if name == layout.exchanging else None)
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
@@ -225,8 +223,9 @@ class Mesh:
         Returns at once: NCCL comes to an end only when the graphs are gone that have its collectives, and one group's end may wait
         for a kernel of another's.
         """
-        if self.peers.memory is not None:
-            self.peers.memory.abandon()
+        memory = getattr(self, self.layout.exchanging).memory
+        if memory is not None:
+            memory.abandon()
         for group in self.groups():
             threading.Thread(target=_abort, args=(group,), name="dsv4lite-abort", daemon=True).start()
 

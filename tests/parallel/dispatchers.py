@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.parallel.experts import AllToAll, ExpertRanks, Local, LocalExperts, Rows
+from dsv4lite.parallel.experts import AllGather, AllToAll, ExpertRanks, Local, LocalExperts, Rows
 
 
 class Marked(AllToAll):
@@ -25,6 +25,10 @@ class Marked(AllToAll):
 
 class OwnLocal(Local):
     """Its base, which a host has taken over: it gets every call."""
+
+
+class OwnAllGather(AllGather):
+    """The same."""
 
 
 def refuses(ranks: ExpertRanks) -> AllToAll:

@@ -51,6 +51,7 @@ class Job:
         dispatcher: As for ``DeepseekV4``.
         deterministic: Arithmetic does not depend on what else is computed.
         redundant_experts: As for ``DeepseekV4``.
+        known_shapes: Every rank knows how many tokens of a step the one with the most has.
         paged: Weights stay quantized and rows lie in pages, as on a GPU.
     """
 
@@ -61,6 +62,7 @@ class Job:
     dispatcher: str | DispatcherFactory = "auto"
     deterministic: bool = False
     paged: bool = False
+    known_shapes: bool = False
     redundant_experts: int | None = None
 
 
@@ -96,6 +98,9 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
     blocks = [layer.ffn for layer in model.layers]
     loads = [mesh.ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist() for ffn in blocks]
     uneven = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
+    if mesh.dp.size > 1:  # each token is counted once, whichever rank routes it
+        tokens = sum(len(prompt) for prompt in job.prompts)
+        assert [sum(load) for load in loads] == [tokens * job.config.experts_per_token] * len(loads)
     moved, imbalances = model.rebalance()
     for slot in moved.values():
         for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
@@ -120,8 +125,11 @@ def run(model: DeepseekV4, mesh: Mesh, job: Job) -> Tensor | None:
     ids = job.prompts[replica]
     paged = PagedModel(model, tokens=len(ids), seed=3)
     sequence, parts = paged.open(), []
-    for a, b in pairwise((0, *job.cuts[replica], len(ids))):
+    chunks = [list(pairwise((0, *cuts, len(prompt)))) for cuts, prompt in zip(job.cuts, job.prompts, strict=True)]
+    for number, (a, b) in enumerate(chunks[replica]):
         batch = paged.batch([(sequence, ids[a:b])])
+        if job.known_shapes:
+            batch.most_tokens = max(end - begin for begin, end in (steps[number] for steps in chunks[: mesh.dp.size]))
         before = None
         if not model.share.first:
             shape = (b - a, model.config.streams, model.config.hidden_size)

@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from dsv4lite.config import EngineConfig
 from dsv4lite.engine.cache import StateLayout
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
-from dsv4lite.memory import plan_memory
+from dsv4lite.memory import _working, plan_memory
 from dsv4lite.models.config import parse_config
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.speculation import Drafting
 from dsv4lite.steptime import HOP_S, LINK_BYTES_S, MEMORY_BYTES_S, stage_floor
 from tests.e2e.engines import SMALL
 from tests.golden import plain
@@ -70,6 +73,30 @@ def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
     fits = [layout.fits for layout in plan.layouts]
     assert fits == sorted(fits, reverse=True) and True in fits and False in fits
     assert not next(layout.fits for layout in plan.layouts if layout.layout == Layout(dp=2))
+
+
+def test_plans_count_what_gpus_of_one_machine_open_to_each_other() -> None:
+    """Two or four that exchange something in every layer: three buffers, with a place for 2^18 numbers of each."""
+    found = {}
+    for layout in (
+        Layout(tp=2),
+        Layout(ep=4),
+        Layout(dp=2, ep=2),
+        Layout(dp=2, tp=2, ep=4),
+        Layout(tp=4, pp=2),
+        Layout(dp=2),
+        Layout(tp=8),
+    ):
+        sizes = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep, "data_parallel_size": layout.dp}
+        config = EngineConfig(model="any", **sizes, pipeline_parallel_size=layout.pp)
+        share = Share.of(flash(), Mesh.outline(layout, 0))
+        here, there = (
+            _working(config, flash(), replace(plain(), device=torch.device(device)), 100, share, Drafting())
+            for device in ("cpu", "cuda")
+        )
+        found[str(layout)] = there[0] - here[0]
+        assert there[1] == here[1]
+    assert list(found.values()) == [3 * ranks << 20 for ranks in (2, 4, 2, 2, 4, 0, 0)]
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4lite.layout import Layout
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
-from tests.parallel.dispatchers import OwnLocal
+from tests.parallel.dispatchers import OwnAllGather, OwnLocal
 from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, rebalanced, write
 from tests.parallel.ranks import RankError, Ranks
 
@@ -166,7 +166,14 @@ def test_experts_move_where_they_are_needed_and_results_stay(
     ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str, redundant: int, paged: bool
 ) -> None:
     prompts, cuts = tuple(prompt[:40] for prompt in quantized_job.prompts), ((30, 39), (30, 39))
-    change = {"prompts": prompts, "cuts": cuts, "dispatcher": dispatcher, "redundant_experts": redundant, "paged": paged}
+    change = {
+        "prompts": prompts,
+        "cuts": cuts,
+        "dispatcher": dispatcher,
+        "redundant_experts": redundant,
+        "paged": paged,
+        "known_shapes": True,
+    }
     answers = ranks.run(rebalanced, replace(quantized_job, **change), layout=layout)
     assert sum(moved for _, _, moved, _, _ in answers) > 0
     for before, after, _, uneven, even in answers:
@@ -176,13 +183,18 @@ def test_experts_move_where_they_are_needed_and_results_stay(
         assert sum(even) < sum(uneven)
 
 
-@pytest.mark.parametrize(("layout", "redundant"), [(Layout(ep=2), 2), (Layout(tp=2, ep=2), None), (Layout(tp=2), None)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "redundant"),
+    [(Layout(ep=2), 2), (Layout(tp=2, ep=2), None), (Layout(tp=2), None), (Layout(dp=2, ep=2), None)],
+    ids=str,
+)
 def test_steps_of_few_tokens_have_the_bits_of_each_part_by_itself(
     ranks: Ranks, quantized_job: Job, layout: Layout, redundant: int | None
 ) -> None:
-    prompts, cuts = tuple(prompt[:30] for prompt in quantized_job.prompts), ((17, 29), (17, 29))
-    job = replace(quantized_job, prompts=prompts, cuts=cuts, paged=True, redundant_experts=redundant)
-    together, apart = (ranks.run(logits, replace(job, dispatcher=name), layout=layout) for name in ("local", OwnLocal))
+    prompts, cuts = tuple(prompt[:30] for prompt in quantized_job.prompts), ((20, 27, 29), (22, 27, 28))
+    job = replace(quantized_job, prompts=prompts, cuts=cuts, paged=True, redundant_experts=redundant, known_shapes=True)
+    ways = ("all_gather", OwnAllGather) if layout.dp > 1 else ("local", OwnLocal)
+    together, apart = (ranks.run(logits, replace(job, dispatcher=way), layout=layout) for way in ways)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 

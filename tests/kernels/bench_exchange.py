@@ -1,0 +1,75 @@
+"""Times rows and sums of few tokens over ranks: ``python tests/kernels/bench_exchange.py [ranks]``, a GPU each.
+
+NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with the sums before and the rounding behind it, beside
+``gather_few`` and ``scatter_few``; V4-Flash's width, microseconds of one call within a CUDA graph of forty.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from dsv4lite.kernels.all_reduce import Inbox
+from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
+from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.layout import Layout
+from dsv4lite.models.partial_sums import gather_rows, total_of_own
+from dsv4lite.parallel.mesh import Axis, Mesh
+from tests.kernels.bench_all_reduce import microseconds
+
+HIDDEN, TOP_K = 4096, 6
+TOKENS = (1, 2, 4, 8)  # of each rank
+
+
+def main(rank: int, size: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+    device = torch.device("cuda", rank)
+    ep = Mesh.from_store(store, Layout(dp=size, ep=size), rank, device, timeout_s=30).ep
+    memory, nccl = ep.memory, Axis("ep", rank, size, ep.group)
+    if memory is None:
+        sys.exit("ranks cannot open their memory to each other")
+    inbox = Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+    few = torch.zeros(1, device=device)
+
+    def barrier() -> Tensor:
+        return nccl.all_reduce(few)
+
+    barrier()
+    if rank == 0:
+        print(f"{size} GPUs\n{'tokens':>7}{'gather: NCCL':>14}{'few':>8}{'sums: NCCL':>14}{'few':>8}", flush=True)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+        codes, scales = x.to(torch.float8_e4m3fn), torch.ones(tokens, HIDDEN // 128, dtype=torch.uint8, device=device)
+        ids = torch.arange(tokens, device=device)
+        rows = TokenRows(x, codes, scales, ids, ids.int())
+        chosen = torch.randint(0, 256, (size * tokens, TOP_K), device=device)
+        outputs = torch.randn(size * tokens, TOP_K, HIDDEN, device=device).bfloat16()
+        parts = ExpertSum(chosen, outputs, torch.randn(size * tokens, HIDDEN, device=device).bfloat16(), 256 // size)
+        for theirs, ours in zip(gather_rows(nccl, rows, tokens), gather_few(rows, inbox, tokens), strict=True):
+            assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
+        sums = [total_of_own(nccl, parts, tokens, x.dtype), scatter_few(parts, inbox, tokens, x.dtype)]
+        torch.testing.assert_close(*sums, rtol=0 if size == 2 else 1e-2, atol=0 if size == 2 else 1e-2)
+        times = [
+            microseconds(lambda rows=rows, tokens=tokens: gather_rows(nccl, rows, tokens), barrier),  # type: ignore[misc]
+            microseconds(lambda rows=rows, tokens=tokens: gather_few(rows, inbox, tokens), barrier),  # type: ignore[misc]
+            microseconds(lambda parts=parts, tokens=tokens: total_of_own(nccl, parts, tokens, torch.bfloat16), barrier),  # type: ignore[misc]
+            microseconds(lambda parts=parts, tokens=tokens: scatter_few(parts, inbox, tokens, torch.bfloat16), barrier),  # type: ignore[misc]
+        ]
+        if rank == 0:
+            print(f"{tokens:>7}{times[0]:>14.2f}{times[1]:>8.2f}{times[2]:>14.2f}{times[3]:>8.2f}", flush=True)
+    barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # NCCL complains of ranks that end before others
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count()
+    mp.spawn(main, args=(ranks, store.port), nprocs=ranks)
