@@ -200,7 +200,9 @@ def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
 
 def communication(kernels: list[dict[str, Any]]) -> float:
     """Return the seconds that kernels of collectives took."""
-    return 1e-6 * sum(row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_kernel")))
+    return 1e-6 * sum(
+        row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_kernel", "gather_kernel", "scatter_kernel"))
+    )
 
 
 def configured(args: argparse.Namespace) -> EngineConfig:

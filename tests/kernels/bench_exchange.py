@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import Inbox
@@ -21,7 +23,6 @@ from dsv4lite.kernels.moe_few import ExpertSum
 from dsv4lite.layout import Layout
 from dsv4lite.models.partial_sums import gather_rows, total_of_own
 from dsv4lite.parallel.mesh import Axis, Mesh
-from tests.kernels.bench_all_reduce import microseconds
 
 HIDDEN, TOP_K = 4096, 6
 TOKENS = (1, 2, 4, 8)  # of each rank
@@ -41,6 +42,7 @@ def main(rank: int, size: int, port: int) -> None:
     def barrier() -> Tensor:
         return nccl.all_reduce(few)
 
+    timed = partial(microseconds, copies=1, calls=40, replays=9, before=barrier)
     barrier()
     if rank == 0:
         print(f"{size} GPUs\n{'tokens':>7}{'gather: NCCL':>14}{'few':>8}{'sums: NCCL':>14}{'few':>8}", flush=True)
@@ -57,10 +59,10 @@ def main(rank: int, size: int, port: int) -> None:
         sums = [total_of_own(nccl, parts, tokens, x.dtype), scatter_few(parts, inbox, tokens, x.dtype)]
         torch.testing.assert_close(*sums, rtol=0 if size == 2 else 1e-2, atol=0 if size == 2 else 1e-2)
         times = [
-            microseconds(lambda rows=rows, tokens=tokens: gather_rows(nccl, rows, tokens), barrier),  # type: ignore[misc]
-            microseconds(lambda rows=rows, tokens=tokens: gather_few(rows, inbox, tokens), barrier),  # type: ignore[misc]
-            microseconds(lambda parts=parts, tokens=tokens: total_of_own(nccl, parts, tokens, torch.bfloat16), barrier),  # type: ignore[misc]
-            microseconds(lambda parts=parts, tokens=tokens: scatter_few(parts, inbox, tokens, torch.bfloat16), barrier),  # type: ignore[misc]
+            timed(lambda _, rows=rows, tokens=tokens: gather_rows(nccl, rows, tokens)),
+            timed(lambda _, rows=rows, tokens=tokens: gather_few(rows, inbox, tokens)),
+            timed(lambda _, parts=parts, tokens=tokens: total_of_own(nccl, parts, tokens, torch.bfloat16)),
+            timed(lambda _, parts=parts, tokens=tokens: scatter_few(parts, inbox, tokens, torch.bfloat16)),
         ]
         if rank == 0:
             print(f"{tokens:>7}{times[0]:>14.2f}{times[1]:>8.2f}{times[2]:>14.2f}{times[3]:>8.2f}", flush=True)
