@@ -48,7 +48,7 @@ def all_reduce_few(part: Tensor, inbox: Inbox, dtype: torch.dtype, also: Tensor 
         part: float32, contiguous, not more than ``inbox.numbers``.
         inbox: Of this rank.
         dtype: Of the result.
-        also: Another part of this rank, float32, of the same shape.
+        also: Another part of this rank, of the same shape.
     """
     from dsv4lite.kernels.all_reduce_triton import all_reduce_triton
 

@@ -150,6 +150,7 @@ def variants() -> list[Variant]:
             ("*fp32", "*fp32", "*fp32", False, plain),
             ("*fp32", "*fp32", "*bf16", False, plain),
             ("*fp32", "*fp32", "*bf16", True, plain),
+            ("*fp32", "*bf16", "*bf16", True, plain),
             ("*fp32", "*fp32", "*bf16", True, experts),  # cut by width
             ("*bf16", "*bf16", "*bf16", True, experts),  # whole ones, on the rank that has the shared one
             ("*bf16", "*bf16", "*bf16", False, experts),  # on another

@@ -23,7 +23,7 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     """
     inbox = _inbox(axis, part.numel())
     if inbox is not None:
-        return all_reduce_few(part.contiguous(), inbox, dtype, None if also is None else also.float())
+        return all_reduce_few(part.contiguous(), inbox, dtype, also)
     if axis.size == 1:
         return rounded_sum(part, also, dtype)
     if also is not None:

@@ -75,9 +75,11 @@ def test_all_reduce_few_rounds_once_and_adds_another_part() -> None:
     world = World.of(2)
     mine, theirs = parts_of(2, 500, 1)
     also = torch.randn(500, generator=torch.Generator().manual_seed(2))
-    world.deliver(1, theirs)
-    found = world.run(0, mine, torch.bfloat16, also)
-    assert torch.equal(found, all_reduce_few_ref([mine + also, theirs], torch.bfloat16))
+    for part in (also, also.bfloat16()):
+        world.deliver(1, theirs)
+        found = world.run(0, mine, torch.bfloat16, part)
+        world.inboxes[1].calls[0] += 1
+        assert torch.equal(found, all_reduce_few_ref([mine + part, theirs], torch.bfloat16))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
