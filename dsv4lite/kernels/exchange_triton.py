@@ -46,11 +46,11 @@ def _receive(
     source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
     expected = call.to(tl.int32)
     words = tl.load(source, volatile=True)
-    missing = tl.sum(tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32), axis=0), axis=0)
+    missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
     looks = 0
     while missing > 0:
         words = tl.load(source, volatile=True)
-        missing = tl.sum(tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32), axis=0), axis=0)
+        missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
         looks += 1
         if looks % PATIENCE == 0:
             abandoned = tl.load(tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32)), volatile=True)
