@@ -35,7 +35,7 @@ EXPLORATION = 0.0075
 _GRANTED_STEPS = 1.0  # that each of the first tries may lose at once
 _MARGIN = 0.005  # gain that does not count
 _PATIENCE = 2.0  # steps lost, beyond the margin, before the k in use changes
-_PAUSE = 4  # steps between two tries
+_PAUSE = 4  # steps between two tries, and between two looks at what is known well
 _TRIES = 3  # measurements of a k before it can be chosen
 _TRY_STEPS, _TRY_DRAFTS = (2, 8), 32  # measurements of a try: at least and at most, and as many as give so many first drafts
 _LONGEST_WAY = 6  # steps to the first measurement of a try
@@ -235,13 +235,16 @@ class DraftPolicy:
         if seconds is None:
             return
         here = self._class(num_sequences)
+        self._seconds += seconds
+        known = k == here.k and here.steps[k] >= _COST_MEMORY[True]
+        if known and here.now % _PAUSE:  # a look takes the host its time
+            return
         self._learn_cost(here, k, log(seconds))
         if under_way is not None and here.steps[k] >= _TRIES and self._most_gains(here)[k] < 1:
             under_way.measurements = 0
-        self._seconds += seconds
         if k != here.k:
             self._count_lost(here, seconds, self._expected[k])
-        self._decide(here)
+        self._decide(here, _PAUSE if known else 1)
 
     def observe_detour(self, num_sequences: int, seconds: float, tokens: float) -> None:
         """Take note of a step behind one with another k, of which nothing can be learned.
@@ -422,14 +425,14 @@ class DraftPolicy:
 
     # ----------------------------------------------------------------------------------------------------------- deciding
 
-    def _decide(self, here: _Class) -> None:
-        """Add up what the k in use loses against each other one; change to the best once it is enough."""
+    def _decide(self, here: _Class, steps: int) -> None:
+        """Add up what the k in use loses against each other one in so many steps; change to the best once it is enough."""
         if here.steps[here.k] < _FIRST:
             return
         gains = self._gains(here, self._expected)
         for k, gain in enumerate(gains):
             if here.steps[k] >= _TRIES:
-                here.regret[k] = max(0.0, here.regret[k] + gain - 1 - _MARGIN - self._doubt(here, k))
+                here.regret[k] = max(0.0, here.regret[k] + steps * (gain - 1 - _MARGIN - self._doubt(here, k)))
         if max(here.regret) > _PATIENCE:
             here.k = max(range(len(gains)), key=lambda k: gains[k] if here.regret[k] else 0.0)
             here.regret = [0.0] * len(gains)
@@ -437,7 +440,7 @@ class DraftPolicy:
 
     def _candidate(self, here: _Class) -> int | None:
         """Return another k that is due for a try: the longer ago it was measured and the less a try loses, the sooner."""
-        if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:  # a look takes the host its time
+        if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:
             return None
         tokens, step = self._expected, exp(self._cost(here, here.k))
         gains = self._gains(here, tokens)
