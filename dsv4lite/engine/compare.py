@@ -23,7 +23,7 @@ BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
-    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "hc_enter_few", "swiglu_quantize", "latent_norms"), 2**-4),
     **dict.fromkeys(("experts_forward", "moe_few", "fp8_weight_linear_quantize"), 2**-4),
     **dict.fromkeys(("compress_step", "latent_entries"), 2**-3),
 }

@@ -12,7 +12,8 @@ references.
 
 The two ops follow the data: ``hc_leave_enter`` writes one sub-layer's output into the streams and projects them for the next one
 (one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input. Between
-them goes the projection as partial sums [parts, T, rows of fn + 1], the last of each row that of the squares.
+them goes the projection as partial sums [parts, T, rows of fn + 1], the last of each row that of the squares. ``hc_enter_few`` is
+both, for few tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from dsv4lite.kernels.quantize import quantize_fp8_ref
 SCALAR_TOKENS = 2
 FP8_GROUP = 128
 KERNEL_STREAMS = 4
-FEW_TOKENS = 16  # that enter and leave by a kernel of their own, where bits may depend on their number
+FEW_TOKENS = 16  # that leave and enter in one launch, where bits may depend on their number
+FEW_WIDTH = 8192  # that one launch has room for
 
 Output = Tensor | ExpertSum
 """What a sub-layer puts out: [T, D], or a sum over experts that is still to be taken."""
@@ -174,10 +176,6 @@ def hc_leave_enter(
     Returns:
         The streams [T, N, D] and partial sums of their projection, float32 [parts, T, rows of fn + 1], for ``hc_collapse``.
     """
-    if _has_kernel(streams_TND) and row_tile is None and len(streams_TND) <= FEW_TOKENS:
-        from dsv4lite.kernels.hc_few_triton import enter_few_triton
-
-        return enter_few_triton(streams_TND, None if pending is None else (pending[0], *pending[1]), fn)
     written = None if pending is None else (_whole(pending[0]), pending[1])
     if use_triton(streams_TND):
         left = None if written is None else (written[0], *written[1])
@@ -265,6 +263,45 @@ def hc_collapse_quantize(
         return x_TD, codes.view(torch.float8_e4m3fn), scales, HcMix(*mix)
     x_TD, returned = hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
     return x_TD, *quantize_fp8_ref(x_TD, FP8_GROUP), returned
+
+
+def suits_few(streams_TND: Tensor, row_tile: int | None) -> bool:
+    """Return whether ``hc_enter_few`` is for these streams; its sums depend on whether there are few tokens."""
+    tokens, streams, width = streams_TND.shape
+    return row_tile is None and 0 < tokens <= FEW_TOKENS and width <= FEW_WIDTH and has_kernel(streams_TND.dtype, streams)
+
+
+def hc_enter_few(
+    streams_TND: Tensor,
+    pending: tuple[Output, HcMix] | None,
+    weights: HcWeights,
+    norm_weight: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    quantize: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, HcMix]:
+    """Leave the previous sub-layer, if its output is pending, and enter the next one.
+
+    Returns:
+        The streams [T, N, D], the sub-layer's normed input [T, D], its codes and scales as ``hc_collapse_quantize`` has them
+        (``None`` unless ``quantize``), and the mix.
+    """
+    if use_triton(streams_TND):
+        from dsv4lite.kernels.hc_few_triton import enter_few_triton
+
+        left = None if pending is None else (pending[0], *pending[1])
+        streams_TND, x_TD, codes, scales, *mix = enter_few_triton(
+            streams_TND, left, *weights, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=quantize
+        )
+        return streams_TND, x_TD, (codes.view(torch.float8_e4m3fn), scales) if quantize else None, HcMix(*mix)
+    written = None if pending is None else (_whole(pending[0]), pending[1])
+    streams_TND, sums = hc_leave_enter_ref(streams_TND, written, weights.fn)
+    x_TD, returned = hc_collapse_ref(
+        streams_TND, sums, weights.base, weights.scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=False
+    )
+    return streams_TND, x_TD, quantize_fp8_ref(x_TD, FP8_GROUP) if quantize else None, returned
 
 
 def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:

@@ -1,7 +1,15 @@
-"""Leaving and entering for few tokens: a program for each token and 32 channels, in float32 without tensor cores.
+"""Kernel of ``hc_enter_few``: leaving, projecting and collapse in one launch, for one that waits for another takes too long.
 
-Nothing to wait for but memory; and the sum over experts is on the way. Sums of the projection differ in their last bits from those
-of ``hc_triton.py``.
+    project     one token x 32 channels, in float32 without tensor cores: writes the streams, and sends their sums
+    mix         one token: waits for its sums, writes its ``post`` and ``comb``
+    collapse    one token x 512 channels: leaves for them, too, waits for the sums, and writes the next sub-layer's input
+
+A number is its own sign that it has arrived: memory holds 0 before, and 0 is sent as -0. So nobody waits for a write to be
+confirmed, nor sends a flag behind it; streams would need one, and are found twice instead. When all have read a number its place is
+cleared. Programs that wait have larger numbers than those they wait for, which wait for nobody; only those that collapse a token,
+eight or so, tell each other its sums of squares. So it ends as long as a chip has room for these few at a time.
+
+Sums differ in their last bits from those of ``hc_triton.py``, but do not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +20,29 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.e4m3 import to_bf16
-from dsv4lite.kernels.hc_triton import PARTS_OF_SUM, STREAMS, UNIT_CHANNELS, load4, store4, units_of, weigh
+from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.gemm_triton import counters_of
+from dsv4lite.kernels.hc_triton import (
+    PARTS_OF_SUM,
+    STREAMS,
+    UNIT_CHANNELS,
+    load4,
+    normalise,
+    normed,
+    store4,
+    store_fp8,
+    units_of,
+    weigh,
+    weighted_sum,
+    write_mix,
+)
 from dsv4lite.kernels.moe_few import ExpertSum
+
+_WARPS = 4
+_SHARE_GROUPS = 4  # of 128 channels of a token that one program collapses
+_ROWS = 24  # of the projection of four streams
+_RECORD = 32  # numbers that a program sends: those of the rows, and the sum of squares four times, so that they are read in pairs
+_MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of it
 
 
 @triton.jit
@@ -36,67 +64,214 @@ def _written(
     return w
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _enter_few_kernel(
-    streams,
-    y,
-    chosen,
-    shared,
-    post,
-    comb,
-    fn,
-    out,
-    sums,
-    tokens,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    LEAVE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    part = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    column = part * UNIT + tl.arange(0, UNIT)
-    inside = column < WIDTH
-    row = tl.arange(0, ROWS_TILE)
-    wanted = (row < ROWS)[:, None] & inside[None, :]
-    w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
+@triton.jit
+def _left(
+    streams, pending, token, column, inside,
+    WIDTH: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return some channels of a token's streams, bfloat16, once a sub-layer's output is written into them."""
     x0, x1, x2, x3 = load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
-    f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     if LEAVE:
+        y, chosen, shared, post, comb = pending
+        # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
+        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
         w = _written(y, chosen, shared, token, column, inside, WIDTH, TOP_K, EXPERTS, GPU)
-        p0, p1, p2, p3 = load4(post + token * 4, 1, token < tokens)
-        c00, c01, c02, c03 = load4(comb + token * 16, 1, token < tokens)
-        c10, c11, c12, c13 = load4(comb + token * 16 + 4, 1, token < tokens)
-        c20, c21, c22, c23 = load4(comb + token * 16 + 8, 1, token < tokens)
-        c30, c31, c32, c33 = load4(comb + token * 16 + 12, 1, token < tokens)
+        p0, p1, p2, p3 = load4(post + token * 4, 1, True)
+        c00, c01, c02, c03 = load4(comb + token * 16, 1, True)
+        c10, c11, c12, c13 = load4(comb + token * 16 + 4, 1, True)
+        c20, c21, c22, c23 = load4(comb + token * 16 + 8, 1, True)
+        c30, c31, c32, c33 = load4(comb + token * 16 + 12, 1, True)
         x0, x1, x2, x3 = (
             to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
             to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
             to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
             to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
         )
-        store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
-        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _sent(x):
+    """Return the bits of a number that is on its way: those of 0 say that nothing has come."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits == 0, _MINUS_ZERO, bits)
+
+
+@triton.jit
+def _look(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+    """Return the sums of ``UNITS`` numbers each, as far as these have come, and how many have not."""
+    missing = tl.zeros(p.shape, tl.int32)
+    total = tl.zeros(p.shape, tl.float32)
+    for unit in tl.static_range(UNITS):
+        bits = tl.load(p + unit * RECORD, mask=wanted, other=_MINUS_ZERO, volatile=True)
+        missing += (bits == 0).to(tl.int32)
+        # Reference: sums.sum(0)
+        total += bits.to(tl.float32, bitcast=True)
+    return total, tl.sum(tl.sum(tl.sum(missing, axis=2), axis=1), axis=0)
+
+
+@triton.jit
+def _awaited(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+    """Return the sums of ``UNITS`` numbers each, float32 [1, 32, 8], when all have come.
+
+    They are no fewer than threads: two that looked at the same number might see it come at different times.
+    """
+    total, missing = _look(p, wanted, UNITS, RECORD)
+    while missing > 0:
+        total, missing = _look(p, wanted, UNITS, RECORD)
+    tl.debug_barrier()  # all threads have read
+    return total
+
+
+@triton.jit
+def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+    for unit in tl.static_range(UNITS):
+        tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # as the next kernel finds it
+
+
+@triton.jit
+def _project(
+    program, streams, pending, fn, out, inbox, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Leave for one of a token's ``UNITS`` units of channels, and send their sums."""
+    token = (program // UNITS).to(tl.int64)
+    column = program % UNITS * UNIT + tl.arange(0, UNIT)
+    inside = column < WIDTH
+    row = tl.arange(0, RECORD)
+    wanted = (row < ROWS)[:, None] & inside[None, :]
+    w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
+    x0, x1, x2, x3 = _left(streams, pending, token, column, inside, WIDTH, LEAVE, TOP_K, EXPERTS, GPU)
     # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
-    product = weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, tl.zeros((ROWS_TILE, UNIT), tl.float32))
+    f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    zeros = tl.zeros((RECORD, UNIT), tl.float32)
+    product = weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, zeros)
     squares = weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((UNIT,), tl.float32))
-    sums += (part.to(tl.int64) * tokens + token) * (ROWS + 1)
-    tl.store(sums + row, tl.sum(product, 1), mask=row < ROWS)
-    tl.store(sums + ROWS, tl.sum(squares, 0))
+    numbers = tl.where(row < ROWS, tl.sum(product, 1), tl.sum(squares, 0))
+    # For one who waits rows 4 to 23 and the sum of squares twice, for the other rows 0 to 3 and the same.
+    place = tl.where(row < 4, row + ROWS + 2, tl.where(row < ROWS + 2, row, row + 4))
+    tl.store(inbox + program.to(tl.int64) * RECORD + place, _sent(numbers), mask=row < ROWS + 4)
+    if LEAVE:
+        store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
+
+
+@triton.jit
+def _mix(
+    token, tokens, base, scale, inbox, post, comb, eps, norm_eps, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Wait for a token's sums, and write its ``post`` and ``comb``."""
+    row = tl.arange(0, RECORD)
+    bias = tl.load(base + row, mask=row < ROWS, other=0.0)
+    post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
+    part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
+    p = inbox + part[None, None, :] + row[None, :, None]
+    wanted = tl.broadcast_to(((row >= 4) & (row < ROWS + 2))[None, :, None], p.shape)
+    total = _awaited(p, wanted, UNITS, RECORD)
+    _clear(p, wanted, UNITS, RECORD)
+    m = normalise(total, norm_eps, WIDTH, ROWS)
+    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, token, ROWS, 1, ITERS, NATIVE)
+
+
+@triton.jit
+def _whole_sum(part, notes, share, SHARES: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr):
+    """Return the sum of what every share of a token has found; they wait for each other."""
+    peer = tl.arange(0, RECORD)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    there = peer < SHARES
+    tl.store(notes + peer * SHARES + share, tl.broadcast_to(_sent(part), peer.shape), mask=there)
+    p = notes + share * SHARES + peer
+    total = _awaited(p, there, 1, 0)
+    _clear(p, there, 1, 0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _collapse(
+    program, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales, eps, norm_eps,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Leave for a share of a token's channels, too, wait for its sums, and write the next sub-layer's input."""
+    token, share = (program // SHARES).to(tl.int64), program % SHARES
+    group = share * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < WIDTH
+    weight = tl.load(normweight + column, mask=inside, other=0.0)
+    row = tl.arange(0, RECORD)
+    bias = tl.load(base + row, mask=row < 4, other=0.0)
+    pre_scale = tl.load(scale)
+    x0, x1, x2, x3 = _left(streams, pending, token, column, inside, WIDTH, LEAVE, TOP_K, EXPERTS, GPU)
+    part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
+    p = inbox + part[None, None, :] + (row + ROWS + 2)[None, :, None]
+    wanted = tl.broadcast_to((row < RECORD - ROWS - 2)[None, :, None], p.shape)
+    m = normalise(_awaited(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
+    v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps, NATIVE).to(tl.float32)
+    squares = tl.sum(v * v)
+    if SHARES > 1:
+        notes = inbox + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (SHARES * SHARES)
+        squares = _whole_sum(squares, notes, share, SHARES, RECORD, PARTS)
+    if share == 0:
+        _clear(p, wanted, UNITS, RECORD)  # all have read
+    rounded = normed(v, squares, weight, norm_eps, WIDTH, NATIVE)
+    tl.store(x + token * WIDTH + column, rounded, mask=inside)
+    if FP8:
+        store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _enter_few_kernel(
+    streams, y, chosen, shared, post, comb, fn, base, scale, normweight, inbox,
+    out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr,
+    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, LEAVE: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    pending = (y, chosen, shared, post, comb)
+    projecting = PARTS * UNITS * tokens
+    if program < projecting:
+        _project(
+            program, streams, pending, fn, out, inbox, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, LEAVE, TOP_K, EXPERTS, GPU
+        )  # fmt: skip
+    elif program < projecting + tokens:
+        _mix(
+            (program - projecting).to(tl.int64), tokens, base, scale, inbox, new_post, new_comb, eps, norm_eps,
+            WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS, NATIVE,
+        )  # fmt: skip
+    else:
+        _collapse(
+            program - projecting - tokens, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales,
+            eps, norm_eps, WIDTH, PARTS, UNITS, SHARES, GROUPS, RECORD, ROWS, LEAVE, TOP_K, EXPERTS, FP8, NATIVE, GPU,
+        )  # fmt: skip
 
 
 def enter_few_triton(
-    streams_TND: Tensor, pending: tuple[Tensor | ExpertSum, Tensor, Tensor] | None, fn: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``."""
-    tokens, streams, width = streams_TND.shape
+    streams_TND: Tensor,
+    pending: tuple[Tensor | ExpertSum, Tensor, Tensor] | None,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch ``hc_enter_few``.
+
+    Args:
+        pending: A sub-layer's output, ``post`` and ``comb``.
+        fp8: Quantize, too.
+
+    Returns:
+        The streams; the rest as ``collapse_triton``.
+    """
+    (tokens, streams, width), device = streams_TND.shape, streams_TND.device
     assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
-    rows = fn.shape[0]
-    assert fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width, fn.shape
+    assert fn.shape == (_ROWS, STREAMS * width) and fn.is_contiguous() and norm_weight.is_contiguous(), fn.shape
+    assert fn.dtype == base.dtype == scale.dtype == norm_weight.dtype == torch.float32 and norm_weight.shape == (width,)
     output, post, comb = pending or (streams_TND,) * 3
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
     if isinstance(output, ExpertSum):
@@ -107,33 +282,46 @@ def enter_few_triton(
     elif pending is not None:
         y = output
     assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
-    programs = PARTS_OF_SUM * units_of(width)
+    inbox, sizes = counters_of(device), sizes_of(width, gpu=streams_TND.is_cuda)
+    assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
-    sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
-    if tokens:
-        _enter_few_kernel[(programs, tokens)](
-            streams_TND,
-            y,
-            chosen,
-            shared,
-            post,
-            comb,
-            fn,
-            out,
-            sums,
-            tokens,
-            WIDTH=width,
-            ROWS=rows,
-            ROWS_TILE=triton.next_power_of_2(rows),
-            UNIT=UNIT_CHANNELS,
-            LEAVE=pending is not None,
-            TOP_K=top_k,
-            EXPERTS=experts,
-            GPU=streams_TND.is_cuda,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return out, sums
+    x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
+    quantized = tokens if fp8 else 0
+    codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
+    scales = torch.empty(quantized, triton.cdiv(width, 128), dtype=torch.uint8, device=device)
+    new_post = torch.empty(tokens, STREAMS, dtype=torch.float32, device=device)
+    new_comb = torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device)
+    _enter_few_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + 1 + sizes["SHARES"]),)](
+        streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
+        out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
+        ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
+        GPU=streams_TND.is_cuda, **sizes, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, x, codes, scales, new_post, new_comb
+
+
+def sizes_of(width: int, *, gpu: bool) -> dict[str, int]:
+    """Return how the work on a token is shared.
+
+    The interpreter runs one program after the other: there one program collapses a token, and waits for no other of its kind.
+    """
+    groups = triton.cdiv(width, 128)
+    each = _SHARE_GROUPS if gpu else triton.next_power_of_2(groups)
+    return {
+        "WIDTH": width,
+        "UNIT": UNIT_CHANNELS,
+        "PARTS": PARTS_OF_SUM,
+        "UNITS": units_of(width),
+        "SHARES": triton.cdiv(groups, each),
+        "GROUPS": each,
+        "RECORD": _RECORD,
+        "ROWS": _ROWS,
+    }
+
+
+def room_of(sizes: dict[str, int]) -> int:
+    """Return how many numbers programs send each other for a token."""
+    return PARTS_OF_SUM * sizes["UNITS"] * _RECORD + sizes["SHARES"] ** 2
 
 
 def variants() -> list[Variant]:
@@ -142,23 +330,29 @@ def variants() -> list[Variant]:
         Variant(
             kernel=_enter_few_kernel,
             signature={
-                **dict.fromkeys(("streams", "y", "shared", "out"), "*bf16"),
+                **dict.fromkeys(("streams", "y", "shared", "out", "x"), "*bf16"),
                 **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
-                **dict.fromkeys(("fn", "sums"), "*fp32"),
+                **dict.fromkeys(("fn", "base", "scale", "normweight", "new_post", "new_comb"), "*fp32"),
+                **dict.fromkeys(("codes", "scales"), "*u8"),
                 "chosen": "*i64" if top_k else "*bf16",
+                "inbox": "*i32",
                 "tokens": "i32",
+                **dict.fromkeys(("eps", "norm_eps"), "fp32"),
             },
             constants={
-                "WIDTH": width,
-                "ROWS": 24,
-                "ROWS_TILE": 32,
-                "UNIT": UNIT_CHANNELS,
+                **sizes_of(width, gpu=True),
+                "ITERS": 20,
                 "LEAVE": leave,
                 "TOP_K": top_k,
                 "EXPERTS": 256 if top_k else 0,
+                "FP8": True,
+                "NATIVE": native,
                 "GPU": True,
             },
+            num_warps=_WARPS,
+            capabilities=capabilities,
         )
-        for width in (4096, 7168)
+        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
+        for width in (7168, 4096)
         for leave, top_k in ((False, 0), (True, 0), (True, 6))
     ]

@@ -179,6 +179,21 @@ def leave_enter_kernel(
 
 
 @triton.jit
+def normalise(total, norm_eps, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Return the normalised projection of tokens, float32 [TOKENS, ROWS_TILE], from what each part [TOKENS, ROWS_TILE, 8] adds."""
+    # The parts in pairs, and so on: tl.sum would leave the order to the layout.
+    tl.static_assert(total.shape[2] == 8)
+    a, b = tl.split(tl.reshape(total, (total.shape[0], total.shape[1], 4, 2)))
+    a, b = tl.split(tl.reshape(a + b, (total.shape[0], total.shape[1], 2, 2)))
+    a, b = tl.split(a + b)
+    projected = a + b
+    # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
+    last = tl.arange(0, total.shape[1])[None, :] == ROWS
+    squares = tl.sum(tl.where(last, projected, 0.0), 1, keep_dims=True)
+    return projected * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
+
+
+@triton.jit
 def _normed(
     sums,
     token,
@@ -200,16 +215,7 @@ def _normed(
     total = tl.load(p, mask=inside, other=0.0)
     for unit in tl.static_range(1, UNITS):
         total += tl.load(p + unit * stride, mask=inside, other=0.0)
-    # The parts in pairs, and so on: tl.sum would leave the order to the layout.
-    tl.static_assert(PARTS == 8)
-    a, b = tl.split(tl.reshape(total, (total.shape[0], ROWS_TILE, 4, 2)))
-    a, b = tl.split(tl.reshape(a + b, (total.shape[0], ROWS_TILE, 2, 2)))
-    a, b = tl.split(a + b)
-    projected = a + b
-    # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
-    last = tl.arange(0, ROWS_TILE)[None, :] == ROWS
-    squares = tl.sum(tl.where(last, projected, 0.0), 1, keep_dims=True)
-    return projected * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
+    return normalise(total, norm_eps, WIDTH, ROWS)
 
 
 @triton.jit
@@ -246,37 +252,20 @@ def _inverse(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _mix(
-    sums,
-    base,
-    scale,
-    post,
-    comb,
-    tokens,
-    eps,
-    norm_eps,
-    block,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ITERS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Write ``post`` and ``comb`` of some tokens; a number of a token's matrix is in one register."""
+def write_mix(
+    m, bias, post_scale, comb_scale, post, comb, tokens, eps, block,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write ``post`` and ``comb`` of some tokens from their projection; a number of a token's matrix is in one register."""
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
-    row = tl.arange(0, ROWS_TILE)
+    row = tl.arange(0, m.shape[1])
     inside = here[:, None] & (row <= ROWS)[None, :]
-    m = _normed(sums, token, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
-    bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     # Reference: post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    written = 2.0 * _sigmoid(m * tl.load(scale + 1) + bias[None, :])
+    written = 2.0 * _sigmoid(m * post_scale + bias[None, :])
     tl.store(post + token[:, None] * 4 + row[None, :] - 4, written, mask=inside & ((row >= 4) & (row < 8))[None, :])
     # Reference: comb = (projected[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + eps
-    m = m * tl.load(scale + 2) + bias[None, :]
+    m = m * comb_scale + bias[None, :]
     a00, a01, a02, a03 = _softmax(_column(m, 8), _column(m, 9), _column(m, 10), _column(m, 11), eps)
     a10, a11, a12, a13 = _softmax(_column(m, 12), _column(m, 13), _column(m, 14), _column(m, 15), eps)
     a20, a21, a22, a23 = _softmax(_column(m, 16), _column(m, 17), _column(m, 18), _column(m, 19), eps)
@@ -311,7 +300,38 @@ def _mix(
 
 
 @triton.jit
-def _store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+def _mix(
+    sums, base, scale, post, comb, tokens, eps, norm_eps, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROWS_TILE: tl.constexpr,
+    PARTS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    m = _normed(sums, token, token < tokens, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+    row = tl.arange(0, ROWS_TILE)
+    bias = tl.load(base + row, mask=row < ROWS, other=0.0)
+    post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
+    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, block, ROWS, TOKENS, ITERS, NATIVE)
+
+
+@triton.jit
+def weighted_sum(x0, x1, x2, x3, m, bias, scale, eps, NATIVE: tl.constexpr):
+    """Return the sum of a token's streams, rounded to bfloat16; ``m`` [1, ROWS_TILE] is its projection."""
+    # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
+    pre = _sigmoid(m * scale + bias[None, :]) + eps
+    # Reference: x = weighted_sum(streams_TND, pre)
+    summed = x0.to(tl.float32) * _column(pre, 0) + x1.to(tl.float32) * _column(pre, 1)
+    summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
+    return to_bf16(summed, NATIVE)
+
+
+@triton.jit
+def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    """Return a token, or some of its channels, normed by its root mean square."""
+    # Reference: rms_norm(x, normweight, norm_eps)
+    return to_bf16(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight, NATIVE)
+
+
+@triton.jit
+def store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
     # Reference: quantize_fp8(x, 128)
     bits = fp8_scale_bits(v)
     tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=column < WIDTH)
@@ -351,24 +371,9 @@ def collapse_kernel(
     if program < mixers:
         if not HEAD:
             _mix(
-                sums,
-                base,
-                scale,
-                post,
-                comb,
-                tokens,
-                eps,
-                norm_eps,
-                program,
-                WIDTH,
-                ROWS,
-                ROWS_TILE,
-                PARTS,
-                UNITS,
-                MIX_TOKENS,
-                ITERS,
-                NATIVE,
-            )
+                sums, base, scale, post, comb, tokens, eps, norm_eps, program,
+                WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS, NATIVE,
+            )  # fmt: skip
     else:
         token = (program - mixers).to(tl.int64)
         group = tl.arange(0, GROUPS_TILE)
@@ -376,23 +381,18 @@ def collapse_kernel(
         inside = column < WIDTH
         at = streams + token * (4 * WIDTH) + column
         x0, x1, x2, x3 = load4(at, WIDTH, inside)
-        row = tl.arange(0, ROWS_TILE)[None, :]
         one, here = tl.full((1,), token, tl.int64), tl.full((1,), True, tl.int1)
         m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
-        # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
-        pre = _sigmoid(m * tl.load(scale) + tl.load(base + row, mask=row < 4, other=0.0)) + eps
-        # Reference: x = weighted_sum(streams_TND, pre)
-        summed = x0.to(tl.float32) * _column(pre, 0) + x1.to(tl.float32) * _column(pre, 1)
-        summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
-        rounded = to_bf16(summed, NATIVE)
+        row = tl.arange(0, ROWS_TILE)
+        bias = tl.load(base + row, mask=row < 4, other=0.0)
+        rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps, NATIVE)
         if not HEAD:
-            # Reference: rms_norm(x, normweight, norm_eps)
             weight = tl.load(normweight + column, mask=inside, other=0.0).to(tl.float32)
             v = rounded.to(tl.float32)
-            rounded = to_bf16(v * tl.rsqrt(tl.sum(v * v) / WIDTH + norm_eps) * weight, NATIVE)
+            rounded = normed(v, tl.sum(v * v), weight, norm_eps, WIDTH, NATIVE)
         tl.store(x + token * WIDTH + column, rounded, mask=inside)
         if FP8:
-            _store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+            store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
 
 
 def _launch_leave_enter(

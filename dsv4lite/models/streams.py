@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.kernels.hc import HcMix, HcWeights, Output, hc_collapse, hc_collapse_quantize, hc_expand, hc_leave_enter
+from dsv4lite.kernels.hc import (
+    HcMix,
+    HcWeights,
+    Output,
+    hc_collapse,
+    hc_collapse_quantize,
+    hc_enter_few,
+    hc_expand,
+    hc_leave_enter,
+    suits_few,
+)
 from dsv4lite.models.config import V4Config
 from dsv4lite.weights.quant import Rounded
 
@@ -26,6 +36,19 @@ class Streams:
     def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
         """Return the sub-layer's normed input [T, D], and the same in FP8 where it is wanted."""
         c = self._config
+        if suits_few(self.value_TND, self._row_tile):
+            pending, self._pending = self._pending, None
+            self.value_TND, x_TD, rounded, self._mix = hc_enter_few(
+                self.value_TND,
+                pending,
+                weights,
+                norm_weight,
+                iters=c.sinkhorn_iters,
+                eps=c.hc_eps,
+                norm_eps=c.norm_eps,
+                quantize=self._rounded,
+            )
+            return x_TD, rounded
         self.value_TND, projected = hc_leave_enter(self.value_TND, self._pending, weights.fn, c.norm_eps, self._row_tile)
         self._pending = None
         if self._rounded:

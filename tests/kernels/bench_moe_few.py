@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts_triton import experts_forward_triton
 from dsv4lite.kernels.gemm_triton import fp8_linear_triton
+from dsv4lite.kernels.hc import HcWeights
 from dsv4lite.kernels.hc_few_triton import enter_few_triton
 from dsv4lite.kernels.moe_few import Router
 from dsv4lite.kernels.moe_few_triton import moe_few_triton
@@ -36,6 +37,8 @@ def main() -> None:
         for _ in range(COPIES)
     ]
     fn = torch.randn(24, 4 * HIDDEN, device="cuda") / (4 * HIDDEN) ** 0.5
+    weights, norm = HcWeights(fn, torch.randn(24, device="cuda"), torch.ones(3, device="cuda")), torch.ones(HIDDEN, device="cuda")
+    options = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
     print(f"{'tokens':>7}{'alone':>9}{'moe_few':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
     for tokens in TOKENS:
         x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
@@ -53,8 +56,8 @@ def main() -> None:
         def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]
             return moe_few_triton(logits, router, *x, h, *shared[i], *layers[i], LIMIT)
 
-        def enter(y, streams: Tensor = streams, mix: tuple = mix) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def,type-arg]
-            return enter_few_triton(streams, (y, *mix), fn)
+        def enter(y, streams: Tensor = streams, mix: tuple = mix) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def,type-arg]
+            return enter_few_triton(streams, (y, *mix), *weights, norm, **options, fp8=True)
 
         for i in range(COPIES):
             assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"

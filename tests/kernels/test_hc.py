@@ -13,6 +13,7 @@ from dsv4lite.kernels.hc import (
     has_kernel,
     hc_collapse,
     hc_collapse_quantize,
+    hc_enter_few,
     hc_expand,
     hc_head,
     hc_leave_enter,
@@ -21,6 +22,7 @@ from dsv4lite.kernels.hc import (
     hc_sums,
     sinkhorn,
     sinkhorn_scalar,
+    suits_few,
     weighted_sum,
 )
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -134,6 +136,27 @@ def test_collapse_quantizes_what_it_returns() -> None:
     assert torch.equal(entered, expected) and all(torch.equal(a, b) for a, b in zip(same_mix, mix, strict=True))
     wanted_codes, wanted_scales = quantize_fp8(expected, 128)
     assert torch.equal(codes.float(), wanted_codes.float()) and torch.equal(scales, wanted_scales) and scales.shape == (5, 3)
+
+
+def test_entering_few_is_leaving_projecting_and_collapse() -> None:
+    x, y, w = random(3, 4, 320).bfloat16(), random(3, 320, seed=5).bfloat16(), weights_of(4, 320)
+    mix, norm = HcMix(random(3, 4, seed=6).sigmoid(), random(3, 4, 4, seed=7).softmax(-1)), 1 + random(320, seed=8, scale=0.3)
+    options = {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
+    streams, entered, rounded, returned = hc_enter_few(x, (y, mix), w, norm, **options, quantize=True)
+    left, sums = hc_leave_enter(x, (y, mix), w.fn, EPS)
+    wanted, codes, scales, wanted_mix = hc_collapse_quantize(left, sums, w.base, w.scale, norm, **options)
+    assert rounded is not None
+    got = (streams, entered, rounded[0].float(), rounded[1], *returned)
+    assert all(torch.equal(a, b) for a, b in zip(got, (left, wanted, codes.float(), scales, *wanted_mix), strict=True))
+    alone, _, plain, _ = hc_enter_few(x, None, w, norm, **options, quantize=False)
+    assert alone is x and plain is None
+
+
+def test_few_tokens_of_four_streams_in_bfloat16_are_entered_at_once() -> None:
+    x = torch.empty(16, 4, 64, dtype=torch.bfloat16)
+    assert suits_few(x, None) and suits_few(x[:1], None)
+    assert not any((suits_few(x, ROW_TILE), suits_few(x.float(), None), suits_few(x[:0], None), suits_few(x[:, :2], None)))
+    assert not suits_few(torch.cat([x, x]), None) and not suits_few(torch.empty(1, 4, 8448, dtype=torch.bfloat16), None)
 
 
 @pytest.mark.parametrize("count", COUNTS)
