@@ -1,6 +1,6 @@
 """Kernels of ``moe_few.py``: two launches, for a launch that waits for another takes longer than the little work of most.
 
-    prepare    one program routes and groups all tokens; beside it the shared expert's activation, and scales
+    prepare    a program routes each token, the last one of them groups all; beside them the shared expert's activation, and scales
     experts    the routed experts' first product (``experts_triton.py``), the shared expert's second, the routed ones' second
 
 Each part does what its kernel for many tokens does, in the same order. Programs of the last product wait for the first one's of
@@ -21,7 +21,7 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.experts import GROUP, Tiles
 from dsv4lite.kernels.experts_triton import Block, Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
-from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, fp8_tile, splits_of
+from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router
 from dsv4lite.kernels.moe_triton import route_rows
 from dsv4lite.kernels.swiglu_triton import swiglu_groups
@@ -30,7 +30,8 @@ _OUTS = 64  # of one program of the shared expert, as of any product of few rows
 # How both products are multiplied in one launch.
 _ONE_TOKEN = Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)
 _MORE_TOKENS = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
-_SHARERS = {1: 16, MOE_FEW_TOKENS: 4}  # programs of a token's activation, by the tile of tokens, which is also their warps
+# Programs of a token's activation, and warps of every program, by the tile of tokens.
+_SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), MOE_FEW_TOKENS: (4, 4)}
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _group_rows(
 @triton.jit(do_not_specialize=["tokens", "most", "first"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
-    chosen, weights, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
+    chosen, weights, routed, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit, first,
     EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
@@ -68,14 +69,13 @@ def _prepare_kernel(
     SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if program == 0:
-        token = tl.arange(0, TOKENS)
-        here = token < tokens
+    if program < tokens:
+        token = program + tl.arange(0, 1)
         ids, weight, place = route_rows(
-            token.to(tl.int64), here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+            token.to(tl.int64), token < tokens, logits, bias, table, token_ids, positions, logits_stride, route_scale,
             EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
         )  # fmt: skip
-        used = here[:, None] & (tl.arange(0, TOP_TILE)[None, :] < TOP_K)
+        used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
         at = token[:, None] * TOP_K + place
         tl.store(weights + at, weight, mask=used)
         if COPIES > 0:
@@ -88,10 +88,18 @@ def _prepare_kernel(
         here = used & (ids >= first) & (ids < first + HELD)
         ids = tl.where(here, ids - first, HELD)
         tl.store(chosen + at, ids.to(tl.int64), mask=used)
-        _group_rows(token, ids, place, here, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+        tl.debug_barrier()  # all threads have written when one of them says so
+        arrived = tl.atomic_add(routed, 1, sem="acq_rel", scope="gpu")
+        if arrived == tokens - 1:
+            every = tl.arange(0, TOKENS)
+            each = tl.arange(0, TOP_TILE)[None, :] + tl.zeros((TOKENS, TOP_TILE), tl.int32)
+            there = (every < tokens)[:, None] & (each < TOP_K)
+            all_ids = tl.load(chosen + every[:, None] * TOP_K + each, mask=there, other=HELD, cache_modifier=".cg").to(tl.int32)
+            _group_rows(every, all_ids, each, all_ids < HELD, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+            tl.store(routed, 0)  # as the next step finds it
     else:
-        mine = ((program - 1) // SHARERS).to(tl.int64)
-        part = (program - 1) % SHARERS
+        mine = ((program - tokens) // SHARERS).to(tl.int64)
+        part = (program - tokens) % SHARERS
         if SHARED > 0:
             group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
             swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
@@ -215,14 +223,15 @@ def _prepare(
     load_E = None if copies is None else copies.load_E
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    inputs, tile = h_TI.shape[1] // 2, 1 if tokens == 1 else MOE_FEW_TOKENS
+    inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _SHARERS if tokens <= tile)
+    most_sharers, num_warps = _SHARERS[tile]
     shared_groups = triton.cdiv(inputs, GROUP)
     s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
     s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
     shared = triton.next_power_of_2(shared_groups) if inputs else 0
-    sharers = min(max(shared, 1), _SHARERS[tile])
+    sharers = min(max(shared, 1), most_sharers)
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
-    _prepare_kernel[(1 + tokens * sharers,)](
+    _prepare_kernel[(tokens + tokens * sharers,)](
         logits_TE,
         logits_TE if bias is None else bias,
         chosen_TK if table is None else table,
@@ -234,6 +243,7 @@ def _prepare(
         x_scales,
         chosen_TK,
         weight_TK,
+        counters_of(device),
         groups.order,
         groups.owner,
         groups.count,
@@ -271,7 +281,7 @@ def _prepare(
         ALIGNED=inputs % GROUP == 0,
         NATIVE=work.native,
         GPU=logits_TE.is_cuda,
-        num_warps=tile,
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
     return chosen_TK, weight_TK, s_codes, s_scales
@@ -292,7 +302,9 @@ def variants() -> list[Variant]:
                 signature={
                     **dict.fromkeys(("logits", "bias", "weights"), "*fp32"),
                     **dict.fromkeys(("table", "chosen", "copy_slots", "copy_counts", "load"), "*i64"),
-                    **dict.fromkeys(("token_ids", "positions", "order", "owner", "blocks", "arrivals", "done", "x_words"), "*i32"),
+                    **dict.fromkeys(
+                        ("token_ids", "positions", "routed", "order", "owner", "blocks", "arrivals", "done", "x_words"), "*i32"
+                    ),
                     **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
                     "h": "*bf16",
                     **dict.fromkeys(("tokens", "most", "logits_stride", "width", "first"), "i32"),
@@ -312,12 +324,12 @@ def variants() -> list[Variant]:
                     "FILL": triton.next_power_of_2(tokens * _TOP_K * 16),
                     **dict.fromkeys(("COLUMNS", "COLUMNS_TILE"), _HIDDEN // GROUP),
                     **dict.fromkeys(("GROUPS", "GROUPS_TILE", "SHARED"), _WIDTH // GROUP),
-                    "SHARERS": _SHARERS[tokens],
+                    "SHARERS": _SHARERS[tokens][0],
                     "ALIGNED": True,
                     "NATIVE": native,
                     "GPU": True,
                 },
-                num_warps=tokens,
+                num_warps=_SHARERS[tokens][1],
                 capabilities=capabilities,
             )
         )
