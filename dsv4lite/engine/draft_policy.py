@@ -210,7 +210,7 @@ class DraftPolicy:
         if here.steps[candidate]:
             hopeless = self._most_gains(here)[candidate] < 1
             here.doubts[candidate] = min(here.doubts[candidate] + 1, _MOST_DOUBTS) if hopeless else 0
-        measurements = _measurements(here.size)
+        measurements = self._measurements(here, candidate)
         self._try = _Try(candidate, _LONGEST_WAY + 2 * measurements, measurements)
         here.last_try = here.tried[candidate] = here.now
         self._tries += 1
@@ -442,14 +442,13 @@ class DraftPolicy:
         """Return another k that is due for a try: the longer ago it was measured and the less a try loses, the sooner."""
         if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:
             return None
-        tokens, step = self._expected, exp(self._cost(here, here.k))
-        gains = self._gains(here, tokens)
+        gains = self._gains(here, self._expected)
         most, due = 0.0, None
         for k in range(self.max_k + 1):
-            lost = max(0.0, exp(self._least_cost(here, k)) / step - tokens[k] / tokens[here.k])
+            lost = self._lost_by(here, k)
             granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
             # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
-            loss = _measurements(here.size) * lost + max(0.0, here.detour[k])
+            loss = self._measurements(here, k) * lost + max(0.0, here.detour[k])
             unsure = 0 < here.steps[k] < _FEW and _MARGIN < gains[k] - 1 < _MARGIN + self._doubt(here, k)
             wait = 0.0 if granted or unsure else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
             overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
@@ -457,7 +456,13 @@ class DraftPolicy:
                 most, due = overdue, k
         return due
 
+    def _lost_by(self, here: _Class, k: int) -> float:
+        """Return what a step of a try loses, in steps."""
+        used = exp(self._least_cost(here, k) - self._cost(here, here.k))
+        return max(0.0, used - self._expected[k] / self._expected[here.k])
 
-def _measurements(num_sequences: int) -> int:
-    """Return how many measurements a try takes."""
-    return max(_TRY_STEPS[0], min(_TRY_STEPS[1], _TRY_DRAFTS // num_sequences))
+    def _measurements(self, here: _Class, k: int) -> int:
+        """Return how many measurements a try takes: as many as give some drafts, and more where the way there is what loses."""
+        least, most = _TRY_STEPS
+        drafts = max(least, min(most, _TRY_DRAFTS // here.size))
+        return max(drafts, min(most, int(max(0.0, here.detour[k]) / max(self._lost_by(here, k), 1e-3))))
