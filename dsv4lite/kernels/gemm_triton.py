@@ -127,7 +127,7 @@ def _e4m3_to_fp16(code):
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
 
-_WIDEN = tl.constexpr("""{
+_WIDEN_FOUR = tl.constexpr("""{
 .reg .b32 t, m, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
 prmt.b32 t, $2, 0, 0x1404;
@@ -144,7 +144,7 @@ def _e4m3_to_bf16(code, GPU: tl.constexpr):
     # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time.
     # A NaN code becomes 480: checkpoints hold none.
     if GPU:
-        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_WIDEN_FOUR, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     bits = ((code.to(tl.int32) & 0x7F) << 20) | ((code.to(tl.int32) & 0x80) << 24)
     return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
 

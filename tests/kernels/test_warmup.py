@@ -228,3 +228,11 @@ def test_names_of_compiled_kernels_follow_from_no_order() -> None:
     programs = [[sys.executable, "-c", _HASHES, json.dumps(sys.path), step] for step in ("1", "-1")]
     found = [subprocess.run(program, capture_output=True, text=True, check=True).stdout for program in programs]
     assert found[0] == found[1] and len(json.loads(found[0])) > 50
+
+
+def test_no_kernel_uses_two_constants_of_one_name() -> None:
+    """Triton hashes them in the order of their modules' addresses, so that processes would disagree about the kernel's name."""
+    warmup._hash_in_order()
+    for kernel in warmup._kernels():
+        names = [name for (name, _), (value, _) in kernel.used_global_vals.items() if isinstance(value, triton.language.constexpr)]
+        assert len(names) == len(set(names)), kernel.__name__
