@@ -26,7 +26,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.moe_few import ExpertSum, sum_experts
-from dsv4lite.kernels.norm import rms_norm_ref
+from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8_ref
 
 SCALAR_TOKENS = 2
@@ -302,6 +302,18 @@ def hc_enter_few(
         streams_TND, sums, weights.base, weights.scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=False
     )
     return streams_TND, x_TD, quantize_fp8_ref(x_TD, FP8_GROUP) if quantize else None, returned
+
+
+def hc_head_norm(
+    streams_TND: Tensor, weights: HcWeights, norm_weight: Tensor, *, eps: float, norm_eps: float, row_tile: int | None = None
+) -> Tensor:
+    """Collapse the streams at the end of the model, and norm what comes of it, [T, D]."""
+    if use_triton(streams_TND) and suits_few(streams_TND, row_tile):
+        from dsv4lite.kernels.hc_few_triton import enter_few_triton
+
+        return enter_few_triton(streams_TND, None, *weights, norm_weight, iters=0, eps=eps, norm_eps=norm_eps, fp8=False)[1]
+    y_TD = hc_head(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)
+    return rms_norm(y_TD, norm_weight, norm_eps)
 
 
 def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:

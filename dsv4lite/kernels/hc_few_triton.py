@@ -40,7 +40,6 @@ from dsv4lite.kernels.moe_few import ExpertSum
 
 _WARPS = 4
 _SHARE_GROUPS = 4  # of 128 channels of a token that one program collapses
-_ROWS = 24  # of the projection of four streams
 _RECORD = 32  # numbers that a program sends: those of the rows, and the sum of squares four times, so that they are read in pairs
 _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of it
 
@@ -132,7 +131,8 @@ def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 @triton.jit
 def _project(
     program, streams, pending, fn, out, inbox, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     """Leave for one of a token's ``UNITS`` units of channels, and send their sums."""
     token = (program // UNITS).to(tl.int64)
@@ -150,7 +150,8 @@ def _project(
     numbers = tl.where(row < ROWS, tl.sum(product, 1), tl.sum(squares, 0))
     # For one who waits rows 4 to 23 and the sum of squares twice, for the other rows 0 to 3 and the same.
     place = tl.where(row < 4, row + ROWS + 2, tl.where(row < ROWS + 2, row, row + 4))
-    tl.store(inbox + program.to(tl.int64) * RECORD + place, _sent(numbers), mask=row < ROWS + 4)
+    read = (row < ROWS + 4) & ((row < 4) | (row >= (ROWS + 2 if HEAD else 4)))
+    tl.store(inbox + program.to(tl.int64) * RECORD + place, _sent(numbers), mask=read)
     if LEAVE:
         store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
 
@@ -204,7 +205,7 @@ def _collapse(
     x0, x1, x2, x3 = _left(streams, pending, token, column, inside, WIDTH, LEAVE, TOP_K, EXPERTS, GPU)
     part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
     p = inbox + part[None, None, :] + (row + ROWS + 2)[None, :, None]
-    wanted = tl.broadcast_to((row < RECORD - ROWS - 2)[None, :, None], p.shape)
+    wanted = tl.broadcast_to((row < 6)[None, :, None], p.shape)
     m = normalise(_awaited(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
     v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps, NATIVE).to(tl.float32)
     squares = tl.sum(v * v)
@@ -224,24 +225,25 @@ def _enter_few_kernel(
     streams, y, chosen, shared, post, comb, fn, base, scale, normweight, inbox,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr,
-    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, LEAVE: tl.constexpr,
+    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, LEAVE: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     pending = (y, chosen, shared, post, comb)
     projecting = PARTS * UNITS * tokens
+    mixing = 0 if HEAD else tokens
     if program < projecting:
         _project(
-            program, streams, pending, fn, out, inbox, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, LEAVE, TOP_K, EXPERTS, GPU
+            program, streams, pending, fn, out, inbox, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, LEAVE, TOP_K, EXPERTS, GPU
         )  # fmt: skip
-    elif program < projecting + tokens:
+    elif program < projecting + mixing:
         _mix(
             (program - projecting).to(tl.int64), tokens, base, scale, inbox, new_post, new_comb, eps, norm_eps,
             WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS, NATIVE,
         )  # fmt: skip
     else:
         _collapse(
-            program - projecting - tokens, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales,
+            program - projecting - mixing, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales,
             eps, norm_eps, WIDTH, PARTS, UNITS, SHARES, GROUPS, RECORD, ROWS, LEAVE, TOP_K, EXPERTS, FP8, NATIVE, GPU,
         )  # fmt: skip
 
@@ -263,6 +265,7 @@ def enter_few_triton(
 
     Args:
         pending: A sub-layer's output, ``post`` and ``comb``.
+        iters: 0 for the head of the model, which does not return.
         fp8: Quantize, too.
 
     Returns:
@@ -270,7 +273,8 @@ def enter_few_triton(
     """
     (tokens, streams, width), device = streams_TND.shape, streams_TND.device
     assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
-    assert fn.shape == (_ROWS, STREAMS * width) and fn.is_contiguous() and norm_weight.is_contiguous(), fn.shape
+    head, rows = iters == 0, len(fn)
+    assert rows == (4 if head else 24) and fn.shape[1] == STREAMS * width and fn.is_contiguous() and norm_weight.is_contiguous()
     assert fn.dtype == base.dtype == scale.dtype == norm_weight.dtype == torch.float32 and norm_weight.shape == (width,)
     output, post, comb = pending or (streams_TND,) * 3
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
@@ -289,12 +293,13 @@ def enter_few_triton(
     quantized = tokens if fp8 else 0
     codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
     scales = torch.empty(quantized, triton.cdiv(width, 128), dtype=torch.uint8, device=device)
-    new_post = torch.empty(tokens, STREAMS, dtype=torch.float32, device=device)
-    new_comb = torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device)
-    _enter_few_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + 1 + sizes["SHARES"]),)](
+    mixed = 0 if head else tokens
+    new_post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
+    new_comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
+    _enter_few_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["SHARES"]) + mixed,)](
         streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
         out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
-        ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
+        ROWS=rows, HEAD=head, ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
         GPU=streams_TND.is_cuda, **sizes, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out, x, codes, scales, new_post, new_comb
@@ -315,7 +320,6 @@ def sizes_of(width: int, *, gpu: bool) -> dict[str, int]:
         "SHARES": triton.cdiv(groups, each),
         "GROUPS": each,
         "RECORD": _RECORD,
-        "ROWS": _ROWS,
     }
 
 
@@ -325,7 +329,7 @@ def room_of(sizes: dict[str, int]) -> int:
 
 
 def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time: entering alone, after attention, after experts."""
+    """Return every launch, for compilation ahead of time: the head, entering alone, after attention, after experts."""
     return [
         Variant(
             kernel=_enter_few_kernel,
@@ -341,11 +345,13 @@ def variants() -> list[Variant]:
             },
             constants={
                 **sizes_of(width, gpu=True),
-                "ITERS": 20,
+                "ROWS": 4 if head else 24,
+                "HEAD": head,
+                "ITERS": 0 if head else 20,
                 "LEAVE": leave,
                 "TOP_K": top_k,
                 "EXPERTS": 256 if top_k else 0,
-                "FP8": True,
+                "FP8": not head,
                 "NATIVE": native,
                 "GPU": True,
             },
@@ -354,5 +360,5 @@ def variants() -> list[Variant]:
         )
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
         for width in (7168, 4096)
-        for leave, top_k in ((False, 0), (True, 0), (True, 6))
+        for head, leave, top_k in ((True, False, 0), (False, False, 0), (False, True, 0), (False, True, 6))
     ]

@@ -18,7 +18,7 @@ from dsv4lite.engine.cache import LayerCache, StateLayout
 from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import PAIR_ROWS
-from dsv4lite.kernels.hc import HcWeights, hc_head
+from dsv4lite.kernels.hc import HcWeights, hc_head_norm
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
@@ -611,8 +611,8 @@ class DeepseekV4(nn.Module):
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config
-        y_TD = hc_head(streams_TND, hc.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
-        return self.project(rms_norm(y_TD, norm, c.norm_eps), out)
+        y_TD = hc_head_norm(streams_TND, hc.weights, norm, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
+        return self.project(y_TD, out)
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V], in ``out`` if given; each comes from the rank that has its row of the head."""

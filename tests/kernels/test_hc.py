@@ -16,6 +16,7 @@ from dsv4lite.kernels.hc import (
     hc_enter_few,
     hc_expand,
     hc_head,
+    hc_head_norm,
     hc_leave_enter,
     hc_project,
     hc_split,
@@ -168,6 +169,13 @@ def test_head_equals_the_formula(count: int) -> None:
     torch.testing.assert_close(
         hc_head(x, w, eps=EPS, norm_eps=EPS).double(), (gate[..., None] * x.double()).sum(1), rtol=0, atol=5e-6
     )
+
+
+def test_head_is_normed_by_what_comes_of_it() -> None:
+    x, w, norm = random(3, 4, 48), weights_of(4, 48, head=True), 1 + random(48, seed=8, scale=0.3)
+    summed = hc_head(x, w, eps=EPS, norm_eps=EPS).double()
+    expected = summed / (summed.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    torch.testing.assert_close(hc_head_norm(x, w, norm, eps=EPS, norm_eps=EPS).double(), expected, rtol=0, atol=5e-6)
 
 
 def test_bfloat16_streams_round_once() -> None:

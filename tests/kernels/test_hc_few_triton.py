@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.hc import FEW_TOKENS, FEW_WIDTH, HcMix, hc_collapse_ref, hc_leave_enter_ref, hc_sums
+from dsv4lite.kernels.hc import FEW_TOKENS, FEW_WIDTH, HcMix, hc_collapse_ref, hc_head_ref, hc_leave_enter_ref, hc_sums
 from dsv4lite.kernels.moe_few import ExpertSum, sum_experts_ref
+from dsv4lite.kernels.norm import rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8_ref
 from tests.kernels.test_hc_triton import (
     DEVICE,
@@ -66,6 +67,14 @@ def assert_agrees(found: tuple[Tensor, ...], x: Tensor, pending: tuple[Tensor, H
 def test_entering_agrees_with_the_references(tokens: int, width: int) -> None:
     x, pending = streams_of(tokens, width), pending_of(tokens, width)
     assert_agrees(entered(x, pending), x, pending)
+
+
+def test_head_agrees_with_the_reference() -> None:
+    x, w = streams_of(2, 4096 if ON_GPU else 100), weights_of(4096 if ON_GPU else 100, head=True)
+    norm = 1 + random(x.shape[2], seed=8, scale=0.3)
+    _, got, *others = enter_few_triton(x, None, *w, norm, iters=0, eps=EPS, norm_eps=EPS, fp8=False)
+    assert not counters_of(x.device).any() and not any(tensor.numel() for tensor in others)
+    assert_rounded(got, rms_norm_ref(hc_head_ref(x, w, eps=EPS, norm_eps=EPS), norm, EPS), units=2)
 
 
 def test_entering_without_leaving_returns_the_streams_and_zeros_arrive() -> None:
