@@ -232,6 +232,27 @@ def experts_forward(
     return experts_forward_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
 
 
+def experts_outputs(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    *,
+    partial: bool = False,
+) -> Tensor:
+    """Return what ``experts_forward`` sums, [T, K, D]: bfloat16, float32 if ``partial``, and anything without an expert."""
+    given = (x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
+    if use_triton(x_codes):
+        from dsv4lite.kernels.experts_triton import experts_outputs_triton
+
+        return experts_outputs_triton(*given, partial=partial)
+    outputs = experts_outputs_ref(*given, partial=partial)
+    return outputs if partial else outputs.bfloat16()
+
+
 def experts_forward_ref(
     x_codes: Tensor,
     x_scales: Tensor,

@@ -512,22 +512,39 @@ def experts_forward_triton(
     block: Block | None = None,
 ) -> Tensor:
     """Launch ``experts_forward``; ``block`` is for measurements."""
-    tokens, hidden = x_codes.shape
+    assert shared_TD is None or shared_TD.is_contiguous()
+    y = experts_outputs_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=partial, block=block)
+    return combine_triton(y.flatten(0, 1), chosen_TK, w2.shape[0], shared_TD)
+
+
+def experts_outputs_triton(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    *,
+    partial: bool = False,
+    block: Block | None = None,
+) -> Tensor:
+    """Launch ``experts_outputs``."""
+    (tokens, hidden), top_k = x_codes.shape, chosen_TK.shape[1]
     experts, _, width = w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden, (w13.shape, w2.shape)
     assert hidden % GROUP == width % GROUP == 0 and w13.fp4 == w2.fp4
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
-    assert shared_TD is None or shared_TD.is_contiguous()
     if tokens == 0:
-        return torch.empty(0, hidden, dtype=torch.float32 if shared_TD is None else shared_TD.dtype, device=x_codes.device)
-    work = Work.allocate(tokens, chosen_TK.shape[1], w2, block)
+        return torch.empty(0, top_k, hidden, dtype=torch.float32 if partial else torch.bfloat16, device=x_codes.device)
+    work = Work.allocate(tokens, top_k, w2, block)
     group_triton(chosen_TK, x_scales, experts, work.groups)
     u, u_codes = work.room_for_u()
     arguments = work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes)
     _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(w13))
     del u, arguments
-    return combine_triton(work.down(u_codes, w2, partial=partial), chosen_TK, experts, shared_TD)
+    return work.down(u_codes, w2, partial=partial).view(tokens, top_k, hidden)
 
 
 def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor | None) -> Tensor:

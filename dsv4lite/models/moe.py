@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.exchange import TokenRows
-from dsv4lite.kernels.experts import can_tile, experts_forward
+from dsv4lite.kernels.experts import can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.moe import Copies, route, take_copies
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
 from dsv4lite.models.config import V4Config
-from dsv4lite.models.partial_sums import gather_rows, total, total_of_experts, total_of_own
+from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
 from dsv4lite.parallel.experts import AllGather, Local, Rows
@@ -94,6 +94,11 @@ class TiledExperts(nn.Module):
         codes, scales = rows
         tiles = (self.w13.tiles, self.w2.tiles)
         return experts_forward(codes, scales, slots_TK, weight_TK, *tiles, self.limit, shared_TD, partial=self.partial)
+
+    def outputs(self, rounded: Rounded, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return what ``forward`` sums, [T, K, D]: anything where there is no such slot."""
+        tiles = (self.w13.tiles, self.w2.tiles)
+        return experts_outputs(*rounded, slots_TK, weight_TK, *tiles, self.limit, partial=self.partial)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -205,9 +210,9 @@ class MoE(nn.Module):
         rows: Rows = (x_TD,)
         if not isinstance(self.experts, WideExperts):
             rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-            few = self._few_tokens(x_TD, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
-            if few is not None:
-                return few
+            brief = self._briefly(x_TD, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
+            if brief is not None:
+                return brief
         shared_TD: Tensor | None = None
         h_TI, logits_TE = self._first(x_TD, rounded)
         if h_TI is not None:
@@ -240,7 +245,7 @@ class MoE(nn.Module):
             positions_T=positions_T,
         )
 
-    def _few_tokens(
+    def _briefly(
         self,
         x_TD: Tensor,
         rounded: Rounded,
@@ -249,7 +254,7 @@ class MoE(nn.Module):
         routed_TK: Tensor | None,
         most_tokens: int | None,
     ) -> Tensor | ExpertSum | None:
-        """Do what ``forward`` does in few launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
+        """Do what ``forward`` does in less launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
         dispatch, ep, tokens, top_k = self.dispatch, self.share.mesh.ep, len(x_TD), self.config.experts_per_token
         if self.shared.w2.scale is None:
             return None
@@ -257,21 +262,21 @@ class MoE(nn.Module):
         if dispatch is None or type(dispatch) is Local:
             if not suits_few(tokens, top_k):
                 return None
-            parts = self._few(x_TD, rounded, token_ids_T, positions_T, routed_TK, slice(None))
+            parts = self._parts(x_TD, rounded, token_ids_T, positions_T, routed_TK, slice(None))
             return parts if dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
         if type(dispatch) is not AllGather or self.share.peers.size > 1 or most_tokens is None:
             return None
-        if not suits_few(ep.size * most_tokens, top_k):
+        if not (suits_few(ep.size * most_tokens, top_k) or exchanges_near(ep, most_tokens, x_TD.shape[1])):
             return None
         if positions_T is None:
             positions_T = torch.zeros_like(token_ids_T)
         every = gather_rows(ep, TokenRows(x_TD, *rounded, token_ids_T, positions_T), most_tokens)
         own = slice(ep.rank * most_tokens, ep.rank * most_tokens + tokens)
         both = (every.codes, every.scales)
-        parts = self._few(every.x_TD, both, every.token_ids_T, every.positions_T, routed_TK, own)
+        parts = self._parts(every.x_TD, both, every.token_ids_T, every.positions_T, routed_TK, own)
         return total_of_own(ep, parts, tokens, x_TD.dtype)
 
-    def _few(
+    def _parts(
         self,
         x_TD: Tensor,
         rounded: Rounded,
@@ -280,17 +285,24 @@ class MoE(nn.Module):
         routed_TK: Tensor | None,
         own: slice,
     ) -> ExpertSum:
-        """Run this rank's experts on few tokens; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
+        """Run this rank's experts; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
         c, shared, experts = self.config, self.shared, self.experts
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
         h_TI, logits_TE = self._first(x_TD, rounded)
-        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
         held = Held(
             partial=experts.partial,
             shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
             first=self.share.mesh.ep.rank * self.placement.slots_per_rank,
             copies=None if self.map is None else self.map.copies(counted=own == slice(None) or self.share.mesh.ep.rank == 0),
         )
+        if not suits_few(len(x_TD), c.experts_per_token):
+            shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+            chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
+            if routed_TK is not None:
+                routed_TK.copy_(chosen_TK[own])
+            slots_TK = held.own_slots(chosen_TK, experts.count)
+            return ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
+        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
         parts = moe_few(
             logits_TE,
             router,

@@ -40,8 +40,14 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     return total(axis, part_of_experts(parts), dtype)
 
 
+def exchanges_near(axis: Axis, count: int, hidden: int) -> bool:
+    """Return whether rows and sums of so many tokens of each rank go through memory that the ranks have opened to each other."""
+    inbox = _inbox(axis, 1)
+    return inbox is not None and fits(inbox, count, hidden)
+
+
 def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
-    """Return the rows of few tokens of all ranks, so many of each: what is missing has a negative position.
+    """Return the rows of all ranks' tokens, so many of each: what is missing has a negative position.
 
     Args:
         axis: The ranks. Memory that they have opened to each other serves for this and for ``total_of_own``.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref, experts_outputs_ref
+from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref, experts_outputs, experts_outputs_ref
 from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
 
@@ -153,3 +153,4 @@ def test_parts_of_the_width_add_up_without_a_rounding() -> None:
     exact = experts_forward(codes, scales, *routed, *whole, 0.5, partial=True)
     torch.testing.assert_close(together, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
     assert torch.equal(exact.bfloat16().float(), experts_forward(codes, scales, *routed, *whole, 0.5))
+    assert torch.equal(exact.bfloat16(), experts_outputs(codes, scales, *routed, *whole, 0.5)[:, 0])

@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import TILE_ROWS, Tiles, experts_forward_ref, scale_words
+from dsv4lite.kernels.experts import TILE_ROWS, Tiles, experts_forward_ref, experts_outputs_ref, scale_words
 from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels import grouping_triton
-from dsv4lite.kernels.experts_triton import BLOCKS, FEW, Block, block_for, combine_triton, experts_forward_triton, variants
+from dsv4lite.kernels.experts_triton import (
+    BLOCKS,
+    FEW,
+    Block,
+    block_for,
+    combine_triton,
+    experts_forward_triton,
+    experts_outputs_triton,
+    variants,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -153,6 +162,17 @@ def test_shared_expert_is_added_last_and_rounded_once() -> None:
     alone = experts_forward_triton(*given, w13, w2, LIMIT)
     got = experts_forward_triton(*given, w13, w2, LIMIT, shared)
     assert got.dtype == torch.bfloat16 and torch.equal(got, (alone + shared.float()).bfloat16())
+
+
+def test_outputs_are_those_of_each_expert_where_there_is_one() -> None:
+    codes, scales, chosen, weights = inputs(6, 256, 3, 2)
+    w13, w2 = experts(3, 256, 128, fp4=True)
+    given, here = (codes, scales, torch.where(chosen == 1, 3, chosen), weights), chosen != 1
+    for partial in (False, True):
+        outputs = experts_outputs_triton(*given, w13, w2, LIMIT, partial=partial)
+        expected = experts_outputs_ref(*given, w13, w2, LIMIT, partial=partial)
+        assert outputs.dtype == (torch.float32 if partial else torch.bfloat16)
+        assert_close(outputs.float()[here], expected[here])
 
 
 def test_no_tokens_give_nothing() -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.models import moe
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.models.share import shards_of
@@ -85,6 +87,13 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
 def logits(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the logits [T, V] of this replica's prompt; nothing from any but the last stage."""
     return run(build(mesh, job), mesh, job)
+
+
+def logits_near(mesh: Mesh, job: Job) -> Tensor | None:
+    """Return the same where rows of any number go through memory of peers, or as if they did."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "exchanges_near", lambda *args: True)
+        return logits(mesh, job)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from dsv4lite.layout import Layout
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
 from tests.parallel.dispatchers import OwnAllGather, OwnLocal
-from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, rebalanced, write
+from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, logits_near, rebalanced, write
 from tests.parallel.ranks import RankError, Ranks
 
 ONE = Layout()
@@ -196,6 +196,9 @@ def test_steps_of_few_tokens_have_the_bits_of_each_part_by_itself(
     ways = ("all_gather", OwnAllGather) if layout.dp > 1 else ("local", OwnLocal)
     together, apart = (ranks.run(logits, replace(job, dispatcher=way), layout=layout) for way in ways)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    if layout.dp > 1:
+        near = ranks.run(logits_near, replace(job, dispatcher="all_gather"), layout=layout)
+        assert all(torch.equal(a, b) for a, b in zip(near, apart, strict=True))
 
 
 def test_layout_that_does_not_suit_the_model_is_refused_on_every_rank(ranks: Ranks, plain_job: Job) -> None:
