@@ -25,7 +25,7 @@ from dsv4lite.models.partial_sums import gather_rows, total_of_own
 from dsv4lite.parallel.mesh import Axis, Mesh
 
 HIDDEN, TOP_K = 4096, 6
-TOKENS = (1, 2, 4, 8)  # of each rank
+TOKENS = (1, 2, 4, 8, 16, 32)  # of each rank
 
 
 def main(rank: int, size: int, port: int) -> None:

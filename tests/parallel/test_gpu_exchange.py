@@ -15,7 +15,7 @@ from tests.parallel.test_gpu_all_reduce import on_gpus, opened
 
 pytestmark = pytest.mark.gpu
 HIDDEN, TOP_K, EXPERTS = 4096, 6, 128
-TOKENS = ((1, 1), (4, 4), (3, 4), (8, 8), (1, 8), (2, 2))
+TOKENS = ((1, 1), (4, 4), (3, 4), (32, 32), (1, 8), (2, 2))
 """Of each rank, if it is of an odd or an even number, and the most of any."""
 
 
