@@ -182,8 +182,11 @@ def test_a_captured_graph_follows_new_routing() -> None:
     second = (-first[0], *second[1:])
     expected = [summed(moe_few_triton(*given)) for given in (first, second)]
     logits = first[0].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        moe_few_triton(*first)  # a stream has its counters before it is captured
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         got = summed(moe_few_triton(logits, *first[1:]))
     for given, wanted in zip((second, first), reversed(expected), strict=True):
         logits.copy_(given[0])
