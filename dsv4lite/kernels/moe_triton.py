@@ -12,7 +12,7 @@ from dsv4lite.kernels.dispatch import Variant
 
 
 @triton.jit
-def _score(logit, GPU: tl.constexpr):
+def score(logit, GPU: tl.constexpr):
     # Reference: scores = softplus(logits_TE).sqrt(), with the device library's functions, which torch uses, too.
     if GPU:
         tail = libdevice.log1p(libdevice.exp(-tl.abs(logit)))
@@ -35,53 +35,35 @@ def _row_sums(x):
 
 
 @triton.jit
-def route_rows(
-    token,
-    here,
-    logits,
-    bias,
-    table,
-    token_ids,
-    positions,
-    logits_stride,
-    route_scale,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_TILE: tl.constexpr,
-    BIASED: tl.constexpr,
-    FIXED: tl.constexpr,
-    BY_ID: tl.constexpr,
-    PADDED: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    """Route the tokens that are here, [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
+def best_experts(
+    selection, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr
+):  # fmt: skip
+    """Return the ids of the experts with the largest numbers of each row [TOKENS, BLOCK]: int32 [TOKENS, TOP_TILE]."""
+    # Reference: (scores + bias_E).topk(top_k)
+    expert = tl.arange(0, BLOCK)[None, :]
     slot = tl.arange(0, TOP_TILE)[None, :]
-    used = here[:, None] & (slot < TOP_K)
-    logits += token[:, None] * logits_stride
-    if FIXED:
-        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64) if BY_ID else token
-        ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
-    else:
-        expert = tl.arange(0, BLOCK)[None, :]
-        inside = expert < EXPERTS
-        # Reference: (scores + bias_E).topk(top_k)
-        selection = _score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
-        if BIASED:
-            selection += tl.load(bias + expert, mask=inside, other=0.0)
-        # Floats as integers of the same order; of equal ones the lowest id is first, and nothing is last.
-        key = selection.to(tl.int32, bitcast=True)
-        key ^= (key >> 31) & 0x7FFFFFFF
-        LAST: tl.constexpr = -(1 << 63)
-        key = tl.where(inside, (key.to(tl.int64) << 32) + (BLOCK - expert), LAST)
-        ids = tl.full((token.shape[0], TOP_TILE), EXPERTS, tl.int32)
-        for k in tl.static_range(TOP_K):
-            best = tl.max(key, 1)[:, None]
-            key = tl.where(key == best, LAST, key)
-            ids = tl.where(slot == k, BLOCK - (best & 0xFFFFFFFF).to(tl.int32), ids)
-    picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+    # Floats as integers of the same order; of equal ones the lowest id is first, and nothing is last.
+    key = selection.to(tl.int32, bitcast=True)
+    key ^= (key >> 31) & 0x7FFFFFFF
+    LAST: tl.constexpr = -(1 << 63)
+    key = tl.where(expert < EXPERTS, (key.to(tl.int64) << 32) + (BLOCK - expert), LAST)
+    ids = tl.full((selection.shape[0], TOP_TILE), EXPERTS, tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 1)[:, None]
+        key = tl.where(key == best, LAST, key)
+        ids = tl.where(slot == k, BLOCK - (best & 0xFFFFFFFF).to(tl.int32), ids)
+    return ids
+
+
+@triton.jit
+def weigh_experts(
+    ids, picked, token, here, positions, route_scale, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Return experts, weights made of their scores, and their places in the row, [TOKENS, TOP_TILE]; padding has no experts."""
+    at = tl.arange(0, ids.shape[1])
+    used = here[:, None] & (at < TOP_K)[None, :]
     # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
-    other, at = ids[:, None, :], tl.arange(0, TOP_TILE)
+    other = ids[:, None, :]
     before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
     place = tl.sum(before.to(tl.int32), 2)
     # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
@@ -92,6 +74,30 @@ def route_rows(
         ids = tl.where(padding, EXPERTS, ids)
         weight = tl.where(padding, 0.0, weight)
     return ids, weight, place
+
+
+@triton.jit
+def route_rows(
+    token, here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    FIXED: tl.constexpr, BY_ID: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Route the tokens that are here, [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
+    slot = tl.arange(0, TOP_TILE)[None, :]
+    used = here[:, None] & (slot < TOP_K)
+    logits += token[:, None] * logits_stride
+    if FIXED:
+        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64) if BY_ID else token
+        ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
+    else:
+        expert = tl.arange(0, BLOCK)[None, :]
+        inside = expert < EXPERTS
+        selection = score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
+        if BIASED:
+            selection += tl.load(bias + expert, mask=inside, other=0.0)
+        ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
+    picked = score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+    return weigh_experts(ids, picked, token, here, positions, route_scale, EXPERTS, TOP_K, PADDED)
 
 
 @triton.jit
@@ -117,27 +123,11 @@ def route_kernel(
 ):
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     ids, weight, place = route_rows(
-        token,
-        token >= 0,
-        logits,
-        bias,
-        table,
-        token_ids,
-        positions,
-        logits_stride,
-        route_scale,
-        EXPERTS,
-        BLOCK,
-        TOP_K,
-        TOP_TILE,
-        BIASED,
-        FIXED,
-        BY_ID,
-        PADDED,
-        GPU,
-    )
-    at = token[:, None] * TOP_K + place
+        token, token >= 0, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+        EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, BY_ID, PADDED, GPU,
+    )  # fmt: skip
     used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
+    at = token[:, None] * TOP_K + place
     tl.store(chosen + at, ids.to(tl.int64), mask=used)
     tl.store(weights + at, weight, mask=used)
 

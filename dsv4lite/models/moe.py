@@ -15,6 +15,7 @@ from dsv4lite.kernels.exchange import TokenRows
 from dsv4lite.kernels.experts import can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.moe import Copies, route, take_copies
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
+from dsv4lite.kernels.moe_one import Shared, moe_one, suits_one
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
@@ -288,13 +289,23 @@ class MoE(nn.Module):
         """Run this rank's experts; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
         c, shared, experts = self.config, self.shared, self.experts
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
-        h_TI, logits_TE = self._first(x_TD, rounded)
+        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
         held = Held(
             partial=experts.partial,
             shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
             first=self.share.mesh.ep.rank * self.placement.slots_per_rank,
             copies=None if self.map is None else self.map.copies(counted=own == slice(None) or self.share.mesh.ep.rank == 0),
         )
+        tiles = (experts.w13.tiles, experts.w2.tiles)
+        whole = self.share.leads and self.share.mesh.ep.size == 1 and self.map is None
+        if whole and shared.w13.scale is not None and suits_one(len(x_TD), shared.width):
+            both = Shared(shared.w13.weight, shared.w13.scale, shared.w2.weight, shared.w2.scale)
+            given = (x_TD, *rounded, self.gate.weight, router, both, *tiles, c.swiglu_limit, shared.w2.row_tile)
+            parts = moe_one(*given, held=held)
+            if routed_TK is not None:
+                routed_TK.copy_(parts.chosen_TK[own])
+            return parts
+        h_TI, logits_TE = self._first(x_TD, rounded)
         if not suits_few(len(x_TD), c.experts_per_token):
             shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
             chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
@@ -302,7 +313,6 @@ class MoE(nn.Module):
                 routed_TK.copy_(chosen_TK[own])
             slots_TK = held.own_slots(chosen_TK, experts.count)
             return ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
-        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
         parts = moe_few(
             logits_TE,
             router,
@@ -310,8 +320,7 @@ class MoE(nn.Module):
             h_TI,
             shared.w2.weight,
             shared.w2.scale,
-            experts.w13.tiles,
-            experts.w2.tiles,
+            *tiles,
             c.swiglu_limit,
             shared.w2.row_tile,
             held=held,
