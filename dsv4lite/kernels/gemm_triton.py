@@ -128,20 +128,21 @@ def _e4m3_to_fp16(code):
 
 
 _WIDEN_FOUR = tl.constexpr("""{
-.reg .b32 t, m, f, z;
+.reg .b32 t, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
-prmt.b32 t, $2, 0, 0x1404;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+prmt.b32 t, $2, 0, 0x9180;
+mul.lo.u32 t, t, 16; and.b32 t, t, 0x87F087F0;
 fma.rn.bf16x2 $0, t, f, z;
-prmt.b32 t, $2, 0, 0x3424;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+prmt.b32 t, $2, 0, 0xB3A2;
+mul.lo.u32 t, t, 16; and.b32 t, t, 0x87F087F0;
 fma.rn.bf16x2 $1, t, f, z;
 }""")
 
 
 @triton.jit
 def _e4m3_to_bf16(code, GPU: tl.constexpr):
-    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time.
+    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time, and has
+    # their signs where they belong by extending them to the bits above.
     # A NaN code becomes 480: checkpoints hold none.
     if GPU:
         return tl.inline_asm_elementwise(_WIDEN_FOUR, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -150,11 +151,10 @@ def _e4m3_to_bf16(code, GPU: tl.constexpr):
 
 
 _WIDEN_PAIR = tl.constexpr("""{
-.reg .b32 t, m, f, z;
+.reg .b32 t, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
-cvt.u32.u16 t, $2; prmt.b32 t, t, 0, 0x4140;
-mul.lo.u32 m, t, 16; and.b32 m, m, 0x07F007F0;
-mul.lo.u32 t, t, 256; lop3.b32 t, t, 0x80008000, m, 0xEA;
+cvt.u32.u16 t, $2; prmt.b32 t, t, 0, 0x9180;
+mul.lo.u32 t, t, 16; and.b32 t, t, 0x87F087F0;
 fma.rn.bf16x2 t, t, f, z;
 mov.b32 {$0, $1}, t;
 }""")
