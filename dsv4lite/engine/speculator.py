@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4lite.engine")
 
-_STATE_STEPS = 16  # between two looks at what the policy knows
+_STATE_S = 0.1  # of steps between two looks at what the policy knows: one takes the host as long as several steps of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Guesses:
         self._accepted = [0] * drafting.max_drafts
         self._runs = 0
         self._silenced: set[int] = set()
-        self._steps = self._next_state = 0
+        self._unseen_s = 0.0  # of steps since the last look
         self._state: DraftState | None = None
         self._stats: SpeculationStats | None = None  # until something of it changes
 
@@ -140,7 +140,7 @@ class Guesses:
             seconds: Since the end of the one before.
             followed: Whether the engine went on as it goes on behind steps with so many guesses: planned ahead, if it does so.
         """
-        self._steps += 1
+        self._unseen_s += seconds
         right = self._count_right(plan, results) if plan.max_drafts else []
         last, self._last = self._last, plan.max_drafts
         if self._policy is None:
@@ -180,9 +180,9 @@ class Guesses:
                 log.warning("%s.forget failed", type(speculator).__name__, exc_info=True)
 
     def stats(self) -> SpeculationStats:
-        """Return the present counts; of the policy what it knew at most a few steps ago, for taking stock takes long."""
-        if self._policy is not None and self._steps >= self._next_state:
-            self._state, self._next_state, self._stats = self._policy.snapshot(), self._steps + _STATE_STEPS, None
+        """Return the present counts; of the policy what it knew a moment ago, for taking stock takes long."""
+        if self._policy is not None and (self._state is None or self._unseen_s > _STATE_S):
+            self._state, self._unseen_s, self._stats = self._policy.snapshot(), 0.0, None
         if self._stats is None:
             self._stats = SpeculationStats(
                 drafted=sum(self._drafted),
