@@ -111,6 +111,7 @@ class Engine:
         self._landed = 0.0  # when the last step's results were looked at, or the first one's beginning, unless idle since
         self._background = False  # a step runs by itself once it is launched
         self._ahead = False  # and may be one with guesses that follows one with guesses
+        self._alone = True  # no stages whose steps of others are in flight, too
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -299,6 +300,7 @@ class Engine:
         self._background = not on_cpu if self._overlap is None else self._overlap
         if on_cpu and isinstance(self._runner, Runner):
             self._clock = time.thread_time  # this thread does the work: what others take of the machine is no step's fault
+        self._alone = config.layout.pp == 1
         self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
         self._ahead = self._background and self._runner.runs_ahead and not drafting.speculators
         self._inform(survey, plan, tokenizer)
@@ -384,7 +386,7 @@ class Engine:
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
-        guesses, alone = self._guesses, self.config.layout.pp == 1  # a pipeline has steps of others in flight
+        guesses, alone = self._guesses, self._alone
         length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
         if length is not None and alone and self._in_flight and not self._may_follow(length):
             self._finish(started, started, followed=False)
