@@ -60,7 +60,8 @@ async def rate(llm: AsyncLLM, batch: int, context: int, seconds: float) -> dict[
     running = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
     begun = llm.stats().generated_tokens
     while llm.stats().num_running < batch or llm.stats().generated_tokens < begun + 16 * batch:
-        await asyncio.sleep(0.02)
+        await asyncio.wait(running, timeout=0.02)
+        await asyncio.gather(*(task for task in running if task.done()))  # raises what went wrong, if anything did
     before, started = llm.stats(), time.perf_counter()
     await asyncio.sleep(seconds)
     after, took = llm.stats(), time.perf_counter() - started
