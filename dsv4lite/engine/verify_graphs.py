@@ -13,7 +13,6 @@ Nobody asks the host in between. Every graph is a function of tensors that stay 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor
 from dsv4lite.engine.cache import WINDOW_PAGE, StateCache
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.drafters import DeviceDrafter
-from dsv4lite.engine.graph_set import Captured, GraphSet
+from dsv4lite.engine.graph_set import Captured, GraphSet, rows_of_ints
 from dsv4lite.engine.graphs import SharedMemory
 from dsv4lite.engine.plan import empty_last_token, graph_sizes
 from dsv4lite.engine.run_ends import RunEnds
@@ -302,10 +301,7 @@ def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, page
         *chain.from_iterable([held + tails[len(held)] for held in window_pages]),
         *nobody * pages,
     ]
-    # PyTorch takes five times as long to read a list.
-    packed = bytearray(4 * len(values))
-    struct.pack_into(f"{len(values)}i", packed, 0, *values)
-    return torch.frombuffer(packed, dtype=torch.int32).view(TOLD + width + pages, size)
+    return rows_of_ints(values, size)
 
 
 def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> PagedBatch:

@@ -319,7 +319,9 @@ def moe_one_triton(
     _check(x_TD, x_codes, gate_ED, router, shared, w13, w2)
     (experts, hidden, width), inputs, top_k, device = w2.shape, shared.w2.shape[1], router.top_k, x_codes.device
     native, codes = native_e4m3(x_codes), capability_of(device) < 89
-    constants = _constants(router, shared, w13, w2, native=native, codes=codes)
+    constants = _constants(hidden, width, inputs, experts, top_k, fp4=w13.fp4, native=native)
+    constants |= {"BIASED": router.bias_E is not None, "FIXED": router.table_VK is not None, "CODES": codes, "GPU": x_TD.is_cuda}
+    constants |= {"PADDED": router.positions_T is not None, "SCALE_ROWS": scale_rows(shared.w13, shared.w13_scales)}
 
     def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -374,6 +376,9 @@ def moe_one_triton(
         router.scale,
         limit,
         **constants,
+        num_warps=_BLOCK.num_warps,
+        num_stages=_BLOCK.num_stages,
+        enable_fp_fusion=True,
     )
     return ExpertSum(chosen_TK, outputs_TKD, shared_TD, experts)
 
@@ -392,39 +397,31 @@ def _check(x_TD: Tensor, x_codes: Tensor, gate: Tensor, router: Router, shared: 
     assert all(x is None or x.is_contiguous() for x in given)
 
 
-def _constants(router: Router, shared: Shared, w13: Tiles, w2: Tiles, *, native: bool, codes: bool) -> dict[str, int | bool | None]:
-    """Return how the kernel is compiled and launched."""
-    (experts, hidden, width), inputs = w2.shape, shared.w2.shape[1]
+def _constants(
+    hidden: int, width: int, shared_width: int, experts: int, top_k: int, *, fp4: bool, native: bool
+) -> dict[str, int | bool]:
+    """Return what the kernel is compiled for, as far as it follows from sizes and formats."""
     blocks = hidden // FP8_BLOCK
     return {
         "HIDDEN": hidden,
         "WIDTH": width,
-        "SHARED": inputs,
+        "SHARED": shared_width,
         "EXPERTS": experts,
         "BLOCK": triton.next_power_of_2(experts),
         "COLUMNS": triton.next_power_of_2(blocks),
-        "TOP_K": router.top_k,
-        "TOP_TILE": triton.next_power_of_2(router.top_k),
-        "BIASED": router.bias_E is not None,
-        "FIXED": router.table_VK is not None,
-        "PADDED": router.positions_T is not None,
+        "TOP_K": top_k,
+        "TOP_TILE": triton.next_power_of_2(top_k),
         "SPLITS": splits_of(experts, blocks),
-        "SHARED_SPLITS": splits_of(2 * inputs, blocks),
-        "DOWN_SPLITS": splits_of(hidden, inputs // FP8_BLOCK),
+        "SHARED_SPLITS": splits_of(2 * shared_width, blocks),
+        "DOWN_SPLITS": splits_of(hidden, shared_width // FP8_BLOCK),
         "ROWS": _ROWS,
         "TILES": _BLOCK.tiles,
-        "FP4": w13.fp4,
+        "FP4": fp4,
         "NATIVE": native,
         "STAGES": _BLOCK.num_stages,
-        "UNROLL": _BLOCK.unroll_of(w13.fp4, native),
+        "UNROLL": _BLOCK.unroll_of(fp4, native),
         "BN": _OUTS,
-        "SCALE_ROWS": scale_rows(shared.w13, shared.w13_scales),
-        "CODES": codes,
-        "GPU": w13.codes.is_cuda,
         "GROUPED": GROUPED_TILES,
-        "num_warps": _BLOCK.num_warps,
-        "num_stages": _BLOCK.num_stages,
-        "enable_fp_fusion": True,
     }
 
 
@@ -445,7 +442,6 @@ def variants() -> list[Variant]:
 def _variant(*, fp4: bool, fixed: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:
     numbers = ("x_codes", "x_numbers", "s13_codes", "s2_codes", "s_numbers", "u_numbers")
     bytes_ = ("x_scales", "s13_scales", "s2_scales", "w13_codes", "w2_codes", "s_codes", "s_scales", "u_codes")
-    blocks = _HIDDEN // FP8_BLOCK
     return Variant(
         kernel=_moe_one_kernel,
         signature={
@@ -458,31 +454,13 @@ def _variant(*, fp4: bool, fixed: bool, native: bool, capabilities: tuple[int, .
             **dict.fromkeys(("route_scale", "limit"), "fp32"),
         },
         constants={
-            "HIDDEN": _HIDDEN,
-            "WIDTH": _WIDTH,
-            "SHARED": _WIDTH,
-            "EXPERTS": _EXPERTS,
-            "BLOCK": _EXPERTS,
-            "COLUMNS": blocks,
-            "TOP_K": _TOP_K,
-            "TOP_TILE": 8,
+            **_constants(_HIDDEN, _WIDTH, _WIDTH, _EXPERTS, _TOP_K, fp4=fp4, native=native),
             "BIASED": not fixed,
             "FIXED": fixed,
             "PADDED": True,
-            "SPLITS": splits_of(_EXPERTS, blocks),
-            "SHARED_SPLITS": splits_of(2 * _WIDTH, blocks),
-            "DOWN_SPLITS": splits_of(_HIDDEN, _WIDTH // FP8_BLOCK),
-            "ROWS": _ROWS,
-            "TILES": _BLOCK.tiles,
-            "FP4": fp4,
-            "NATIVE": native,
-            "STAGES": _BLOCK.num_stages,
-            "UNROLL": _BLOCK.unroll_of(fp4, native),
-            "BN": _OUTS,
             "SCALE_ROWS": FP8_BLOCK,
             "CODES": not native,
             "GPU": True,
-            "GROUPED": GROUPED_TILES,
         },
         num_warps=_BLOCK.num_warps,
         num_stages=_BLOCK.num_stages,

@@ -302,31 +302,21 @@ class MoE(nn.Module):
             both = Shared(shared.w13.weight, shared.w13.scale, shared.w2.weight, shared.w2.scale)
             given = (x_TD, *rounded, self.gate.weight, router, both, *tiles, c.swiglu_limit, shared.w2.row_tile)
             parts = moe_one(*given, held=held)
-            if routed_TK is not None:
-                routed_TK.copy_(parts.chosen_TK[own])
-            return parts
-        h_TI, logits_TE = self._first(x_TD, rounded)
-        if not suits_few(len(x_TD), c.experts_per_token):
+            chosen_TK = parts.chosen_TK
+        elif suits_few(len(x_TD), c.experts_per_token):
+            h_TI, logits_TE = self._first(x_TD, rounded)
+            down = (shared.w2.weight, shared.w2.scale)
+            parts = moe_few(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, shared.w2.row_tile, held=held)
+            chosen_TK = parts.chosen_TK
+            if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
+                chosen_TK, _ = self._route(logits_TE, token_ids_T, positions_T)
+        else:
+            h_TI, logits_TE = self._first(x_TD, rounded)
             shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
             chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
-            if routed_TK is not None:
-                routed_TK.copy_(chosen_TK[own])
             slots_TK = held.own_slots(chosen_TK, experts.count)
-            return ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
-        parts = moe_few(
-            logits_TE,
-            router,
-            *rounded,
-            h_TI,
-            shared.w2.weight,
-            shared.w2.scale,
-            *tiles,
-            c.swiglu_limit,
-            shared.w2.row_tile,
-            held=held,
-        )
-        if routed_TK is not None:  # slots of this rank are no experts
-            chosen_TK = parts.chosen_TK if self.dispatch is None else self._route(logits_TE, token_ids_T, positions_T)[0]
+            parts = ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
+        if routed_TK is not None:
             routed_TK.copy_(chosen_TK[own])
         return parts
 
