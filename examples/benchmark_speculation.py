@@ -3,17 +3,18 @@
     python examples/benchmark_speculation.py --layers 8 --batch 1 8 64 --acceptance 0.8
     python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --guesses 0 1 2
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256
+    python examples/benchmark_speculation.py --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
 The engine may only say one word, so that a drafter can be right as often as it likes. With ``--mtp`` the model's MTP block drafts
 behind each step as well: its cost is in, its guesses are not heard. ``--layers 0`` is the checkpoint that ships with the package.
 Weights are those of ``benchmark.py``: V4-Flash's shapes, fewer layers, random numbers.
 
-``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step. All these engines
-are open at once. Each continues the same pieces of Python source with the same seeds, so that all say the same; one runs at a time,
-for a few tokens of each sequence, in an order that is drawn anew for each round. What counts is the median of the ratios within
-rounds, and the interval that has it in 95 % of the ways to draw as many rounds out of these. ``none again`` is one more engine
-without guesses: how far it seems to be from the first one says how far to trust the rest. On a CPU time is what the process took of
-processors, so that others on the machine count little; set OMP_NUM_THREADS=1.
+``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step, or compares what
+you name. All these engines are open at once. Each continues the same pieces of Python source with the same seeds, so that all say
+the same; one runs at a time, for a few tokens of each sequence, in an order that is drawn anew for each round. What counts is the
+median of the ratios within rounds, and the interval that has it in 95 % of the ways to draw as many rounds out of these. ``none
+again`` is one more engine without guesses: how far it seems to be from the first one says how far to trust the rest. On a CPU time
+is what the process took of processors, so that others on the machine count little; set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ from typing import Any
 
 from benchmark import flash
 
-from dsv4lite import MTP, AsyncLLM, SamplingParams, tiny_model
+from dsv4lite import MTP, AsyncLLM, NGram, SamplingParams, tiny_model
 
 WORD, OTHER = 300, 301
-COMPARED: Mapping[str, Any] = {"none": None, "none again": None, "MTP(1)": MTP(1, adaptive=False), "auto": "auto"}
+DRAFTERS: Mapping[str, Any] = {
+    "none": None,
+    "none again": None,
+    **{f"MTP({k})": MTP(k, adaptive=False) for k in (1, 2, 3, 4)},
+    "NGram(4)": NGram(4, adaptive=False),
+    "auto": "auto",
+}
+COMPARED = ("none", "none again", "MTP(1)", "auto")
 
 
 class Sometimes:
@@ -106,11 +114,14 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     found, rng = [], random.Random(0)
     async with AsyncExitStack() as stack:
         llms = {
-            name: await stack.enter_async_context(engine(args, drafter, kv_cache_memory_bytes=1 << 29, max_num_batched_tokens=512))
-            for name, drafter in COMPARED.items()
+            name: await stack.enter_async_context(
+                engine(args, DRAFTERS[name], kv_cache_memory_bytes=1 << 29, max_num_batched_tokens=512)
+            )
+            for name in args.compare or COMPARED
         }
-        source = llms["none"].tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
-        on_cpu = llms["none"].memory().per_device[0].device == "cpu"
+        first = next(iter(llms.values()))
+        source = first.tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
+        on_cpu = first.memory().per_device[0].device == "cpu"
         clock = time.process_time if on_cpu else time.perf_counter
         print(
             f"{'batch':>5} {'engine':<11}{'tok/s':>9}{'tokens a step':>15}  {'half of the windows':<22}over the better", flush=True
@@ -121,16 +132,17 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             running = [asyncio.gather(*(continued(llm, prompt, i) for i, prompt in enumerate(prompts))) for llm in llms.values()]
             for llm in llms.values():  # to start, and to learn what pays
                 await measured(llm, 4 * args.tokens * batch, clock)
-            windows: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
+            windows: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
             for _ in range(args.rounds):
-                for name in rng.sample(list(COMPARED), len(COMPARED)):
+                for name in rng.sample(list(llms), len(llms)):
                     windows[name].append(await measured(llms[name], args.tokens * batch, clock))
             for llm, requests in zip(llms.values(), running, strict=True):
                 llm.abort()
                 await llm.resume()
                 await requests
             rates = {name: [rate for rate, _ in each] for name, each in windows.items()}
-            better = "none" if median_ratio(rates["none"], rates["MTP(1)"])[0] > 1 else "MTP(1)"
+            fixed = [name for name in llms if name not in ("none again", "auto")]
+            better = max(fixed, key=lambda name: median_ratio(rates[name], rates[fixed[0]])[0])
             for name, each in rates.items():
                 ratio, low, high = median_ratio(each, rates[better])
                 tokens = median([tokens for _, tokens in windows[name]]) / batch
@@ -139,9 +151,12 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
                 half = f"{ordered[quarter] / mid:.3f} to {ordered[-1 - quarter] / mid:.3f}"
                 line = f"{batch:>5} {name:<11}{mid:>9.1f}{tokens:>15.2f}  {half:<22}{ratio:.3f}"
                 line += "" if name == better else f"  ({low:.3f} to {high:.3f})"
-                policy = llms[name].stats().speculation.policy
-                if policy is not None:
-                    line += f"; tries took {policy.lost_seconds / policy.seconds:.1%}"
+                stats = llms[name].stats().speculation
+                if stats.drafted:
+                    right = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+                    line += "; right so far " + ", ".join(f"{good / all_:.2f}" for good, all_ in right if all_)
+                if stats.policy is not None:
+                    line += f"; tries took {stats.policy.lost_seconds / stats.policy.seconds:.1%}"
                 print(line, flush=True)
     return found
 
@@ -182,7 +197,9 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of a guess to be right (default 0.8)")
     parser.add_argument("--mtp", action="store_true", help="let the MTP block draft, too")
     parser.add_argument("--seconds", type=float, default=4.0, help="to measure each figure (default 4)")
-    parser.add_argument("--compare", action="store_true", help="measure none, MTP(1) and auto side by side instead")
+    parser.add_argument(
+        "--compare", nargs="*", choices=DRAFTERS, help=f"measure these engines side by side instead (default {', '.join(COMPARED)})"
+    )
     parser.add_argument("--rounds", type=int, default=40, help="windows of each engine that is compared (default 40)")
     parser.add_argument("--tokens", type=int, default=16, help="of each sequence in such a window (default 16)")
     parser.add_argument("--device", default="auto", help="where (default auto)")
@@ -192,7 +209,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    found = asyncio.run(compare(args) if args.compare else run(args))
+    found = asyncio.run(run(args) if args.compare is None else compare(args))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
