@@ -228,6 +228,7 @@ class Runner:
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
         tokens = [*_WARM_UP_TOKENS, *(most // config.experts_per_token for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
+        wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
     def _every_graph(self) -> list[DecodeGraphs | VerifyGraphs]:

@@ -23,7 +23,7 @@ from dsv4lite.models.config import V4Config
 from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
-from dsv4lite.parallel.experts import AllGather, Local, Rows
+from dsv4lite.parallel.experts import AllGather, Dispatcher, Local, Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     CopiedSlot,
@@ -214,18 +214,44 @@ class MoE(nn.Module):
             brief = self._briefly(x_TD, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
             if brief is not None:
                 return brief
-        shared_TD: Tensor | None = None
-        h_TI, logits_TE = self._first(x_TD, rounded)
-        if h_TI is not None:
-            shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
-            del h_TI
+        if self.dispatch is not None:
+            return self._dispatched(self.dispatch, x_TD, rows, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
+        h_TI, logits_TE = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+        shared_TD = self.shared(h_TI, x_TD.dtype)
+        del h_TI
         chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
-        if self.dispatch is None:
-            return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
-        slots_TK = chosen_TK if self.map is None else self.map(chosen_TK)
-        sums_TD = self.dispatch(rows, slots_TK, weight_TK, self.experts.forward, most_tokens)
+        return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
+
+    def _dispatched(
+        self,
+        dispatch: Dispatcher,
+        x_TD: Tensor,
+        rows: Rows,
+        rounded: Rounded | None,
+        token_ids_T: Tensor,
+        positions_T: Tensor | None,
+        routed_TK: Tensor | None,
+        most_tokens: int | None,
+    ) -> Tensor:
+        """Do what ``forward`` does with other ranks: the shared expert's products run while rows travel there, and back."""
+        chosen_TK, weight_TK = self._route(linear(x_TD, self.gate, torch.float32), token_ids_T, positions_T)
+        if routed_TK is not None:
+            routed_TK.copy_(chosen_TK)
+        run_experts = dispatch.start(rows, chosen_TK if self.map is None else self.map(chosen_TK), weight_TK, most_tokens)
+        own = self.share.shared_tokens(len(x_TD))
+        h_TI = shared_TD = None
+        if own.stop > own.start:
+            codes = None if rounded is None else (rounded[0][own], rounded[1][own])
+            h_TI = linear(x_TD[own], self.shared.w13, rounded=codes)
+        wait_for_sums = run_experts(self.experts.forward)
+        if h_TI is not None:
+            shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+        sums_TD = wait_for_sums()
+        if shared_TD is not None and len(shared_TD) < len(x_TD):
+            sums_TD[own] += shared_TD
+            shared_TD = None
         return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
 
     def _first(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor | None, Tensor]:

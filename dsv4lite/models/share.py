@@ -18,10 +18,13 @@ from dsv4lite.layout import Layout
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes, stored_tensors
 from dsv4lite.parallel.eplb import Placement, balance
-from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, make_dispatcher
+from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_share, make_dispatcher
 from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
+
+UNSHARED_TOKENS = 128
+"""So many tokens' shared expert takes as long as reading its weights: no copy of the ranks would save another one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +137,13 @@ class Share:
     def leads(self) -> bool:
         """Whether this rank is of the first copy, which alone adds what every copy computes."""
         return self.mesh.place.copy == 0
+
+    def shared_tokens(self, tokens: int) -> slice:
+        """Return which of so many tokens this rank's shared expert works on: where there are copies, each takes a part of many."""
+        copies = self.mesh.layout.copies
+        if copies == 1 or tokens <= UNSHARED_TOKENS:
+            return slice(0, tokens if self.leads else 0)
+        return equal_share(tokens, self.mesh.place.copy, copies)
 
 
 def width_ranks(layout: Layout) -> int:

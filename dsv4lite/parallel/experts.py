@@ -28,13 +28,22 @@ Rows = tuple[Tensor, ...]
 """What the experts take of each token: tensors [T, ...]."""
 LocalExperts = Callable[[Rows, Tensor, Tensor], Tensor]
 """``experts(rows, slots_TK, weight_TK)``: float32 sums [T, D] over this rank's experts, by their slots on it, in the order of k."""
+Sums = Callable[[], Tensor]
+"""Waits for this rank's part of the sums, float32 [T, D], and returns it."""
+Dispatched = Callable[[LocalExperts], Sums]
+"""Waits for the rows that come to this rank, lets its experts work on them, and begins to bring back what they make of them.
+
+Experts take slots counted from the rank's first."""
 
 
 class Dispatcher(Protocol):
     """Takes tokens to their experts, on every rank of ep at the same time.
 
+    What does not wait for other ranks runs beside that: between ``start`` and the call of what it returns, and between that and the
+    call of what this returns in turn. Each of them is called once.
+
     Attributes:
-        capturable: A call with ``most_tokens`` can be recorded in a CUDA graph: no shape depends on what the device has worked out.
+        capturable: A step with ``most_tokens`` can be recorded in a CUDA graph: no shape depends on what the device has worked out.
     """
 
     @property
@@ -42,16 +51,13 @@ class Dispatcher(Protocol):
         """See above."""
         ...
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
-        """Return this rank's part of the sums, float32 [T, D].
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
+        """Begin to bring rows to their experts.
 
         Args:
-            rows: What experts take of each of this rank's tokens.
+            rows: What experts take of each of this rank's tokens. No argument may be overwritten before the sums are there.
             slots_TK: int64, in the order in which experts are added up.
             weight_TK: float32 mixing weights.
-            experts: The experts of this rank, to be called with slots counted from its first.
             most_tokens: As many as the rank of ep has that has the most tokens; ``None`` if it is not known. All are told alike.
         """
         ...
@@ -82,8 +88,7 @@ class ExpertRanks:
 
     def own_tokens(self, tokens: int) -> slice:
         """Return which of the tokens, known to all peers, this rank answers for."""
-        share = -(-tokens // self.peers.size)
-        return slice(min(self.peers.rank * share, tokens), min((self.peers.rank + 1) * share, tokens))
+        return equal_share(tokens, self.peers.rank, self.peers.size)
 
     def own_slots(self, slots_TK: Tensor) -> Tensor:
         """Return slots counted from this rank's first; as many as it has for those of other ranks."""
@@ -104,10 +109,12 @@ class Local:
             raise ConfigError(f"ep={ranks.ep.size} ranks work on different tokens; choose the dispatcher all_gather or all_to_all")
         self._ranks = ranks
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
-        return experts(rows, self._ranks.own_slots(slots_TK), weight_TK)
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
+        def run(experts: LocalExperts) -> Sums:
+            sums = experts(rows, self._ranks.own_slots(slots_TK), weight_TK)
+            return lambda: sums
+
+        return run
 
 
 class AllGather:
@@ -121,9 +128,7 @@ class AllGather:
     def __init__(self, ranks: ExpertRanks) -> None:
         self._ranks = _whole(ranks)
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
         ranks, tokens = self._ranks, len(slots_TK)
         own = ranks.own_tokens(tokens)
         if ranks.together:
@@ -135,9 +140,14 @@ class AllGather:
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
         packed = pack_rows((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
-        slots, weights, *inputs = unpack_rows(ranks.ep.all_gather(packed), parts)
-        sums = experts(tuple(inputs), ranks.own_slots(slots), weights)
-        return _spread(ranks.ep.reduce_scatter(sums)[:held], own, tokens)
+        gathered = ranks.ep.begin_all_gather(packed)
+
+        def run(experts: LocalExperts) -> Sums:
+            slots, weights, *inputs = unpack_rows(gathered.wait(), parts)
+            sums = ranks.ep.begin_reduce_scatter(experts(tuple(inputs), ranks.own_slots(slots), weights))
+            return lambda: _spread(sums.wait()[:held], own, tokens)
+
+        return run
 
 
 class AllToAll:
@@ -148,9 +158,7 @@ class AllToAll:
     def __init__(self, ranks: ExpertRanks) -> None:
         self._ranks = _whole(ranks)
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
         ranks, size = self._ranks, self._ranks.ep.size
         own = ranks.own_tokens(len(slots_TK))
         slots, weights = slots_TK[own], weight_TK[own].flatten()
@@ -165,15 +173,15 @@ class AllToAll:
         order = goal.argsort(stable=True)
         at = order // per_token
         parts = (pairs[order], weights[order], *(row[own][at] for row in rows))
-        local, mixing, *inputs = unpack_rows(ranks.ep.all_to_all(pack_rows(parts), send, receive), parts)
-        results = experts(tuple(inputs), ranks.own_slots(local[:, None]), mixing[:, None]).to(ranks.dtype)
-        results = ranks.ep.all_to_all(results, receive, send)
-        by_pair = torch.empty(len(pairs), results.shape[1], dtype=torch.float32, device=results.device)
-        by_pair[order] = results.float()
-        total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
-        for other in others:
-            total = total + other
-        return _spread(total, own, len(slots_TK))
+        sent = ranks.ep.begin_all_to_all(pack_rows(parts), send, receive)
+
+        def run(experts: LocalExperts) -> Sums:
+            local, mixing, *inputs = unpack_rows(sent.wait(), parts)
+            results = experts(tuple(inputs), ranks.own_slots(local[:, None]), mixing[:, None]).to(ranks.dtype)
+            returned = ranks.ep.begin_all_to_all(results, receive, send)
+            return lambda: _spread(_in_order(returned.wait(), order, tokens, per_token), own, len(slots_TK))
+
+        return run
 
 
 DispatcherFactory = Callable[[ExpertRanks], Dispatcher]
@@ -207,6 +215,22 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
             f"rows can travel to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
         )
     return ranks
+
+
+def equal_share(count: int, rank: int, size: int) -> slice:
+    """Return a rank's part of so many rows; only the last ones' may be smaller than others', or empty."""
+    share = -(-count // size)
+    return slice(min(rank * share, count), min((rank + 1) * share, count))
+
+
+def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Tensor:
+    """Return float32 sums over each token's experts, one after the other; result i is of pair ``order[i]`` of token and expert."""
+    by_pair = torch.empty(len(results), results.shape[1], dtype=torch.float32, device=results.device)
+    by_pair[order] = results.float()
+    total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
+    for other in others:
+        total = total + other
+    return total
 
 
 def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:

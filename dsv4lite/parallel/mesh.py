@@ -35,10 +35,17 @@ Group = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A tensor on its way."""
+    """A tensor on its way.
+
+    Attributes:
+        tensor: What is there after ``wait``.
+        work: The collective.
+        sent: What must not be given back meanwhile.
+    """
 
     tensor: Tensor
     work: Any
+    sent: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Let the current stream, or on a CPU the caller, wait; return the tensor."""
@@ -82,23 +89,27 @@ class Axis:
         """Return the ranks' tensors, all of one shape, side by side along ``dim`` in the order of the ranks."""
         if self.size == 1:
             return x
-        flat = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
-        self._group._allgather_base(_plain(flat), _plain(x.flatten())).wait()
-        gathered = flat.view(self.size, *x.shape)
-        return gathered.flatten(0, 1) if dim % x.dim() == 0 else torch.cat(gathered.unbind(), dim)
+        gathered = self.begin_all_gather(x).wait()
+        return gathered if dim % x.dim() == 0 else torch.cat(gathered.chunk(self.size), dim)
+
+    def begin_all_gather(self, x: Tensor) -> Transfer:
+        """Begin to bring every rank the rows of all; ``x``, of one shape everywhere, must be left alone until they are there."""
+        gathered, sent = torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device), x.contiguous()
+        return Transfer(gathered, self._group._allgather_base(_plain(gathered.flatten()), _plain(sent.flatten())), sent)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of the sum, the ``rank``-th of ``size`` equal parts of ``dim``."""
-        if self.size == 1:
-            return x
+        return self.begin_reduce_scatter(x, dim).wait() if self.size > 1 else x
+
+    def begin_reduce_scatter(self, x: Tensor, dim: int = 0) -> Transfer:
+        """Begin to sum and scatter, as ``reduce_scatter``; ``x`` must be left alone until that has ended."""
         if x.shape[dim] % self.size:
             raise ConfigError(
                 f"axis {self.name}: dimension {dim} of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
             )
         parts = x.contiguous().unflatten(0, (self.size, -1)) if dim == 0 else torch.stack(x.chunk(self.size, dim))
         mine = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-        self._group._reduce_scatter_base(mine.flatten(), parts.flatten()).wait()
-        return mine
+        return Transfer(mine, self._group._reduce_scatter_base(mine.flatten(), parts.flatten()), parts)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Return the rows that the other ranks have for this one, in the order of the ranks.
@@ -108,12 +119,14 @@ class Axis:
             send_counts: Rows for each rank.
             receive_counts: Rows from each rank; what it sends to this one.
         """
-        if self.size == 1:
-            return x
+        return self.begin_all_to_all(x, send_counts, receive_counts).wait() if self.size > 1 else x
+
+    def begin_all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
+        """Begin what ``all_to_all`` does; ``x`` must be left alone until it has ended."""
         received = torch.empty(sum(receive_counts), *x.shape[1:], dtype=x.dtype, device=x.device)
-        sent = _plain(x.contiguous())
-        self._group.alltoall_base(_plain(received), sent, list(receive_counts), list(send_counts)).wait()
-        return received
+        sent = x.contiguous()
+        work = self._group.alltoall_base(_plain(received), _plain(sent), list(receive_counts), list(send_counts))
+        return Transfer(received, work, sent)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return what the rank ``source`` along the axis gives; ``x``, of the same shape everywhere, is overwritten with it."""

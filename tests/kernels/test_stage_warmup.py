@@ -53,12 +53,12 @@ class Hopper:
 
 
 class Deaf:
-    """Stands for the other stage, with whom nothing is exchanged."""
+    """Stands for other ranks, with whom nothing is exchanged."""
 
     def send(self, *args: Any) -> Deaf:
         return self
 
-    recv = broadcast = send
+    recv = broadcast = allreduce = send
 
     def wait(self) -> None:
         pass
@@ -131,10 +131,15 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("stages", "rank"), [(1, 0), (2, 0), (2, 1)], ids=["whole", "first", "last"])
-def test_steps_launch_what_warm_up_asked_for(stages: int, rank: int) -> None:
-    axes = {name: Axis(name, rank, stages, Deaf() if stages > 1 else None) for name in ("pp", "replica")}
-    runner = runner_of(Mesh(layout=Layout(pp=stages), rank=rank, **axes))
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [(Layout(), 0), (Layout(pp=2), 0), (Layout(pp=2), 1), (Layout(ep=2), 1)],
+    ids=["whole", "first stage", "last stage", "second copy"],
+)
+def test_steps_launch_what_warm_up_asked_for(layout: Layout, rank: int) -> None:
+    sizes = {"pp": layout.pp, "ep": layout.ep, "replica": layout.world}
+    axes = {name: Axis(name, rank if size > 1 else 0, size, Deaf() if size > 1 else None) for name, size in sizes.items()}
+    runner = runner_of(Mesh(layout=layout, rank=rank, **axes))
     with recording() as wanted:
         runner.rehearse(MAX_TOKENS, MAX_LENGTH)
     known = {repr(one.specialization) for one in wanted}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.parallel.experts import AllGather, AllToAll, ExpertRanks, Local, LocalExperts, Rows
+from dsv4lite.parallel.experts import AllGather, AllToAll, Dispatched, ExpertRanks, Local, Rows
 
 
 class Marked(AllToAll):
@@ -16,11 +16,9 @@ class Marked(AllToAll):
         super().__init__(ranks)
         self.ranks = ranks
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
         self.calls += 1
-        return super().__call__(rows, slots_TK, weight_TK, experts, most_tokens)
+        return super().start(rows, slots_TK, weight_TK, most_tokens)
 
 
 class OwnLocal(Local):

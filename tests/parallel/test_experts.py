@@ -52,7 +52,7 @@ def dispatched(mesh: Mesh, name: str, counts: tuple[int, ...], most_tokens: int 
     share = SLOTS // mesh.ep.size
     ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, recorded=True)
     experts = Experts(mesh.ep.rank * share, share)
-    part = make_dispatcher(name, ranks)(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), experts, most_tokens)
+    part = make_dispatcher(name, ranks).start(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), most_tokens)(experts)()
     return peers.all_reduce(part.clone()), part
 
 

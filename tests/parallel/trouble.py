@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dsv4lite.parallel.experts import ExpertRanks, Local, LocalExperts, Rows
+from dsv4lite.parallel.experts import Dispatched, ExpertRanks, Local, Rows
 
 ALARM = "DSV4LITE_TEST_ALARM"
 """Names a file in the environment; who sleeps does so until it is there."""
@@ -23,12 +23,10 @@ class Fails(Local):
         super().__init__(ranks)
         self._here = ranks.ep.rank == self.on_rank
 
-    def __call__(
-        self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, experts: LocalExperts, most_tokens: int | None = None
-    ) -> Tensor:
+    def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
         if self._here:
             self.fall()
-        return super().__call__(rows, slots_TK, weight_TK, experts, most_tokens)
+        return super().start(rows, slots_TK, weight_TK, most_tokens)
 
     def fall(self) -> None:
         raise ValueError("no experts today")
