@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import PlainRow, RowStore
 
 BLOCK = 64
 WINDOW = 128
+FEW_SPLITS = 8  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
 _REF_TOKENS = 64  # whose rows the reference holds at a time
 
 
@@ -82,6 +84,7 @@ def paged_attention(
     splits: int = 1,
     *,
     window_size: int = WINDOW,
+    norm_eps: float | None = None,
 ) -> Tensor:
     """Attend each token's heads to its window and its compressed entries, and rotate the results back.
 
@@ -99,6 +102,8 @@ def paged_attention(
             to every entry they see.
         splits: Programs that share a token's rows; part of what the result's bits depend on.
         window_size: Latest positions that a token sees, itself included.
+        norm_eps: Queries are as their product has left them, and are normed, with this, and rotated here, as ``head_norms`` does
+            it; on packed rows with ``FEW_SPLITS`` or more. ``None``: they come so.
 
     Returns:
         [T, H, C] in the dtype of q; zeros for padding.
@@ -107,11 +112,15 @@ def paged_attention(
         from dsv4lite.kernels.attention_triton import paged_attention_triton
         from dsv4lite.kernels.plain_attention_triton import plain_paged_attention_triton
 
-        op = plain_paged_attention_triton if isinstance(window.format, PlainRow) else paged_attention_triton
-        return op(q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
+        rows = (fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
+        if isinstance(window.format, PlainRow):
+            assert norm_eps is None
+            return plain_paged_attention_triton(q_THC, *rows)
+        return paged_attention_triton(q_THC, *rows, norm_eps)
     return paged_attention_ref(
-        q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, window_size=window_size
-    )
+        q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK,
+        window_size=window_size, norm_eps=norm_eps,
+    )  # fmt: skip
 
 
 def paged_attention_ref(
@@ -128,8 +137,11 @@ def paged_attention_ref(
     selected_TK: Tensor | None = None,
     *,
     window_size: int = WINDOW,
+    norm_eps: float | None = None,
 ) -> Tensor:
     """See ``paged_attention``; gathers rows and calls ``sparse_attention``."""
+    if norm_eps is not None:
+        q_THC = rope(rms_norm_heads(q_THC, norm_eps), cos, sin)
     out = torch.empty_like(q_THC)
     for part in torch.arange(len(q_THC), device=q_THC.device).split(_REF_TOKENS):
         rows, valid = _window_rows(part, fresh_TB, window, paging, window_size, q_THC.dtype)

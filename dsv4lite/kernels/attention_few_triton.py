@@ -20,6 +20,7 @@ from torch import Tensor
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, rotated_back, scaled
+from dsv4lite.kernels.rows_triton import inverse_root, mean_of, rotate, rounded
 
 _HEADS, _ROWS, _WARPS, _MERGE_WARPS = 16, 64, 8, 4
 _MERGED = 8  # shares read at a time
@@ -207,13 +208,52 @@ def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _queries(q, at, inside, NOPE: tl.constexpr, GPU: tl.constexpr):
-    """Return queries [H, C] in tiles of 128 channels; unused ones repeat the first."""
+def _turned(x, cos, sin, HEADS: tl.constexpr, GPU: tl.constexpr):
+    """Rotate the last 64 of 128 channels."""
+    pair = tl.arange(0, 64) - 32
+    turned = pair >= 0
+    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
+    return rotate(x, c, s, turned[None, :], HEADS, 128, GPU)
+
+
+@triton.jit
+def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
+    """Norm and rotate queries in tiles of 128 channels; float32 that holds bfloat16."""
+    # Reference: rope(rms_norm_heads(q_THC, eps), cos, sin)
+    x0, x1, x2, x3 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32), tiles[3].to(tl.float32)
+    squares = rounded(x0 * x0, False, GPU)
+    if NOPE > 64:
+        squares += rounded(x1 * x1, False, GPU)
+    if NOPE > 192:
+        squares += rounded(x2 * x2, False, GPU) + rounded(x3 * x3, False, GPU)
+    mean = rounded(mean_of(tl.sum(squares, 1), NOPE + 64), False, GPU)
+    factor = rounded(inverse_root(rounded(mean + eps, False, GPU)), False, GPU)[:, None]
+    x0, x1 = rounded(x0 * factor, False, GPU), rounded(x1 * factor, False, GPU)
+    x2, x3 = rounded(x2 * factor, False, GPU), rounded(x3 * factor, False, GPU)
+    if NOPE == 64:
+        x0 = _turned(x0, cos, sin, HEADS, GPU)
+    elif NOPE == 192:
+        x1 = _turned(x1, cos, sin, HEADS, GPU)
+    else:
+        x3 = _turned(x3, cos, sin, HEADS, GPU)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _queries(
+    q, at, inside, cos, sin, eps, NORM: tl.constexpr, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr
+):  # fmt: skip
+    """Return queries [H, C] in tiles of 128 channels, which are normed and rotated if NORM; unused ones repeat the first."""
     q0 = tl.load(q + at, mask=inside, other=0.0)
     q1 = tl.load(q + 128 + at, mask=inside, other=0.0) if NOPE > 64 else q0
     q2 = tl.load(q + 256 + at, mask=inside, other=0.0) if NOPE > 192 else q0
     q3 = tl.load(q + 384 + at, mask=inside, other=0.0) if NOPE > 192 else q0
-    if not GPU:
+    if NORM:
+        q0, q1, q2, q3 = _normed((q0, q1, q2, q3), cos, sin, eps, NOPE, HEADS, GPU)
+    if GPU:
+        q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
+    else:
         q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
     return _kept(q0, GPU), _kept(q1, GPU), _kept(q2, GPU), _kept(q3, GPU)
 
@@ -231,11 +271,11 @@ def _entries_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, ENTRIES: tl.
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
 def _attend_few_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
-    parts, stats, grow_columns, window_columns, scale,
+    cos, sin, parts, stats, grow_columns, window_columns, q_row, scale, eps,
     H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
-    GPU: tl.constexpr,
+    NORM: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = NOPE + 64
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -267,8 +307,8 @@ def _attend_few_kernel(
     )  # fmt: skip
     raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
     inside = (head < H)[:, None]
-    at = (token * H + head[:, None]) * C + tl.arange(0, 128)[None, :]
-    queries = _queries(q, at, inside, NOPE, GPU)
+    at = token * q_row + head[:, None] * C + tl.arange(0, 128)[None, :]
+    queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), _LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
@@ -323,14 +363,19 @@ def _merge_few_kernel(
     tl.store(out + at * C + column, bf16(o, GPU))
 
 
-def few_attention_triton(inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor]) -> Tensor:
+def few_attention_triton(
+    inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor], norm_eps: float | None = None
+) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
-    (tokens, heads, _), out = inputs.q_THC.shape, torch.empty_like(inputs.q_THC)
+    (tokens, heads, channels), q = inputs.q_THC.shape, inputs.q_THC
+    assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, stats = inputs.shares()
     layer = inputs.layer(_ROWS)
     _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
-        *inputs.tensors(), parts, stats, *inputs.columns(), scale * LOG2_E, **layer, **inputs.places(),
-        HEADS=_HEADS, SINGLES=inputs.paging.singles, num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
+        *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0, **layer,
+        **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
+        num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     padded = triton.next_power_of_2(inputs.splits)
     _merge_few_kernel[(tokens * heads,)](
@@ -345,9 +390,9 @@ def variants() -> list[Variant]:
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
-    for (heads, nope, ratio, top_k), splits, singles in product(layers, (8, 16), (False, True)):
+    for (heads, nope, ratio, top_k), splits, singles, norm in product(layers, (8, 16), (False, True), (False, True)):
         layer = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, _ROWS)
-        attended = {**PackedInputs.places_of(nope, ratio, nope + 144), "HEADS": _HEADS, "SINGLES": singles}
+        attended = {**PackedInputs.places_of(nope, ratio, nope + 144), "HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
         merged = {"ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
         for kernel, more, warps in ((_attend_few_kernel, attended, _WARPS), (_merge_few_kernel, merged, _MERGE_WARPS)):
             signature, constants = PackedInputs.signature_of(kernel.arg_names), {**layer, **more}

@@ -103,7 +103,7 @@ class PackedInputs:
             **dict.fromkeys(("fresh", "window", "entries"), "*u8"),
             **dict.fromkeys(tables, "*i32"),
             **dict.fromkeys(("parts", "stats", "sink", "cos", "sin"), "*fp32"),
-            **dict.fromkeys(("grow_columns", "window_columns"), "i32"),
-            "scale": "fp32",
+            **dict.fromkeys(("grow_columns", "window_columns", "q_row"), "i32"),
+            **dict.fromkeys(("scale", "eps"), "fp32"),
         }
         return {name: types[name] for name in names if name in types}

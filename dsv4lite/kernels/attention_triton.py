@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention import FEW_SPLITS
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.dispatch import Variant
@@ -26,7 +27,6 @@ from dsv4lite.kernels.packed_rows import LOG2_E, bf16, group_of, rotated_back, s
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
 
-FEW_SPLITS = 8  # from here on tokens are so few that latency is all: ``attention_few_triton.py``
 _LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
 _MERGED = 8  # shares read at a time
 
@@ -326,6 +326,7 @@ def paged_attention_triton(
     selected_TK: Tensor | None,
     splits: int,
     window_size: int,
+    norm_eps: float | None = None,
 ) -> Tensor:
     """See ``attention.paged_attention``."""
     tokens, heads, channels = q_THC.shape
@@ -335,10 +336,10 @@ def paged_attention_triton(
     assert cos.shape == sin.shape == (tokens, fmt.rope // 2) and cos.is_contiguous() and sin.is_contiguous(), cos.shape
     assert fresh_TB.shape == (tokens, fmt.data_bytes + fmt.scale_bytes) and fresh_TB.stride(1) == 1, fresh_TB.shape
     assert selected_TK is None or selected_TK.is_contiguous()
-    q = q_THC.contiguous()
-    out = torch.empty_like(q)
+    few = splits >= FEW_SPLITS
+    q = q_THC if few else q_THC.contiguous()
     if tokens == 0:
-        return out
+        return torch.empty_like(q)
     inputs = PackedInputs(
         q_THC=q,
         fresh_TB=fresh_TB,
@@ -350,8 +351,10 @@ def paged_attention_triton(
         splits=splits,
         window_size=window_size,
     )
-    if splits >= FEW_SPLITS:
-        return few_attention_triton(inputs, sink_H, scale, (cos, sin))
+    if few:
+        return few_attention_triton(inputs, sink_H, scale, (cos, sin), norm_eps)
+    assert norm_eps is None
+    out = torch.empty_like(q)
     tile = tile_for(heads, capability_of(q.device))
     layer = inputs.layer(tile.rows)
     parts, stats = inputs.shares() if splits > 1 else (out, out)

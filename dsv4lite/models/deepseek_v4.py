@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dsv4lite.engine.cache import LayerCache, StateLayout
-from dsv4lite.kernels.attention import BLOCK, paged_attention, sparse_attention
+from dsv4lite.kernels.attention import BLOCK, FEW_SPLITS, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import PAIR_ROWS
 from dsv4lite.kernels.hc import HcWeights, hc_head_norm
@@ -172,15 +173,20 @@ class Attention(nn.Module):
         else:
             norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
             qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
-        query = linear(qr_TR, self.wq_b) if qr_scales is None else rounded_linear((qr_TR, qr_scales), self.wq_b, x_TD.dtype)
-        heads = (self.heads, c.head_dim, c.index_heads if self.kind == "csa" else 0, c.index_dim)
-        q_THC, iq_THC = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized)
+        count = batch.max_tokens // max(self.ratio, 1)
+        heads, index_heads = (self.heads, c.head_dim), c.index_heads if self.kind == "csa" and count > c.index_topk else 0
+        query = self._queries(qr_TR, qr_scales, prod(heads) + index_heads * c.index_dim, x_TD.dtype)
+        norm_eps: float | None = None
+        iq_THC: Tensor | None = None
+        if self.numerics.quantized and batch.splits >= FEW_SPLITS and not index_heads:
+            q_THC, norm_eps = query.unflatten(1, heads), c.norm_eps
+        else:
+            q_THC, iq_THC = head_norms(query, *heads, index_heads, c.index_dim, *angles, c.norm_eps, fp4=self.numerics.quantized)
         del query
         if self.ratio and not together:
             projected = self._compress_paged(x_TD, projected, batch, cache)
         selected_TK: Tensor | None = None
-        count = batch.max_tokens // max(self.ratio, 1)
-        if iq_THC is not None and count > c.index_topk:
+        if iq_THC is not None:
             assert isinstance(cache.keys, RowStore) and projected is not None
             weights = (projected[:, -c.index_heads :], cache.keys, paging, c.index_topk, count, self._index_scale)
             selected_TK = choose_paged(iq_THC, *weights)
@@ -197,6 +203,7 @@ class Attention(nn.Module):
             selected_TK=selected_TK,
             splits=batch.splits,
             window_size=c.window,
+            norm_eps=norm_eps,
         )
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
@@ -215,6 +222,14 @@ class Attention(nn.Module):
         if self.ratio and len(x_TD) <= PAIR_ROWS:
             return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
         return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
+
+    def _queries(self, qr_TR: Tensor, qr_scales: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the first ``columns`` of what query latents make: those of the indexer are last, and wanted if it chooses."""
+        if qr_scales is None:
+            return linear(qr_TR, self.wq_b)[:, :columns]
+        # A smaller product may add in another order.
+        rows = None if self.numerics.deterministic else columns
+        return rounded_linear((qr_TR, qr_scales), self.wq_b, dtype, rows=rows)[:, :columns]
 
     def _enter_together(
         self, latent: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor], batch: PagedBatch, cache: LayerCache

@@ -22,6 +22,7 @@ from dsv4lite.kernels.gemm import (
     fp8_weight_linear,
     fp8_weight_linear_quantize,
     pair_linear,
+    scale_rows,
 )
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
@@ -313,10 +314,18 @@ def linear(
     return result if out is None else out.copy_(result)
 
 
-def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Return ``x @ W.T`` [T, out] of inputs in FP8 and a matrix that stays FP8."""
+def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype, *, rows: int | None = None) -> Tensor:
+    """Return ``x @ W.T`` [T, out] of inputs in FP8 and a matrix that stays FP8.
+
+    Args:
+        rounded: The inputs.
+        matrix: Their weights.
+        dtype: Of the result.
+        rows: Of the matrix, from its first one on; all of them if ``None``.
+    """
     assert matrix.rounds_input and matrix.scale is not None
-    return fp8_linear(*rounded, matrix.weight, matrix.scale, dtype, matrix.row_tile)
+    scales = -(-(len(matrix.weight) if rows is None else rows) // scale_rows(matrix.weight, matrix.scale))
+    return fp8_linear(*rounded, matrix.weight[:rows], matrix.scale[:scales], dtype, matrix.row_tile)
 
 
 def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:

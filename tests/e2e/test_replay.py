@@ -221,7 +221,7 @@ def test_a_wrong_kernel_shows_on_the_command_line(
     assert capsys.readouterr().out.endswith("no op is wrong\n")
     monkeypatch.setattr(heads, "use_triton", lambda x: True)
     monkeypatch.setattr(heads_triton, "head_norms_triton", wrong_query(1))
-    assert main(["replay", str(paged["decode"]), "--all"]) == 1
+    assert main(["replay", str(paged["mixed"]), "--all"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "layers.1.attn: head_norms(" in lines[-1] and sum(line.endswith("<--") for line in lines) == 1
 

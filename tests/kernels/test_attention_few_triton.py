@@ -14,13 +14,15 @@ pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
 from dsv4lite.kernels.attention_inputs import PackedInputs
+from dsv4lite.kernels.norm import rms_norm_heads
+from dsv4lite.kernels.rope import rope
 
 pytestmark = pytest.mark.kernel
 
 CUDA = torch.cuda.is_available()
 
 
-def kernel(given: Case, splits: int) -> Tensor:
+def kernel(given: Case, splits: int, norm_eps: float | None = None) -> Tensor:
     q, fresh, window, entries, paging, sink, scale, cos, sin, ratio, selected = given._arguments()
     inputs = PackedInputs(
         q_THC=q,
@@ -33,7 +35,7 @@ def kernel(given: Case, splits: int) -> Tensor:
         splits=splits,
         window_size=given.layer.window,
     )
-    return few_attention_triton(inputs, sink, scale, (cos, sin))
+    return few_attention_triton(inputs, sink, scale, (cos, sin), norm_eps)
 
 
 SLIDING = replace(TINY, ratio=0, top_k=None)
@@ -57,6 +59,16 @@ REAL = [
 def test_kernel_equals_the_reference(layer: Layer, steps: list[tuple[int, int]], splits: int) -> None:
     given = case(layer, steps)
     close(kernel(given, splits), given.reference())
+
+
+@pytest.mark.parametrize(("layer", "steps", "splits"), [CASES[0], CASES[4], CASES[5], CASES[6], *(REAL if CUDA else [])])
+def test_queries_may_come_as_their_product_left_them(layer: Layer, steps: list[tuple[int, int]], splits: int) -> None:
+    """Neither normed nor rotated, in rows that hold more."""
+    given = case(layer, steps)
+    rows = torch.nn.functional.pad(3 * given.q.flatten(1), (0, 128), value=torch.nan)
+    raw = rows[:, : given.q[0].numel()].unflatten(1, given.q.shape[1:])
+    wanted = replace(given, q=rope(rms_norm_heads(raw, 1e-6), given.cos, given.sin))
+    close(kernel(replace(given, q=raw), splits, 1e-6), wanted.reference())
 
 
 def test_fresh_rows_may_be_spread_out() -> None:
