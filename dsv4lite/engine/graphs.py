@@ -1,5 +1,7 @@
 """Decode steps as CUDA graphs: one per number of sequences, replayed with nothing but a small copy to the device in front.
 
+Sequences so short that each token attends to all entries it sees have a second one, in which nobody chooses.
+
 A graph covers a whole step of single tokens: which token each sequence has (the one sampled last, if the host does not know it
 yet), where its rows lie, the model, and the best token of each row. That of a pipeline's stage covers its layers, from the streams
 that have come to those that go. Where more is asked for than best tokens, a graph of its own
@@ -106,8 +108,10 @@ class DecodeGraphs(GraphSet):
         self._model = model
         self._layers = cache.layers[: len(model.layers)]  # a drafter has no part in these steps
         self._window_pages = most_window_pages(model)
-        self._captured: dict[int, Captured[DecodeOutput | Tensor]] = {}
-        self.sizes = graph_sizes(max_num_seqs)
+        self._captured: dict[GraphShape, Captured[DecodeOutput | Tensor]] = {}
+        self._last: Captured[DecodeOutput | Tensor] | None = None
+        sizes, lengths = graph_sizes(max_num_seqs), sorted({min(model.config.most_unselected, max_model_len), max_model_len})
+        self.shapes = [GraphShape(size=size, max_model_len=length) for size in sizes for length in lengths]
         # Of the step that ran last, whichever graph it was: streams as they come from the stage before, and what leaves this one.
         share, config, device = model.share, model.config, cache.device
         streams = (max_num_seqs, config.streams, config.hidden_size)
@@ -122,59 +126,60 @@ class DecodeGraphs(GraphSet):
     def covers(self, shape: StepShape) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
         wanted = shape.max_drafts > 0 or shape.behind_drafts
-        return shape.decodes and shape.width == 1 and not wanted and shape.sequences <= self.sizes[-1]
+        return shape.decodes and shape.width == 1 and not wanted and shape.sequences <= self.shapes[-1].size
 
     def forget(self) -> None:
         """Free the graphs. The process groups of collectives in them cannot end before."""
         self._captured.clear()
+        self._last = None
 
-    def rehearse(self, size: int) -> Tensor:
-        """Run a step of ``size`` sequences that are all padding; return its inputs."""
-        inputs = torch.full((_COLUMNS + self._window_pages, size), -1, dtype=torch.int32, device=self._cache.device)
+    def rehearse(self, shape: GraphShape) -> Tensor:
+        """Run a step of as many sequences that are all padding; return its inputs."""
+        inputs = torch.full((_COLUMNS + self._window_pages, shape.size), -1, dtype=torch.int32, device=self._cache.device)
         inputs[0] = 0
-        output = self._forward(inputs)
+        output = self._forward(inputs, shape.max_model_len)
         if self.sampling is not None and isinstance(output, DecodeOutput):
             self._sample(self.sampling, inputs, output, EVERYTHING)
         return inputs
 
-    def capture(self, size: int) -> None:
-        """Record the graph of ``size`` sequences; runs it once before, so that everything it needs is compiled and loaded."""
-        inputs = self.rehearse(size)
+    def capture(self, shape: GraphShape) -> None:
+        """Record the graph of a shape; runs it once before, so that everything it needs is compiled and loaded."""
+        inputs = self.rehearse(shape)
         torch.cuda.current_stream().synchronize()
-        graph, output = self._record(partial(self._forward, inputs))
-        self._captured[size] = Captured(graph=graph, inputs=inputs, output=output)
+        graph, output = self._record(partial(self._forward, inputs, shape.max_model_len))
+        self._captured[shape] = Captured(graph=graph, inputs=inputs, output=output)
 
-    def shape_for(self, count: int) -> GraphShape:
-        """Return which graph runs a step of ``count`` sequences."""
-        return GraphShape(size=next(size for size in self.sizes if size >= count), max_model_len=self._max_model_len)
+    def shape_for(self, step: StepShape) -> GraphShape:
+        """Return which graph runs a step."""
+        return next(shape for shape in self.shapes if shape.size >= step.sequences and shape.max_model_len >= step.longest)
 
     def streams_before(self, shape: StepShape) -> Tensor:
         """Return where a step wants to find the streams [B, N, D] of the stage before, those of padding included."""
         assert self._before is not None, "the first stage begins with tokens"
-        return self._before[: self.shape_for(shape.sequences).size]
+        return self._before[: self.shape_for(shape).size]
 
     def replay(self, sequences: Sequence[SequencePlan], shape: StepShape) -> DecodeOutput | Tensor:
         """Run a step; rows follow the order of ``sequences``, the rest is padding. Stages but the last return streams [B, N, D]."""
-        size = self.shape_for(shape.sequences).size
-        if size not in self._captured:
-            self.capture(size)
-        captured = self._captured[size]
+        wanted = self.shape_for(shape)
+        if wanted not in self._captured:
+            self.capture(wanted)
+        captured = self._last = self._captured[wanted]
         self._tables.update(sequences)
-        captured.inputs.copy_(decode_inputs(sequences, size, self._window_pages).pin_memory(), non_blocking=True)
+        captured.inputs.copy_(decode_inputs(sequences, wanted.size, self._window_pages).pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.output
 
-    def sample(self, sampling: DeviceSampler, count: int, needs: Needs) -> Tensor:
-        """Sample from what ``replay`` has just left for ``count`` sequences; return what ``sample_rows`` returns."""
-        captured = self._captured[self.shape_for(count).size]
-        assert isinstance(captured.output, DecodeOutput)
+    def sample(self, sampling: DeviceSampler, needs: Needs) -> Tensor:
+        """Sample from what ``replay`` has just left; return what ``sample_rows`` returns."""
+        captured = self._last
+        assert captured is not None and isinstance(captured.output, DecodeOutput)
         work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
         return self._replay_sampling(captured, needs, work)
 
-    def _forward(self, inputs: Tensor) -> DecodeOutput | Tensor:
-        """One step on ``inputs`` of ``decode_inputs``."""
+    def _forward(self, inputs: Tensor, longest: int) -> DecodeOutput | Tensor:
+        """One step on ``inputs`` of ``decode_inputs``, of sequences of up to ``longest`` tokens."""
         size = inputs.shape[1]
-        batch, places = decode_batch(inputs, self._tables.tensor, self.last_token, self._model, self._max_model_len)
+        batch, places = decode_batch(inputs, self._tables.tensor, self.last_token, self._model, longest)
         streams = self._model(batch, self._layers, None if self._before is None else self._before[:size])
         if not self._model.share.last:
             return self._leaving[:size].copy_(streams)

@@ -246,7 +246,7 @@ class Runner:
             if isinstance(graphs, VerifyGraphs):
                 found += [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
             else:
-                found += [(partial(graphs.rehearse, size), partial(graphs.capture, size)) for size in reversed(graphs.sizes)]
+                found += [(partial(graphs.rehearse, each), partial(graphs.capture, each)) for each in reversed(graphs.shapes)]
         return found
 
     def _run_padding(self, tokens: int, longest: int) -> None:
@@ -324,7 +324,7 @@ class Runner:
             plan = self._settle(plan)
             shape = StepShape.of((plan,), self._routing)
         if recorder is not None:
-            recorder.begin(plan, graphs.shape_for(len(plan.sequences)) if isinstance(graphs, DecodeGraphs) else None)
+            recorder.begin(plan, graphs.shape_for(shape) if isinstance(graphs, DecodeGraphs) else None)
         if isinstance(graphs, VerifyGraphs):
             return self._verify(plan, graphs, shape)
         if graphs is not None:
@@ -434,7 +434,7 @@ class Runner:
             self._hop.pass_on((output.clone(),))  # the next replay may come before they are sent
         elif self._sampling is not None:
             rows = self._sampling.prepare(sequences)
-            out = graphs.sample(self._sampling, shape.sequences, rows.needs) if rows.needs else output.out
+            out = graphs.sample(self._sampling, rows.needs) if rows.needs else output.out
             samples = self._sampling.finish(out, output.logits, rows, sequences, range(len(sequences)), self._last_token)
         elif self.sampler is not None:
             seq_ids, positions = [s.seq_id for s in sequences], [s.end for s in sequences]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from dsv4lite.errors import DSV4LiteError
@@ -140,6 +141,7 @@ class StepShape(NamedTuple):
         in_flight: Some run's token is.
         max_drafts: Guesses that are wanted of what follows.
         behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
+        longest: Tokens of the longest sequence behind the step, as far as it may come.
     """
 
     tokens: int
@@ -149,6 +151,7 @@ class StepShape(NamedTuple):
     in_flight: bool
     max_drafts: int = 0
     behind_drafts: bool = False
+    longest: int = 0
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -158,14 +161,15 @@ class StepShape(NamedTuple):
             plans: Of all replicas; ``None`` for those that have nothing to do.
             routed: Sequences whose experts are wanted.
         """
-        tokens = sequences = width = max_drafts = 0
+        tokens = sequences = width = max_drafts = longest = 0
         decodes, in_flight, behind_drafts = True, False, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a turn of a loop for every token would cost several times as much.
-            _, _, _, token_ids, _, _, _, samples, scores, drafts, carries, *_ = zip(*plan.sequences, strict=True)
+            _, _, starts, token_ids, _, _, _, samples, scores, drafts, carries, _, slacks = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
+            longest = max(longest, max(map(add, starts, lengths)) + max(slack or 0 for slack in slacks))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
@@ -174,7 +178,7 @@ class StepShape(NamedTuple):
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest)
 
 
 class Sampled(NamedTuple):

@@ -7,7 +7,8 @@ Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are taken in bloc
 probabilities are rounded per block before they meet the values, as the official kernel does (4e-5 of it). Blocks of masked rows
 change no bit, so a token's result does not depend on how many rows the rest of the batch needs. On packed pages the kernel may
 take other blocks and splits the rows: it agrees with the reference to 2^-7 of a result plus 2^-8 of the head's largest one (in
-float32 2^-13), and its bits follow from the token's own rows and the number of splits.
+float32 2^-13), and in channels that rotate to 2^-6 of their pair's norm instead of the first: these are rounded before and after
+they turn, and what turns to little was as large as the pair. Its bits follow from the token's own rows and the number of splits.
 """
 
 from __future__ import annotations

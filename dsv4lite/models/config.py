@@ -186,6 +186,11 @@ class V4Config:
         ratio = self.ratios[layer]
         return "sliding" if ratio == 0 else "csa" if ratio == 4 else "hca"
 
+    @property
+    def most_unselected(self) -> int:
+        """Return the most tokens of a sequence whose every token attends to all entries that it sees."""
+        return 4 * (self.index_topk + 1) - 1 if 4 in self.ratios else self.max_positions
+
     def hashed(self, layer: int) -> bool:
         """Return whether a layer chooses its experts by token id."""
         return layer < self.num_hash_layers

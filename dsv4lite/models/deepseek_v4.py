@@ -173,8 +173,8 @@ class Attention(nn.Module):
         else:
             norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
             qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
-        count = batch.max_tokens // max(self.ratio, 1)
-        heads, index_heads = (self.heads, c.head_dim), c.index_heads if self.kind == "csa" and count > c.index_topk else 0
+        chooses = self.kind == "csa" and batch.max_tokens > c.most_unselected
+        heads, index_heads = (self.heads, c.head_dim), c.index_heads if chooses else 0
         query = self._queries(qr_TR, qr_scales, prod(heads) + index_heads * c.index_dim, x_TD.dtype)
         norm_eps: float | None = None
         iq_THC: Tensor | None = None
@@ -188,6 +188,7 @@ class Attention(nn.Module):
         selected_TK: Tensor | None = None
         if iq_THC is not None:
             assert isinstance(cache.keys, RowStore) and projected is not None
+            count = batch.max_tokens // self.ratio
             weights = (projected[:, -c.index_heads :], cache.keys, paging, c.index_topk, count, self._index_scale)
             selected_TK = choose_paged(iq_THC, *weights)
         return paged_attention(

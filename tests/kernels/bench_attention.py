@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from paged import attention_bound
 from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
@@ -121,8 +122,7 @@ def cold_microseconds(call: Callable[[], object], step: Step) -> float:
 
 def check(got: Tensor, wanted: Tensor, what: str) -> None:
     error = (got.float() - wanted.float()).abs()
-    bound = 2**-7 * wanted.float().abs() + 2**-8 * wanted.float().abs().amax(-1, keepdim=True)
-    assert bool((error <= bound).all()), f"{what}: {error.max()}"
+    assert bool((error <= attention_bound(wanted)).all()), f"{what}: {error.max()}"
 
 
 def layers(step: Step, pages: int) -> dict[str, tuple[RowStore | None, int, Tensor | None]]:

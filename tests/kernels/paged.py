@@ -63,3 +63,11 @@ def fill_store(fmt: RowFormat, pages: int, rows_per_page: int, device: torch.dev
 def pages_of(tables: Tensor) -> int:
     """Return how many pages a store must have."""
     return int(tables.max()) + 1 if tables.numel() else 1
+
+
+def attention_bound(wanted: Tensor, rope: int = 64) -> Tensor:
+    """Return how far results of attention [T, H, C] in bfloat16 may be from these, as the docstring of ``attention`` promises."""
+    exact = wanted.float()
+    pairs = exact[..., -rope:].unflatten(-1, (-1, 2)).norm(dim=-1, keepdim=True).expand(*exact.shape[:-1], -1, 2).flatten(-2)
+    size = torch.cat([2**-7 * exact[..., :-rope].abs(), 2**-6 * pairs], -1)
+    return size + 2**-8 * exact.abs().amax(-1, keepdim=True)

@@ -12,7 +12,7 @@ from dsv4lite.kernels.attention import paged_attention_ref
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
-from tests.kernels.paged import fill_store, make_paging, pages_of
+from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
@@ -105,8 +105,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
     """Compare as the docstring of ``attention`` promises."""
     assert got.dtype == wanted.dtype == torch.bfloat16 and got.shape == wanted.shape
     if got.numel():
-        bound = 2**-7 * wanted.float().abs() + 2**-8 * wanted.float().abs().amax(-1, keepdim=True)
-        assert ((got.float() - wanted.float()).abs() <= bound).all(), (got.float() - wanted.float()).abs().max()
+        assert ((got.float() - wanted.float()).abs() <= attention_bound(wanted)).all(), (got.float() - wanted.float()).abs().max()
 
 
 SMALL = [

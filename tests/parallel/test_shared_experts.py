@@ -38,7 +38,7 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
         return Recording(work, result), result
 
     def replay(graphs: DecodeGraphs, sequences: Any, shape: StepShape) -> Any:
-        replays.append((len(sequences), graphs.shape_for(shape.sequences).size))
+        replays.append((len(sequences), graphs.shape_for(shape).size))
         return replaying(graphs, sequences, shape)
 
     def build(prospect: Prospect, *args: Any) -> Runner:
@@ -103,14 +103,15 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
 @pytest.mark.parametrize(
     ("plans", "routed", "shape"),
     [
-        ([[sequence(1, 1)], None], (), StepShape(1, 1, 1, True, False)),
-        ([[sequence(1, 1)], [sequence(2, 1), sequence(3, 1)]], (), StepShape(2, 2, 1, True, False)),
-        ([[sequence(1, 1)], [sequence(2, 3, drafts=2)]], (), StepShape(3, 1, 3, True, False)),
-        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, False)),
-        ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, False)),
-        ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, False)),
-        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, False)),
-        ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, True)),
+        ([[sequence(1, 1)], None], (), StepShape(1, 1, 1, True, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1), sequence(3, 1)]], (), StepShape(2, 2, 1, True, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 3, drafts=2)]], (), StepShape(3, 1, 3, True, False, longest=12)),
+        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, False, longest=16)),
+        ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, True, longest=10)),
+        ([[sequence(1, 3, drafts=2, slack=4)], [sequence(2, 1, start=12)]], (), StepShape(3, 1, 3, True, False, longest=16)),
     ],
 )
 def test_shape_of_a_step_is_that_of_all_replicas(plans: Any, routed: Any, shape: StepShape) -> None:
