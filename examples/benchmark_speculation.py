@@ -14,7 +14,9 @@ you name. All these engines are open at once. Each continues the same pieces of 
 the same; one runs at a time, for a few tokens of each sequence, in an order that is drawn anew for each round. What counts is the
 median of the ratios within rounds, and the interval that has it in 95 % of the ways to draw as many rounds out of these. ``none
 again`` is one more engine without guesses: how far it seems to be from the first one says how far to trust the rest. On a CPU time
-is what the process took of processors, so that others on the machine count little; set OMP_NUM_THREADS=1.
+is what the process took of processors, so that others on the machine count little; set OMP_NUM_THREADS=1. Milliseconds of a step,
+and the host's part of them (for which a device with nothing else to do would wait), are those of single steps, looked at in
+between: medians of all windows.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,16 +126,15 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         source = first.tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
         on_cpu = first.memory().per_device[0].device == "cpu"
         clock = time.process_time if on_cpu else time.perf_counter
-        print(
-            f"{'batch':>5} {'engine':<11}{'tok/s':>9}{'tokens a step':>15}  {'half of the windows':<22}over the better", flush=True
-        )
+        columns = f"{'batch':>5} {'engine':<11}{'tok/s':>9}{'tokens a step':>15}{'step ms':>9}{'host ms':>9}"
+        print(f"{columns}  {'half of the windows':<20}over the better", flush=True)
         for batch in args.batch:
             starts = [rng.randrange(len(source) - args.context) for _ in range(batch)]
             prompts = [source[start : start + args.context] for start in starts]
             running = [asyncio.gather(*(continued(llm, prompt, i) for i, prompt in enumerate(prompts))) for llm in llms.values()]
             for llm in llms.values():  # to start, and to learn what pays
                 await measured(llm, 4 * args.tokens * batch, clock)
-            windows: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
+            windows: dict[str, list[Window]] = {name: [] for name in llms}
             for _ in range(args.rounds):
                 for name in rng.sample(list(llms), len(llms)):
                     windows[name].append(await measured(llms[name], args.tokens * batch, clock))
@@ -140,16 +142,18 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
                 llm.abort()
                 await llm.resume()
                 await requests
-            rates = {name: [rate for rate, _ in each] for name, each in windows.items()}
+            rates = {name: [window.tokens_per_s for window in each] for name, each in windows.items()}
             fixed = [name for name in llms if name not in ("none again", "auto")]
             better = max(fixed, key=lambda name: median_ratio(rates[name], rates[fixed[0]])[0])
             for name, each in rates.items():
                 ratio, low, high = median_ratio(each, rates[better])
-                tokens = median([tokens for _, tokens in windows[name]]) / batch
+                tokens = median([window.tokens_a_step for window in windows[name]]) / batch
+                step_ms = 1e3 * median([second for window in windows[name] for second in window.step_s])
+                host_ms = 1e3 * median([second for window in windows[name] for second in window.host_s])
                 found.append({"batch": batch, "engine": name, "tokens_per_s": each, "over_better": (ratio, low, high)})
                 mid, quarter, ordered = median(each), len(each) // 4, sorted(each)
                 half = f"{ordered[quarter] / mid:.3f} to {ordered[-1 - quarter] / mid:.3f}"
-                line = f"{batch:>5} {name:<11}{mid:>9.1f}{tokens:>15.2f}  {half:<22}{ratio:.3f}"
+                line = f"{batch:>5} {name:<11}{mid:>9.1f}{tokens:>15.2f}{step_ms:>9.3f}{host_ms:>9.3f}  {half:<20}{ratio:.3f}"
                 line += "" if name == better else f"  ({low:.3f} to {high:.3f})"
                 stats = llms[name].stats().speculation
                 if stats.drafted:
@@ -167,16 +171,32 @@ async def continued(llm: AsyncLLM, prompt: Sequence[int], seed: int) -> None:
     await llm.generate(list(prompt), params)
 
 
-async def measured(llm: AsyncLLM, tokens: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Let a paused engine say about so many tokens; return tokens per second, and of a step."""
-    before, started = llm.stats(), clock()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What an engine did in a window; of some of its steps the seconds, and the host's part of them."""
+
+    tokens_per_s: float
+    tokens_a_step: float
+    step_s: Sequence[float]
+    host_s: Sequence[float]
+
+
+async def measured(llm: AsyncLLM, tokens: int, clock: Callable[[], float]) -> Window:
+    """Let a paused engine say about so many tokens."""
+    before, started, seen = llm.stats(), clock(), []
     await llm.resume()
     while llm.stats().generated_tokens < before.generated_tokens + tokens:
         await asyncio.sleep(0.005)
+        seen.append(llm.stats())
     await llm.pause()
     after, took = llm.stats(), clock() - started
-    made = after.generated_tokens - before.generated_tokens
-    return made / took, made / (after.steps - before.steps)
+    made, seen = after.generated_tokens - before.generated_tokens, [*seen, after]
+    return Window(
+        tokens_per_s=made / took,
+        tokens_a_step=made / (after.steps - before.steps),
+        step_s=[stats.step_s for stats in seen],
+        host_s=[stats.host_s for stats in seen],
+    )
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 2000) -> tuple[float, float, float]:

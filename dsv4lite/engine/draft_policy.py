@@ -4,17 +4,15 @@ A step of R sequences with k drafts each takes T(R, k) seconds and gains R (1 + 
 that the first i drafts are accepted.  Both are measured:
 
 acceptance   by position, of the sequences whose drafts before it were accepted; older steps count less
-cost         by number of sequences, in classes of half octaves, and k.  Steps of one class differ in length for many reasons
-             (contexts grow, others use the machine); what moves the k in use moves the others with it, so that k is judged by
-             ratios.  What was never measured is taken from the nearest class that has it.
+cost         by number of sequences, in classes of half octaves, and k, as a ratio to the k in use: whatever makes steps longer
+             (contexts grow, others use the machine) moves all of them.  What a class never measured it takes from what steps took
+             before there was traffic (``StepCosts``), else from the nearest class that has it
 
-The k in use changes when what it lost against a better one, beyond a margin, adds up to some steps: at once if much is lost, late
-if little is, and hardly ever for noise about nothing.  Other k are tried now and then, as often as what a try loses allows: below
-``EXPLORATION`` of all time, after a few steps that each class is granted at its start.  What cannot pay, even if as many drafts
-were accepted as the measured ones allow at most, is tried half as often each time that this is found again.
-
-A step costs what it costs only among steps with the same k: drafts are made a step before they run, and steps without any are
-planned ahead.  So a try goes on until there were such steps, and the steps on the way to it and back count as what the try lost.
+Decisions are for stretches of steps with the same k, each timed by its two ends.  The k in use changes when what it lost against
+a better one, beyond a margin and beyond doubt, adds up to some steps: at once if much is lost, late if little is, and hardly ever
+for noise about nothing.  Other k are tried now and then, as often as what a try loses, the steps on the way there and back
+included, allows: below ``EXPLORATION`` of all time.  Each class has a first try of every k at its start, except of those that
+could not pay if all drafts were accepted.  What is found not to pay, even at best, is tried half as often each time.
 
 A drafter that was left out for a while has forgotten what was said meanwhile, and is accepted less often until it has seen some
 tokens again.  That is known to be so, and allowed for.
@@ -24,23 +22,24 @@ Time comes in as an argument: the same observations lead to the same decisions.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
 EXPLORATION = 0.0075
 """Share of all time that trying other k may lose."""
+STRETCH = 32
+"""Steps between two decisions."""
 
-_GRANTED_STEPS = 1.0  # that each of the first tries may lose at once
+_FIRST_STRETCHES = 8  # steps, of so many measured ones at the start of a class
 _MARGIN = 0.005  # gain that does not count
-_PATIENCE = 2.0  # steps lost, beyond the margin, before the k in use changes
-_PAUSE = 4  # steps between two tries, and between two looks at what is known well
-_TRIES = 3  # measurements of a k before it can be chosen
-_TRY_STEPS, _TRY_DRAFTS = (2, 8), 32  # measurements of a try: at least and at most, and as many as give so many first drafts
-_LONGEST_WAY = 6  # steps to the first measurement of a try
+_PATIENCE = 1.0  # steps lost, beyond the margin, before the k in use changes
+_TRY_STEPS = (6, STRETCH)  # steps of a try, at least and at most
+_WAY, _WAY_MEMORY, _LONGEST_WAY = 2.0, 4, 6.0  # steps lost on the way to a try and back, at first; tries remembered; at most
 _MOST_DOUBTS = 3  # times that what waits for its next try is doubled
-_CONFIDENCE = 2.0  # standard deviations to what acceptance is at most
+_CONFIDENCE = 2.0  # standard deviations to what acceptance and cost are at best
+_BELIEF_ERROR = 0.1  # of a ratio that is believed, not measured
 # What a drafter is accepted that has seen r tokens, over one that has seen all: 1 - a / (1 + r / b), ``a`` at first.  The shipped
 # checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94 and 0.98 with 1, 8, 16, 32 and 64 of 128.  With a gap of 4, 8, 16 and 32 tokens
 # before the latest it has 0.98, 0.96, 0.92 and 0.85: as if it had seen fewer, by the same share for each that it missed.
@@ -48,17 +47,40 @@ _FORGOTTEN, _RECALLED = 0.3, 10.0
 _FORGOTTEN_TRUST = 10.0  # forgotten drafts that the first belief outweighs
 _WINDOW, _KNOWS = 128.0, 48.0  # tokens that it looks back, and from which on it counts as one that has seen all
 _KEPT = 0.92
-_DETOUR_MEMORY = 4  # tries that what others lose on the way remembers
 _SAMPLES = 512.0  # drafts that acceptance remembers, but of
 _STEPS = (16.0, 256.0)  # at least and at most so many steps
-_FIRST = 5  # measurements of a k of which the middle one counts: some do what is done once
-_COST_MEMORY = (32, 128)  # measurements that the cost of a k remembers: one that is tried, and the one in use
-_FEW = 16  # measurements that may mislead: until then what the nearest class says of a cost may be true
-_LEVEL_GAIN = 1 / 16  # how fast all costs of a class follow the one that is measured
+_LEVEL_MEMORY, _NOISE_MEMORY = 8, 16  # stretches
+_COST_MEMORY = 256  # steps that a ratio remembers
+_FEW = 48  # steps that may mislead
 _SURPRISE = 0.7  # log of the largest deviation that is believed at once
 _FIRST_ACCEPTANCE, _TRUST = 0.7, 2.0  # what is believed before there are measurements, and how many it outweighs
 _LARGEST_CLASS = 1 << 14
-_CLASSES = tuple(sorted(size << octave for octave in range(14) for size in (2, 3)))
+_CLASSES = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What steps took of the device before there was traffic.
+
+    Attributes:
+        seconds: By number of sequences, ascending, and k.
+    """
+
+    seconds: Mapping[int, tuple[float, ...]]
+
+    def of(self, num_sequences: int) -> tuple[float, ...]:
+        """Return the seconds of a step by k, on the line through the two numbers of sequences around it, or below it."""
+        sizes = list(self.seconds)
+        at = max(1, min(bisect_left(sizes, num_sequences), len(sizes) - 1))
+        low, high = sizes[at - 1], sizes[min(at, len(sizes) - 1)]
+        share = max(0.0, (num_sequences - low) / max(1, high - low))
+        return tuple(a + share * max(0.0, b - a) for a, b in zip(self.seconds[low], self.seconds[high], strict=True))
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{', '.join(f'{1e3 * each:.2f}' for each in times)} ms with {size} sequences and 0 to {len(times) - 1} guesses"
+            for size, times in self.seconds.items()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +110,10 @@ class DraftState:
 
     Attributes:
         acceptance: By position, the chance that a draft is accepted if those before it are.
-        classes: By number of sequences, ascending.
+        classes: By number of sequences, ascending; each as it was when it was last in use.
         changes: How often the k in use of a class changed.
-        tries: Steps with another k than the one in use.
-        seconds: Of all steps.
+        tries: Stretches with another k than the one in use.
+        seconds: Of all steps that were timed.
         lost_seconds: What the tries lost of it, as far as known.
     """
 
@@ -109,27 +131,18 @@ class _Class:
 
     size: int
     k: int
-    first: list[list[float]]  # logarithms of the seconds of the first steps, ascending
-    cost: list[float]  # logarithm of the seconds
-    steps: list[int]
+    ratio: list[float]  # logarithm of the seconds of a step over those with the k in use
+    belief: list[float]  # likewise, by others
+    steps: list[int]  # measured
     tried: list[int]  # when, in steps of the class
-    detour: list[float]  # steps lost on the way to a try of k and back
     doubts: list[int]  # how often in a row a try of k found that it cannot pay
-    regret: list[float] = field(default_factory=list)
-    noise: float = 0.0  # mean square of the logarithm of a step's seconds over the expected ones
+    regret: list[float]
+    device: tuple[float, ...] | None  # seconds of a step before there was traffic
+    level: float | None = None  # logarithm of the seconds of a step with the k in use
+    noise: float = 0.0  # mean square of the logarithm of one step's seconds over the expected ones
+    stretches: int = 0  # with the k in use
     now: int = 0
-    last_try: int = 0  # its end
-
-
-@dataclass(slots=True)
-class _Try:
-    """A try: of which k, how many steps and measurements it may still have, and what was lost on its ways."""
-
-    k: int
-    steps: int
-    measurements: int
-    lost: float = 0.0
-    measured: bool = False
+    view: DraftClass | None = None  # until something changes
 
 
 @dataclass(slots=True)
@@ -137,206 +150,183 @@ class _Recall:
     """How much worse a drafter is that has seen only the latest tokens, by its first drafts; counts fade.
 
     Attributes:
+        seen: Tokens that it may count on: as good as if it had seen only the latest ones.
         early, early_right: Drafts of one that had not seen all, and how many of them were accepted.
         forgotten: Share of the former that would be lost if all were the worst.
         late, late_right: Of one that had.
     """
 
+    seen: float = _WINDOW
     early: float = 0.0
     early_right: float = 0.0
     forgotten: float = 0.0
     late: float = 0.0
     late_right: float = 0.0
 
-    def share(self, seen: float) -> float:
-        """Return the acceptance of a drafter that has seen so many tokens, over that of one that has seen all."""
+    def share(self) -> float:
+        """Return the acceptance over that of a drafter that has seen all."""
         full = self.late_right / self.late if self.late else 0.0
         lost = _FORGOTTEN * _FORGOTTEN_TRUST + max(0.0, full * self.early - self.early_right)
         worst = lost / (_FORGOTTEN_TRUST + full * self.forgotten)
-        return 1 - worst / (1 + seen / _RECALLED)
+        return 1 - worst / (1 + self.seen / _RECALLED)
 
-    def learn(self, seen: float, drafts: int, right: int, keep: float) -> None:
+    def learn(self, drafts: int, right: int, keep: float) -> None:
         """Take note of first drafts."""
-        if seen >= _KNOWS:
+        if self.seen >= _KNOWS:
             self.late, self.late_right = keep * self.late + drafts, keep * self.late_right + right
         else:
             self.early, self.early_right = keep * self.early + drafts, keep * self.early_right + right
-            self.forgotten = keep * self.forgotten + drafts / (1 + seen / _RECALLED)
+            self.forgotten = keep * self.forgotten + drafts / (1 + self.seen / _RECALLED)
 
 
 class DraftPolicy:
-    """Chooses k for every step, and learns from it."""
+    """Chooses k for every stretch of steps, and learns from it.
 
-    def __init__(self, max_k: int, *, forgets: bool = False) -> None:
-        """Know nothing.
+    Args:
+        max_k: Most tokens to draft.
+        forgets: Whether a drafter is worse for a while after steps that it was left out of.
+        costs: What is known of steps beforehand.
+    """
 
-        Args:
-            max_k: Most tokens to draft.
-            forgets: Whether a drafter is worse for a while after steps that it was left out of.
-        """
+    def __init__(self, max_k: int, *, forgets: bool = False, costs: StepCosts | None = None) -> None:
         assert max_k >= 1
         self.max_k = max_k
+        self._costs = costs
         self._forgets = forgets
-        self._seen = _WINDOW  # tokens that a drafter may count on: as good as if it had seen only the latest ones
+        self._recall = _Recall()
         self._accepted = [0.0] * max_k
         self._reached = [0.0] * max_k
         self._expected = self._tokens(self._acceptance())
-        self._recall = _Recall()
         self._classes: dict[int, _Class] = {}
-        self._try: _Try | None = None  # the last one
+        self._way = _WAY
+        self._returns = False  # from a try
         self._changes = self._tries = 0
         self._seconds = self._lost = 0.0
 
-    def choose(self, num_sequences: int) -> int:
-        """Return the number of tokens to draft for each sequence of the next step; 0 is not to draft."""
-        here = self._class(num_sequences)
-        here.now += 1
-        k = self._choose(here)
-        if self._forgets:
-            self._seen = min(_WINDOW, self._seen + 1) if k else self._seen * _KEPT
-        return k
+    def choose(self, num_sequences: int, *, may_try: bool = True) -> tuple[int, int]:
+        """Decide about the steps to come.
 
-    def _choose(self, here: _Class) -> int:
-        last = self._try
-        if last is not None and last.measurements and last.steps:
-            last.steps -= 1
-            here.last_try = here.now
-            return last.k
-        candidate = self._candidate(here)
+        Args:
+            num_sequences: That they continue.
+            may_try: Whether another k than the one in use may be tried.
+
+        Returns:
+            The number of tokens to draft for each sequence, 0 not to draft, and of how many steps that holds.
+        """
+        here = self._class(num_sequences)
+        self._believe(here)
+        candidate = self._candidate(here) if may_try and not self._returns else None
+        self._returns = candidate is not None
         if candidate is None:
-            return here.k
-        if last is not None and last.measured:
-            here.detour[last.k] += (last.lost - here.detour[last.k]) / _DETOUR_MEMORY
-        if here.steps[candidate]:
-            hopeless = self._most_gains(here)[candidate] < 1
-            here.doubts[candidate] = min(here.doubts[candidate] + 1, _MOST_DOUBTS) if hopeless else 0
-        measurements = self._measurements(here, candidate)
-        self._try = _Try(candidate, _LONGEST_WAY + 2 * measurements, measurements)
-        here.last_try = here.tried[candidate] = here.now
+            return here.k, STRETCH if here.stretches >= _FIRST_STRETCHES else STRETCH // 4
+        here.tried[candidate] = here.now
         self._tries += 1
-        return candidate
-
-    def observe(self, num_sequences: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
-        """Learn from a step that came behind one with the same k.
-
-        Args:
-            num_sequences: How many it continued.
-            k: Tokens that could be drafted for each; a drafter may have had fewer.
-            seconds: From its start to its end; ``None`` if it did anything else, too.
-            accepted: By position, the sequences whose draft there was accepted.
-        """
-        assert 0 <= k <= self.max_k and len(accepted) == k and (seconds is None or seconds > 0)
-        if accepted:
-            self._learn_acceptance(num_sequences, accepted)
-        under_way = self._try if self._try is not None and self._try.k == k and self._try.measurements else None
-        if under_way is not None:
-            under_way.measured = True
-            under_way.measurements -= 1
-        if seconds is None:
-            return
-        here = self._class(num_sequences)
-        self._seconds += seconds
-        known = k == here.k and here.steps[k] >= _COST_MEMORY[True]
-        if known and here.now % _PAUSE:  # a look takes the host its time
-            return
-        self._learn_cost(here, k, log(seconds))
-        if under_way is not None and here.steps[k] >= _TRIES and self._most_gains(here)[k] < 1:
-            under_way.measurements = 0
-        if k != here.k:
-            self._count_lost(here, seconds, self._expected[k])
-        self._decide(here, _PAUSE if known else 1)
-
-    def observe_detour(self, num_sequences: int, seconds: float, tokens: float) -> None:
-        """Take note of a step behind one with another k, of which nothing can be learned.
-
-        Args:
-            num_sequences: How many it continued.
-            seconds: From its start to its end.
-            tokens: That each of them gained.
-        """
-        here = self._class(num_sequences)
-        self._seconds += seconds
-        if not here.steps[here.k]:
-            return
-        lost = self._count_lost(here, seconds, tokens)
-        if self._try is not None:
-            self._try.lost += lost
-
-    def _count_lost(self, here: _Class, seconds: float, tokens: float) -> float:
-        """Count what a step that tokens of each sequence came of lost against the k in use; return it in steps."""
-        step = exp(self._cost(here, here.k))
-        lost = seconds / step - tokens / self._expected[here.k]
-        self._lost += lost * step
-        return lost
-
-    def snapshot(self) -> DraftState:
-        """Return what is known and was done."""
-        return DraftState(
-            acceptance=tuple(self._acceptance()),
-            classes=tuple(
-                DraftClass(
-                    num_sequences=size,
-                    k=found.k,
-                    seconds=tuple(exp(c) if n else None for c, n in zip(found.cost, found.steps, strict=True)),
-                    steps=tuple(found.steps),
-                    gains=tuple(self._gains(found, self._expected)),
-                    most_gains=tuple(self._most_gains(found)),
-                )
-                for size, found in sorted(self._classes.items())
-            ),
-            changes=self._changes,
-            tries=self._tries,
-            seconds=self._seconds,
-            lost_seconds=self._lost,
-        )
+        return candidate, self._try_steps(here, candidate)
 
     # ----------------------------------------------------------------------------------------------------------- learning
 
-    def _class(self, num_sequences: int) -> _Class:
-        size = num_sequences if num_sequences < 2 else _CLASSES[bisect_left(_CLASSES, min(num_sequences, _LARGEST_CLASS))]
-        found = self._classes.get(size)
-        if found is None:
-            ks = self.max_k + 1
-            found = _Class(size, 1, [[] for _ in range(ks)], [0.0] * ks, [0] * ks, [0] * ks, [0.0] * ks, [0] * ks, [0.0] * ks)
-            others = self._nearest(size)
-            self._classes[size] = found
-            if others:  # until it is measured, it is taken for its neighbour
-                found.k = max(range(ks), key=self._gains(others[0], self._expected).__getitem__)
-        return found
+    def learn(self, num_sequences: int, accepted: Sequence[int]) -> None:
+        """Learn from the drafts of a step.
 
-    def _nearest(self, size: int) -> list[_Class]:
-        """Return the other classes, the nearest first."""
-        sizes = sorted((s for s in self._classes if s != size), key=lambda s: abs(log(s / size)))
-        return [self._classes[s] for s in sizes if any(self._classes[s].steps)]
-
-    def _learn_acceptance(self, num_sequences: int, accepted: Sequence[int]) -> None:
-        memory = min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
-        reached = num_sequences * self._recall.share(self._seen)
-        self._recall.learn(self._seen, num_sequences, accepted[0], 1 - 1 / memory)
+        Args:
+            num_sequences: That could have some.
+            accepted: By position, the sequences whose draft there was accepted.
+        """
+        keep = 1 - 1 / min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
+        reached = float(num_sequences)
+        if self._forgets:
+            self._recall.seen = min(_WINDOW, self._recall.seen + 1)
+            reached *= self._recall.share()
+            self._recall.learn(num_sequences, accepted[0], keep)
         for position, count in enumerate(accepted):
-            keep = 1 - 1 / memory
             self._accepted[position] = keep * self._accepted[position] + count
             self._reached[position] = keep * self._reached[position] + reached
             reached = count
         self._expected = self._tokens(self._acceptance())
 
-    def _learn_cost(self, here: _Class, k: int, cost: float) -> None:
-        steps = here.steps[k]
-        here.tried[k] = here.now
-        if steps == 0:
-            here.cost[k] = cost
-        here.steps[k] += 1
-        surprise = max(-_SURPRISE, min(_SURPRISE, cost - here.cost[k]))
-        here.noise += (surprise * surprise - here.noise) / max(1, min(sum(here.steps) - 1, _COST_MEMORY[0]))
-        if steps >= _TRIES:
-            for other, measured in enumerate(here.steps):
-                if measured:
-                    here.cost[other] += _LEVEL_GAIN * surprise
-        if steps < _FIRST:
-            insort(here.first[k], cost)
-            here.cost[k] = here.first[k][steps // 2]
+    def observe(self, num_sequences: int, k: int, steps: int, seconds: float | None) -> None:
+        """Learn from a stretch of steps with the same k, that came behind others with it.
+
+        Args:
+            num_sequences: How many they continued.
+            k: Tokens that could be drafted for each; a drafter may have had fewer.
+            steps: How many.
+            seconds: From their start to their end; ``None`` if they did anything else, too.
+        """
+        assert 0 <= k <= self.max_k and steps > 0 and (seconds is None or seconds > 0)
+        here = self._class(num_sequences)
+        here.now += steps
+        here.view = None
+        if not k:
+            self._recall.seen *= _KEPT**steps
+        if seconds is None:
+            return
+        self._seconds += seconds
+        if k == here.k:
+            self._learn_level(here, steps, log(seconds / steps))
+        elif here.level is not None:
+            self._learn_ratio(here, k, steps, log(seconds / steps) - here.level)
+            used = exp(here.level)
+            self._lost += seconds - steps * used * self._expected[k] / self._expected[here.k]
+        self._decide(here, steps)
+
+    def observe_way(self, num_sequences: int, steps: int, seconds: float) -> None:
+        """Take note of the steps on the way from one k to another, of which nothing else can be learned."""
+        here = self._class(num_sequences)
+        here.now += steps
+        self._seconds += seconds
+        if here.level is not None:
+            lost = seconds / exp(here.level) - steps / self._expected[here.k]
+            self._lost += lost * exp(here.level)
+            self._way += (2 * min(lost, _LONGEST_WAY / 2) - self._way) / _WAY_MEMORY
+
+    def _class(self, num_sequences: int) -> _Class:
+        size = _CLASSES[bisect_left(_CLASSES, min(num_sequences, _LARGEST_CLASS))]
+        found = self._classes.get(size)
+        if found is None:
+            ks = self.max_k + 1
+            device = None if self._costs is None else self._costs.of(size)
+            found = _Class(size, 1, [0.0] * ks, [0.0] * ks, [0] * ks, [0] * ks, [0] * ks, [0.0] * ks, device)
+            self._classes[size] = found
+            self._believe(found)
+            if any(found.ratio):
+                self._use(found, max(range(ks), key=self._gains(found).__getitem__))
+        return found
+
+    def _believe(self, here: _Class) -> None:
+        """Take what steps take, where the class itself has measured few of them, from elsewhere."""
+        others = sorted((o for o in self._classes.values() if o is not here), key=lambda o: abs(log(o.size / here.size)))
+        for k, steps in enumerate(here.steps):
+            if steps >= _FEW or k == here.k:
+                continue
+            if here.device is not None:
+                here.belief[k] = log(here.device[k] / here.device[here.k])
+            else:
+                near = next((o for o in others if o.steps[k] and o.steps[here.k]), None)
+                here.belief[k] = here.ratio[k] if near is None else near.ratio[k] - near.ratio[here.k]
+            if not steps:
+                here.ratio[k] = here.belief[k]
+
+    def _learn_level(self, here: _Class, steps: int, cost: float) -> None:
+        here.stretches += 1
+        here.steps[here.k] += steps
+        if here.level is None:
+            here.level = cost
+            return
+        surprise = max(-_SURPRISE, min(_SURPRISE, cost - here.level))
+        here.noise += (steps * surprise * surprise - here.noise) / min(here.stretches, _NOISE_MEMORY)
+        here.level += surprise / min(here.stretches, _LEVEL_MEMORY)
+
+    def _learn_ratio(self, here: _Class, k: int, steps: int, ratio: float) -> None:
+        before = here.steps[k]
+        here.steps[k] += steps
+        if not before:
+            here.ratio[k] = max(-2 * _SURPRISE, min(2 * _SURPRISE, ratio))
         else:
-            here.cost[k] += surprise / min(steps + 1, _COST_MEMORY[k == here.k])
+            surprise = max(-_SURPRISE, min(_SURPRISE, ratio - here.ratio[k]))
+            here.ratio[k] += surprise * steps / min(before + steps, _COST_MEMORY)
+        hopeless = self._most_gains(here)[k] < 1
+        here.doubts[k] = min(here.doubts[k] + 1, _MOST_DOUBTS) if hopeless else 0
 
     # ---------------------------------------------------------------------------------------------------------- expecting
 
@@ -364,105 +354,97 @@ class DraftPolicy:
             out.append(out[-1] + survival)
         return out
 
-    def _cost(self, here: _Class, k: int) -> float:
-        """Return the logarithm of the seconds of a step: measured, by the ratio in the nearest class that has it, or guessed."""
-        if here.steps[k]:
-            return here.cost[k]
-        likely = self._likely(here, k)
-        if likely is not None:
-            return likely
-        known = self._known(here, k)
-        if len(known) < 2:
-            return here.cost[known[0]] if known else 0.0
-        near, far = known[:2]
-        at, slope = exp(here.cost[near]), (exp(here.cost[near]) - exp(here.cost[far])) / (near - far)
-        return log(max(at + slope * (k - near), at / 2))
-
-    @staticmethod
-    def _known(here: _Class, k: int) -> list[int]:
-        """Return the other lengths that were measured, the nearest first."""
-        return sorted((j for j, steps in enumerate(here.steps) if steps and j != k), key=lambda j: abs(j - k))
-
-    def _likely(self, here: _Class, k: int) -> float | None:
-        """Return what the nearest class that has it says of a cost."""
-        known = self._known(here, k)
-        for other in self._nearest(here.size):
-            if not other.steps[k]:
-                continue
-            if not known:
-                return other.cost[k]
-            for j in known:
-                if other.steps[j]:
-                    return here.cost[j] + other.cost[k] - other.cost[j]
-        return None
-
-    def _least_cost(self, here: _Class, k: int) -> float:
-        """Return the cost, or what the nearest class says of it if that is less and few steps speak against it."""
-        cost = self._cost(here, k)
-        likely = self._likely(here, k) if k != here.k and here.steps[k] < _FEW else None
-        return cost if likely is None else min(cost, likely)
-
     def _doubt(self, here: _Class, k: int) -> float:
-        """Return the standard error of the gain of a k that was measured."""
-        counts = self._counts(here)
-        return sqrt(here.noise * (1 / counts[k] + 1 / counts[here.k]))
+        """Return the standard error of a ratio."""
+        counts = [min(here.steps[j], _COST_MEMORY) for j in (k, here.k)]
+        return sqrt(here.noise * sum(1 / count for count in counts)) if all(counts) else _BELIEF_ERROR
 
-    @staticmethod
-    def _counts(here: _Class) -> list[int]:
-        """Return how many measurements each cost rests on."""
-        return [min(steps, _COST_MEMORY[k == here.k]) for k, steps in enumerate(here.steps)]
-
-    def _gains(self, here: _Class, tokens: Sequence[float]) -> list[float]:
+    def _gains(self, here: _Class) -> list[float]:
         """Return tokens per second over those of the k in use, by k."""
-        used = exp(self._cost(here, here.k)) / self._expected[here.k]
-        return [count * used * exp(-self._cost(here, k)) for k, count in enumerate(tokens)]
+        used = self._expected[here.k]
+        return [tokens / used * exp(-ratio) for tokens, ratio in zip(self._expected, here.ratio, strict=True)]
 
     def _most_gains(self, here: _Class) -> list[float]:
-        gains = self._gains(here, self._tokens(self._most_acceptance()))
-        room = [exp(_CONFIDENCE * sqrt(here.noise / count)) if count else inf for count in self._counts(here)]
-        less = [exp(self._cost(here, k) - self._least_cost(here, k)) for k in range(len(gains))]
-        return [gain * more * most for gain, more, most in zip(gains, room, less, strict=True)]
+        most = self._tokens(self._most_acceptance())
+        return [most[k] / self._expected[here.k] * exp(-self._least_ratio(here, k)) for k in range(self.max_k + 1)]
+
+    def _least_ratio(self, here: _Class, k: int) -> float:
+        """Return what a ratio is at least: steps take as long as the device worked, and no shorter with more drafts."""
+        if k == here.k:
+            return 0.0
+        if here.steps[k]:
+            return here.ratio[k] - _CONFIDENCE * self._doubt(here, k)
+        if here.device is None or here.level is None:
+            return -inf
+        least = log(here.device[k]) - here.level - _BELIEF_ERROR
+        return least if k < here.k else max(0.0, least)
 
     # ----------------------------------------------------------------------------------------------------------- deciding
 
     def _decide(self, here: _Class, steps: int) -> None:
         """Add up what the k in use loses against each other one in so many steps; change to the best once it is enough."""
-        if here.steps[here.k] < _FIRST:
-            return
-        gains = self._gains(here, self._expected)
+        gains = self._gains(here)
         for k, gain in enumerate(gains):
-            if here.steps[k] >= _TRIES:
+            if here.steps[k] and here.steps[here.k]:
                 here.regret[k] = max(0.0, here.regret[k] + steps * (gain - 1 - _MARGIN - self._doubt(here, k)))
         if max(here.regret) > _PATIENCE:
-            here.k = max(range(len(gains)), key=lambda k: gains[k] if here.regret[k] else 0.0)
-            here.regret = [0.0] * len(gains)
+            self._use(here, max(range(len(gains)), key=lambda k: gains[k] if here.regret[k] else 0.0))
             self._changes += 1
 
+    def _use(self, here: _Class, k: int) -> None:
+        step = here.ratio[k]
+        here.ratio = [ratio - step for ratio in here.ratio]
+        here.level = None if here.level is None else here.level + step
+        here.regret = [0.0] * len(here.regret)
+        here.k = k
+
     def _candidate(self, here: _Class) -> int | None:
-        """Return another k that is due for a try: the longer ago it was measured and the less a try loses, the sooner."""
-        if here.now % _PAUSE or here.now - here.last_try < _PAUSE or not here.steps[here.k]:
+        """Return another k that is due for a try: the less a try loses, the sooner after the last one."""
+        if here.level is None:
             return None
-        gains = self._gains(here, self._expected)
-        most, due = 0.0, None
+        gains, best = self._gains(here), self._most_gains(here)
+        due = []
         for k in range(self.max_k + 1):
-            lost = self._lost_by(here, k)
-            granted = here.steps[k] < _TRIES and lost < _GRANTED_STEPS
-            # Each k may lose an equal share of what is allowed; the pause between tries bounds those that lose nothing.
-            loss = self._measurements(here, k) * lost + max(0.0, here.detour[k])
+            loss = self._try_steps(here, k) * self._lost_by(here, k) + self._way
+            first = not here.steps[k] and best[k] > 1
             unsure = 0 < here.steps[k] < _FEW and _MARGIN < gains[k] - 1 < _MARGIN + self._doubt(here, k)
-            wait = 0.0 if granted or unsure else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
-            overdue = (here.now - here.tried[k]) / (wait + _PAUSE)
-            if k != here.k and overdue >= max(1.0, most):
-                most, due = overdue, k
-        return due
+            wait = 1 if first else STRETCH if unsure else loss * self.max_k / EXPLORATION * 2 ** here.doubts[k]
+            if k != here.k and here.now - here.tried[k] >= wait:
+                due.append(k)
+        return max(due, key=gains.__getitem__, default=None)
 
     def _lost_by(self, here: _Class, k: int) -> float:
-        """Return what a step of a try loses, in steps."""
-        used = exp(self._least_cost(here, k) - self._cost(here, here.k))
-        return max(0.0, used - self._expected[k] / self._expected[here.k])
+        """Return what each step of a try loses, in steps; while few say what it takes, by what was believed if that is less."""
+        ratio = min(here.ratio[k], here.belief[k]) if here.steps[k] < _FEW else here.ratio[k]
+        return max(0.0, exp(ratio) - self._expected[k] / self._expected[here.k])
 
-    def _measurements(self, here: _Class, k: int) -> int:
-        """Return how many measurements a try takes: as many as give some drafts, and more where the way there is what loses."""
+    def _try_steps(self, here: _Class, k: int) -> int:
+        """Return how long a try lasts: but for the first one, longer where the way there is what loses."""
         least, most = _TRY_STEPS
-        drafts = max(least, min(most, _TRY_DRAFTS // here.size))
-        return max(drafts, min(most, int(max(0.0, here.detour[k]) / max(self._lost_by(here, k), 1e-3))))
+        return int(max(least, min(most, self._way / max(self._lost_by(here, k), 1e-3)))) if here.steps[k] else least
+
+    # ---------------------------------------------------------------------------------------------------------- telling
+
+    def snapshot(self) -> DraftState:
+        """Return what is known and was done."""
+        return DraftState(
+            acceptance=tuple(self._acceptance()),
+            classes=tuple(self._view(found) for _, found in sorted(self._classes.items())),
+            changes=self._changes,
+            tries=self._tries,
+            seconds=self._seconds,
+            lost_seconds=self._lost,
+        )
+
+    def _view(self, here: _Class) -> DraftClass:
+        if here.view is None:
+            level = 0.0 if here.level is None else here.level
+            here.view = DraftClass(
+                num_sequences=here.size,
+                k=here.k,
+                seconds=tuple(exp(level + ratio) if n else None for ratio, n in zip(here.ratio, here.steps, strict=True)),
+                steps=tuple(here.steps),
+                gains=tuple(self._gains(here)),
+                most_gains=tuple(self._most_gains(here)),
+            )
+        return here.view

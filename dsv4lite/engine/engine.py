@@ -106,12 +106,11 @@ class Engine:
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
-        self._most_in_flight = 0  # between two steps
-        self._clock = time.perf_counter  # of the time that a step takes, for the choice of how far to guess
-        self._landed = 0.0  # when the last step's results were looked at, or the first one's beginning, unless idle since
+        self._most_in_flight = 0  # between two steps, if none is planned ahead
         self._background = False  # a step runs by itself once it is launched
-        self._ahead = False  # and may be one with guesses that follows one with guesses
-        self._alone = True  # no stages whose steps of others are in flight, too
+        self._ahead = False  # and the next one may be planned meanwhile
+        self._guesses_ahead = False  # even if it has guesses and follows one with guesses
+        self._length = 0  # guesses in a row of the step that was planned last
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -292,17 +291,18 @@ class Engine:
         if isinstance(self._runner, Runner):
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
         drafting = drafting_of(config, survey)
-        if drafting.max_drafts:
-            self._guesses = Guesses(drafting, vocab_size=vocab_size)
-        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
-        # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._background = not on_cpu if self._overlap is None else self._overlap
-        if on_cpu and isinstance(self._runner, Runner):
-            self._clock = time.thread_time  # this thread does the work: what others take of the machine is no step's fault
-        self._alone = config.layout.pp == 1
-        self._most_in_flight = config.layout.pp - 1 + (self._background and self._guesses is None)
-        self._ahead = self._background and self._runner.runs_ahead and not drafting.speculators
+        # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
+        self._most_in_flight = config.layout.pp - 1
+        self._ahead = self._background and (config.layout.pp == 1 or not drafting.max_drafts)
+        self._guesses_ahead = self._ahead and self._runner.runs_ahead and not drafting.speculators
+        if drafting.max_drafts:
+            # On a CPU this thread does the work: what others take of the machine is no step's fault.
+            clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
+            costs = self._runner.step_costs
+            self._guesses = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock, ahead=self._ahead)
+        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         self._inform(survey, plan, tokenizer)
 
     def _recruit(self) -> Alone | Ranks | Guest:
@@ -365,7 +365,8 @@ class Engine:
         if self._paused and not block:
             block, timeout = True, _PAUSED_POLL_S
         if block and not self._in_flight:
-            self._landed = 0.0
+            if self._guesses is not None:
+                self._guesses.interrupt(idle=True)
             self._publish()
             if timeout is None:
                 self._scheduler.check()
@@ -382,15 +383,17 @@ class Engine:
     def _step(self) -> None:
         """Launch the next step, then look at the results of the oldest one if there are more in flight than there may be."""
         started = time.perf_counter()
-        self._landed = self._landed or self._clock()
         recorder = self._recorder if self._recorder is not None and self._recorder.active else None
         if recorder is not None:
             self._settle()  # a step that may be saved runs alone
-        guesses, alone = self._guesses, self._alone
-        length = None if guesses is None else guesses.choose_length(self._scheduler.num_running)
-        if length is not None and alone and self._in_flight and not self._may_follow(length):
-            self._finish(started, started, followed=False)
+        guesses = self._guesses
+        length = 0 if guesses is None else guesses.choose_length(self._scheduler.num_running)
+        rests, self._length = not (length or self._length), length  # nobody guesses, nor did before
+        if self._in_flight and not rests and self._ahead and not self._may_follow(length):
+            self._finish(started, started)
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
+        if guesses is not None and plan is not None and plan.prompts:
+            guesses.interrupt()
         self._tell(self._scheduler.pop_expired())
         flight = self._runner.launch(plan, recorder) if plan is not None else None
         launched = time.perf_counter()
@@ -398,7 +401,7 @@ class Engine:
             self._publish()
         if flight is not None:
             self._in_flight.append(flight)
-        most = self._most_in_flight + (self._background and alone and length is not None and self._may_follow(length))
+        most = self._most_in_flight + (self._ahead and (rests or self._may_follow(length)))
         if len(self._in_flight) > (most if recorder is None and flight is not None else 0):
             self._finish(started, launched, recorder)
         elif not self._in_flight and self._scheduler.has_work():
@@ -406,15 +409,14 @@ class Engine:
 
     def _may_follow(self, length: int) -> bool:
         """Whether a step of so many guesses may be launched behind what is in flight."""
-        return (length == 0 or self._ahead) and self._scheduler.foresees(length)
+        return (length == 0 or self._guesses_ahead) and self._scheduler.foresees(length)
 
-    def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None, *, followed: bool = True) -> None:
+    def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None) -> None:
         """Look at the results of the oldest step in flight.
 
         Args:
             started, launched: When the host began to prepare what it launched last, and when that was done.
             recorder: Has watched the step.
-            followed: Whether another one was launched behind it, if steps are.
         """
         previous = self._in_flight.popleft()
         ran: Any
@@ -425,17 +427,14 @@ class Engine:
         self._land(previous, ran, results)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - landed
-        if self._guesses is not None:
-            now = self._clock()
-            self._guesses.count(ran, results, now - self._landed, followed=followed)
-            self._landed = now
 
     def _land(self, flight: Flight | JointFlight, ran: Any, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
         self._steps += 1
         self._generated += len(results)
-        if self._guesses is not None:
+        if ran.max_drafts and self._guesses is not None:
             self._generated += sum(len(one.after) for one in results.values())
+            self._guesses.count(ran, results)
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)

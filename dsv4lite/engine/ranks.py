@@ -227,6 +227,11 @@ class Ranks:
         return False
 
     @property
+    def step_costs(self) -> None:
+        """What steps take, which ranks do not measure beforehand."""
+        return None
+
+    @property
     def hosted(self) -> set[int]:
         """Sequences that are told their tokens."""
         return self._hosted

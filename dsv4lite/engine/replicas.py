@@ -45,6 +45,11 @@ class JointPlan:
         """Guesses that each run could have, of all plans alike."""
         return max(plan.max_drafts for plan in self.plans if plan is not None)
 
+    @property
+    def prompts(self) -> bool:
+        """Whether prompts run anywhere."""
+        return any(plan.prompts for plan in self.plans if plan is not None)
+
 
 class Replicas:
     """The schedulers of an engine's replicas, with the methods of one; see ``Scheduler``.

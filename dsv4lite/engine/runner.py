@@ -16,6 +16,7 @@ from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.chain import Chain, Choose
+from dsv4lite.engine.draft_policy import StepCosts
 from dsv4lite.engine.drafters import DeviceDrafter, draft
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.peers import Peers
@@ -26,6 +27,7 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
+from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.batch import Batch, PagedBatch
@@ -95,6 +97,7 @@ class Runner:
         hosted: Sequences that are to be told their tokens, see ``accept``.
         runs_ahead: Whether runs may be planned behind guesses that nobody has checked yet.
         warmed: What ``warm_up`` has done, in words.
+        step_costs: What it has found out of how long steps take, if there are several lengths of guesses to choose from.
 
     Args:
         model: This rank's part of the model.
@@ -136,6 +139,7 @@ class Runner:
         self._routing: set[int] = set()
         self.hosted: set[int] = set()
         self.warmed = ""
+        self.step_costs: StepCosts | None = None
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
@@ -203,13 +207,24 @@ class Runner:
         padding_place = len(self._last_token) - 1
         self._relay.begin([padding_place])  # connects the ranks
         self._relay.await_tokens({padding_place})
+        captured = time.monotonic()
+        self.step_costs = self._time_steps()
         layers = self.model.share.layers
         self.warmed = (
             f"warm-up of layers {layers.start} to {layers.stop - 1}: {recorded - started:.1f} s to find {len(wanted)} kernels, "
             f"{prepared - recorded:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
-            f"{time.monotonic() - ran:.1f} s to record {len(recordings)} graphs"
+            f"{captured - ran:.1f} s to record {len(recordings)} graphs"
         )
+        if self.step_costs is not None:
+            self.warmed += f", {time.monotonic() - captured:.2f} s to time steps: {self.step_costs}"
         log.info(self.warmed)
+
+    def _time_steps(self) -> StepCosts | None:
+        """Find out how long steps take, where that decides how far to guess: with others it would have to be done together."""
+        verify, plain = self._graphs, self._plain
+        if plain is None or not isinstance(verify, VerifyGraphs) or self.model.share.mesh.layout.world > 1:
+            return None
+        return measure_steps(plain, verify, self.cache, self.model.config.vocab_size)
 
     def rehearse(self, max_tokens: int, max_model_len: int) -> None:
         """Launch, on padding, whatever steps of up to ``max_tokens`` tokens may launch on this rank, whatever came before them."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
-from dsv4lite.engine.draft_policy import DraftPolicy, DraftState
+from dsv4lite.engine.draft_policy import DraftPolicy, DraftState, StepCosts
+from dsv4lite.engine.draft_stretches import DraftStretches
 from dsv4lite.engine.ngram import NGramSpeculator
 from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, Speculator
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4lite.engine")
 
-_STATE_S = 0.1  # of steps between two looks at what the policy knows: one takes the host as long as several steps of a GPU
+_STATE_S = 0.1  # between two looks at what the policy knows: one takes the host as long as a step of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +81,33 @@ class Guesses:
     Args:
         drafting: Who guesses. The first on the host that has something to say is heard; what was drafted on the device comes last.
         vocab_size: Tokens that there are.
+        costs: What steps take, if that was measured.
+        clock: Of the time that they take from now on.
+        ahead: Whether steps without guesses are planned one ahead.
     """
 
-    def __init__(self, drafting: Drafting, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafting: Drafting,
+        *,
+        vocab_size: int,
+        costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        ahead: bool = False,
+    ) -> None:
         self._speculators = drafting.speculators
         self._vocab_size = vocab_size
+        self._policy: DraftPolicy | None = None
+        self._stretches: DraftStretches | None = None
         self._length = drafting.max_drafts
-        self._policy = DraftPolicy(drafting.max_drafts, forgets=drafting.own is not None) if drafting.adaptive else None
-        self._last: int | None = None  # guesses that each run of the last step could have
+        if drafting.adaptive:
+            self._policy = DraftPolicy(drafting.max_drafts, forgets=drafting.own is not None, costs=costs)
+            self._stretches = DraftStretches(self._policy, clock, ahead=ahead)
         self._drafted = [0] * drafting.max_drafts
         self._accepted = [0] * drafting.max_drafts
         self._runs = 0
         self._silenced: set[int] = set()
-        self._unseen_s = 0.0  # of steps since the last look
+        self._began = self._looked = 0.0  # of the last stretch that is known of, and of the one when stock was taken
         self._state: DraftState | None = None
         self._stats: SpeculationStats | None = None  # until something of it changes
 
@@ -100,11 +116,12 @@ class Guesses:
 
         Guesses of the device are made a step before they run.
         """
-        if self._policy is not None:
-            length = self._policy.choose(max(1, num_sequences))
-            self._stats = self._stats if length == self._length else None
-            self._length = length
-        return self._length
+        return self._length if self._stretches is None else self._stretches.choose(num_sequences)
+
+    def interrupt(self, *, idle: bool = False) -> None:
+        """Take note that the step that was just asked about runs prompts, too, or that the engine is ``idle``."""
+        if self._stretches is not None:
+            self._stretches.interrupt(idle=idle)
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most ``most`` guesses of what follows a sequence's tokens."""
@@ -131,34 +148,12 @@ class Guesses:
         self._silenced.add(seq.seq_id)
         log.warning("request %s goes on without guesses: %s %s", seq.request.request_id, type(speculator).__name__, what)
 
-    def count(self, plan: StepPlan, results: Mapping[int, Sampled], seconds: float, *, followed: bool = True) -> None:
-        """Take note of a step: what was guessed, and what was right.
-
-        Args:
-            plan: The step.
-            results: Of it.
-            seconds: Since the end of the one before.
-            followed: Whether the engine went on as it goes on behind steps with so many guesses: planned ahead, if it does so.
-        """
-        self._unseen_s += seconds
-        right = self._count_right(plan, results) if plan.max_drafts else []
-        last, self._last = self._last, plan.max_drafts
-        if self._policy is None:
-            return
-        continued = len([run for run in plan.sequences if run.sample and len(run.token_ids) == 1 + run.drafts])
-        if not continued:
-            return
-        alone = continued == len(plan.sequences)
-        if last == plan.max_drafts and followed:
-            self._policy.observe(continued, plan.max_drafts, seconds if alone else None, right)
-        elif alone:
-            self._policy.observe_detour(continued, seconds, 1 + sum(right) / continued)
-
-    def _count_right(self, plan: StepPlan, results: Mapping[int, Sampled]) -> list[int]:
-        """Count a step's guesses; return by position how many were right."""
+    def count(self, plan: StepPlan, results: Mapping[int, Sampled]) -> None:
+        """Take note of a step that could have guesses: what was guessed, and what was right."""
         self._stats = None
-        right = [0] * plan.max_drafts
+        right, continued = [0] * plan.max_drafts, 0
         for run in plan.sequences:
+            continued += run.sample and len(run.token_ids) == 1 + run.drafts
             if not run.drafts:
                 continue
             self._runs += 1
@@ -168,7 +163,8 @@ class Guesses:
             for position in range(accepted):
                 self._accepted[position] += 1
                 right[position] += 1
-        return right
+        if self._policy is not None and self._stretches is not None and continued and not self._stretches.switches:
+            self._policy.learn(continued, right)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept of a sequence that ended."""
@@ -181,8 +177,11 @@ class Guesses:
 
     def stats(self) -> SpeculationStats:
         """Return the present counts; of the policy what it knew a moment ago, for taking stock takes long."""
-        if self._policy is not None and (self._state is None or self._unseen_s > _STATE_S):
-            self._state, self._unseen_s, self._stats = self._policy.snapshot(), 0.0, None
+        stretches = self._stretches
+        if self._policy is not None and stretches is not None and stretches.began != self._began:
+            self._began, self._stats, self._length = stretches.began, None, stretches.length
+            if self._state is None or self._began - self._looked > _STATE_S:
+                self._state, self._looked = self._policy.snapshot(), self._began
         if self._stats is None:
             self._stats = SpeculationStats(
                 drafted=sum(self._drafted),

@@ -120,6 +120,11 @@ class StepPlan:
         return sum(len(s.token_ids) for s in self.sequences)
 
     @property
+    def prompts(self) -> bool:
+        """Whether prompts run, of which there are at most single tokens among those that decode."""
+        return not self.sequences[-1].decodes
+
+    @property
     def settled(self) -> bool:
         """Whether the host knows where all runs begin."""
         return not [s for s in self.sequences if s.slack is not None]

@@ -17,8 +17,8 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine import drafters, rank, runner
 from dsv4lite.engine.cache import LayerCache
-from dsv4lite.engine.draft_policy import DraftPolicy
 from dsv4lite.engine.scheduler import Scheduler
+from dsv4lite.engine.speculator import Guesses
 from dsv4lite.engine.step import SequencePlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
@@ -213,7 +213,7 @@ def test_steps_planned_ahead_between_guesses_change_no_token(
         return inner(scheduler, now, most)
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths))
+    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
     if recorded:
         monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     speculative = MTP(2) if own else NGram(2, min_n=1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dsv4lite.engine.draft_policy import DraftPolicy
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.speculator import Guesses
+from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.speculation import MTP, DSpark
@@ -100,7 +104,7 @@ def test_steps_without_guesses_are_those_of_no_speculation(
 ) -> None:
     """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: 0)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
     without_device(monkeypatch)
     prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
     for speculative in (None, MTP(2) if drafter == "mtp" else DSpark(2)):
@@ -135,7 +139,7 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
         inner(guesses, plan, results, *args, **keywords)
 
     monkeypatch.setattr(Guesses, "count", spy)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths[0]))
+    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths[0]))
     prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
     settings = {"max_num_batched_tokens": 150, "overlap": form == "ahead"}
     for filler in (0, 255):
@@ -155,3 +159,64 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
     assert found[0] == found[1]
     with opened(models[drafter]) as llm:
         assert found[0][0] == [llm.generate(prompt, PARAMS).token_ids for prompt in (*prompts, prompts[2])]
+
+
+def test_steps_that_are_timed_leave_nothing_behind(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are replayed on slots and pages that nobody has yet; who has them later says what it says without."""
+    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
+    without_device(monkeypatch)
+    prompts, said = prompts_of((5, 70), VOCAB, seed=3), []
+    for timed in (False, True):
+        with opened(models["mtp"], speculative=MTP(2, adaptive=False)) as llm:
+            guessing, plain = engine_of(llm).call(record_all).result()
+            if timed:
+                cache = engine_of(llm)._runner.cache
+                work = partial(measure_steps, plain, guessing, cache, VOCAB)
+                costs = engine_of(llm).call(lambda engine, work=work: work()).result()
+                assert list(costs.seconds) == [1, 8] and all(len(times) == 3 and min(times) > 0 for times in costs.seconds.values())
+                assert min(guessing.steps, guessing.rounds, plain.steps) > 2
+            said.append([output.token_ids for output in llm.generate_batch(prompts, PARAMS)] + [llm.stats().speculation.accepted])
+    assert said[0] == said[1]
+
+
+def calls_and_plans(model: Path, speculative: Any, prompts: Sequence[Sequence[int]], n: int) -> tuple[Counter[str], list[Any]]:
+    """Say something, planning ahead; count what the engine calls in 32 steps, by file; list the plans, and how many under way."""
+    calls: Counter[str] = Counter()
+    plans: list[Any] = []
+
+    def count(frame: Any, event: str, what: Any) -> None:
+        path = frame.f_code.co_filename
+        if event in ("call", "c_call") and "dsv4lite/engine/" in path:
+            calls[path] += 1
+
+    with opened(model, speculative=speculative, overlap=True) as llm:
+        engine = engine_of(llm)
+        step, launch = engine._step, engine._runner.launch
+
+        def counted() -> None:
+            if engine._steps in (4, 36):
+                sys.setprofile(count if engine._steps == 4 else None)
+            step()
+
+        def listed(plan: Any, recorder: Any) -> Any:
+            plans.append((plan, len(engine._in_flight)))
+            return launch(plan, recorder)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_step", counted)
+            patch.setattr(engine._runner, "launch", listed)
+            for prompt in prompts:
+                llm.generate(prompt, replace(PARAMS, max_tokens=40, n=n))
+    return calls, plans
+
+
+def test_engine_that_does_not_guess_does_as_one_that_cannot(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan by plan, field by field, as far ahead, and with a few calls more for a step, however many sequences it has."""
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
+    prompts, more = prompts_of((240, 258), VOCAB, seed=7), {}
+    for n in (1, 6):
+        calls, plans = zip(*(calls_and_plans(models["mtp"], own, (*prompts, prompts[1]), n) for own in (None, "auto")), strict=True)
+        assert len(plans[0]) > 100 and max(ahead for _, ahead in plans[0]) == 1
+        assert plans[0] == plans[1]
+        more[n] = calls[1].total() - calls[0].total()
+    assert 32 <= more[1] == more[6] < 32 * 16

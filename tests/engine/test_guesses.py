@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dsv4lite.engine.draft_policy import StepCosts
 from dsv4lite.engine.ngram import NGramSpeculator
 from dsv4lite.engine.speculator import Guesses
 from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
@@ -21,7 +22,7 @@ class Device:
     """Steps of a known cost, with drafts that are right with a known chance; those for a step are made in the one before it."""
 
     def __init__(self, drafting: Drafting, *, num_sequences: int, ahead: bool) -> None:
-        self.guesses = Guesses(drafting, vocab_size=10)
+        self.guesses = Guesses(drafting, vocab_size=10, clock=lambda: self.seconds)
         self.rng = random.Random(1)
         self.num_sequences, self.ahead = num_sequences, ahead
         self.made = 0
@@ -44,8 +45,11 @@ class Device:
             results[99] = Sampled(5)
         rows = self.num_sequences * (1 + drafts) + 300 * prefill
         seconds = (0.01 + 0.0001 * rows + 0.0005 * length) * self.rng.gauss(1, 0.02)
+        if prefill:
+            self.guesses.interrupt()
         self.seconds += seconds
-        self.guesses.count(StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, seconds)
+        if length:
+            self.guesses.count(StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results)
         self.made = length
         self.lengths.append(length)
 
@@ -86,7 +90,7 @@ def test_acceptance_is_learned_beside_prompts_and_their_time_is_not() -> None:
     after = device.guesses.stats().policy
     assert before is not None and after is not None
     assert before.acceptance[0] > 0.7 and after.acceptance[0] < 0.4
-    assert after.seconds == before.seconds and after.classes[0].steps == before.classes[0].steps
+    assert after.seconds < before.seconds + 0.2 and sum(after.classes[0].steps) < sum(before.classes[0].steps) + 20
 
 
 def test_length_is_fixed_without_a_policy() -> None:
@@ -112,13 +116,14 @@ def step_ms(rows: int) -> float:
 class Ahead:
     """An engine on such a device: it plans a step without guesses ahead, and one with guesses when the last one is known."""
 
-    def __init__(self, k: int, num_sequences: int, chance: float, *, forgets: float = 0.3, seed: int = 7) -> None:
-        self.guesses = Guesses(Drafting(own=MTP(k), adaptive=True), vocab_size=10)
+    def __init__(self, k: int, num_sequences: int, chance: float, costs: StepCosts | None = None, *, seed: int = 7) -> None:
+        drafting = Drafting(own=MTP(k), adaptive=True)
+        self.guesses = Guesses(drafting, vocab_size=10, costs=costs, clock=lambda: self.now, ahead=True)
         self.rng = random.Random(seed)
-        self.forgets, self.seen = forgets, 128.0
+        self.forgets, self.seen = 0.3, 128.0
         self.num_sequences, self.chance = num_sequences, chance
         self.host_s, self.made, self.tokens = HOST_MS[num_sequences] / 1e3, 0, 0
-        self.now = self.free = self.landed = 0.0
+        self.now = self.free = 0.0
         self.flights: deque[tuple[StepPlan, dict[int, Sampled], float]] = deque()
 
     def run(self, seconds: float) -> float:
@@ -126,7 +131,7 @@ class Ahead:
         while self.now < seconds:
             length = self.guesses.choose_length(self.num_sequences)
             if length and self.flights:
-                self.land(followed=False)
+                self.land()
             self.now += 0.7 * self.host_s
             self.launch(length)
             if len(self.flights) > (length == 0):
@@ -148,12 +153,12 @@ class Ahead:
         self.free = max(self.free, self.now) + busy_ms / 1e3 * max(0.5, self.rng.gauss(1, 0.03))
         self.flights.append((StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, self.free))
 
-    def land(self, *, followed: bool = True) -> None:
+    def land(self) -> None:
         plan, results, end = self.flights.popleft()
         self.now = max(self.now, end) + 0.3 * self.host_s
         self.tokens += sum(1 + len(one.after) for one in results.values())
-        self.guesses.count(plan, results, self.now - self.landed, followed=followed)
-        self.landed = self.now
+        if plan.max_drafts:
+            self.guesses.count(plan, results)
 
 
 @pytest.mark.parametrize(

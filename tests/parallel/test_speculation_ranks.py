@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import tiny_model
-from dsv4lite.engine.draft_policy import DraftPolicy
 from dsv4lite.engine.mtp import MtpDrafter
 from dsv4lite.engine.ranks import Ranks
 from dsv4lite.engine.scheduler import Scheduler
+from dsv4lite.engine.speculator import Guesses
 from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.models.config import parse_config
@@ -127,7 +127,7 @@ def test_ranks_plan_ahead_while_nobody_guesses(
         return inner(scheduler, now, most)
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences: next(lengths))
+    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
     with overlapping(True), LLM(str(model), **MODEST, **settings, executor="thread", speculative=MTP(2)) as llm:
         assert_same(all_kinds(llm), expected)
         assert ahead > 2 and llm.stats().speculation.drafted > 2
