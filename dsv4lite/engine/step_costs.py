@@ -31,13 +31,13 @@ def measure_steps(plain: DecodeGraphs, verify: VerifyGraphs, cache: StateCache, 
     Returns:
         The times; ``None`` if there are no graphs of such steps.
     """
-    max_drafts = max(width for _, width in verify.shapes) - 1
+    max_drafts, largest = max(width for _, width in verify.shapes) - 1, plain.shapes[-1]
     found: dict[int, tuple[float, ...]] = {}
-    for size in sorted({min(size, plain.sizes[-1]) for size in _SIZES}):
+    for size in sorted({min(size, largest.size) for size in _SIZES}):
         times = {}
         for k in sorted({0, 1, max_drafts}):
             plan = _step(size, k, cache.sizes.window_pages, vocab_size)
-            shape = StepShape.of((plan,))
+            shape = StepShape.of((plan,))._replace(longest=largest.max_model_len)  # by graphs of all lengths, as with guesses
             graphs: DecodeGraphs | VerifyGraphs = verify if k else plain
             if graphs.covers(shape):
                 times[k] = _shortest(partial(_run, graphs, plan, shape))
