@@ -140,7 +140,7 @@ fma.rn.bf16x2 $1, t, f, z;
 
 
 @triton.jit
-def _e4m3_to_bf16(code, GPU: tl.constexpr):
+def e4m3_to_bf16(code, GPU: tl.constexpr):
     # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time, and has
     # their signs where they belong by extending them to the bits above.
     # A NaN code becomes 480: checkpoints hold none.
@@ -168,7 +168,7 @@ def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
             _WIDEN_PAIR, "=h,=h,h", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
     else:
-        first, second = _e4m3_to_bf16(pairs & 0xFF, GPU), _e4m3_to_bf16((pairs >> 8) & 0xFF, GPU)
+        first, second = e4m3_to_bf16(pairs & 0xFF, GPU), e4m3_to_bf16((pairs >> 8) & 0xFF, GPU)
     return tl.reshape(tl.join(first, second), (pairs.shape[0], 2 * pairs.shape[1]))
 
 
@@ -363,7 +363,7 @@ def float_tile(
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
             b = tl.load(wp + kb * 128, mask=inside, other=0)
         if SCALE_ROWS:
-            b = _e4m3_pairs_to_bf16(b, GPU) if PAIRS == 2 else _e4m3_to_bf16(b, GPU)
+            b = _e4m3_pairs_to_bf16(b, GPU) if PAIRS == 2 else e4m3_to_bf16(b, GPU)
         if not GPU:
             a, b = a.to(tl.float32), b.to(tl.float32)
         if SCALE_ROWS:
@@ -426,7 +426,7 @@ def _widen_kernel(
     # dequantize_fp8_rows(w_codes, w_scales).bfloat16(): powers of two round nothing
     codes = tl.load(w + row * K + column, mask=inside, other=0)
     scale = e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
-    tl.store(out + row * K + column, (_e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
+    tl.store(out + row * K + column, (e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
 
 
 @cache
