@@ -3,7 +3,7 @@
 A step of R sequences with k drafts each takes T(R, k) seconds and gains R (1 + s_1 + ... + s_k) tokens, where s_i is the chance
 that the first i drafts are accepted.  Both are measured:
 
-acceptance   by position, of the sequences whose drafts before it were accepted; older steps count less
+acceptance   by position (``Acceptance``)
 cost         by number of sequences, in classes of half octaves, and k, as a ratio to the k in use: whatever makes steps longer
              (contexts grow, others use the machine) moves all of them.  What a class never measured it takes from what steps took
              before there was traffic (``StepCosts``), else from the nearest class that has it
@@ -14,9 +14,6 @@ for noise about nothing.  Other k are tried now and then, as often as what a try
 included, allows: below ``EXPLORATION`` of all time.  Each class has a first try of every k at its start, except of those that
 could not pay if all drafts were accepted.  What is found not to pay, even at best, is tried half as often each time.
 
-A drafter that was left out for a while has forgotten what was said meanwhile, and is accepted less often until it has seen some
-tokens again.  That is known to be so, and allowed for.
-
 Time comes in as an argument: the same observations lead to the same decisions.
 """
 
@@ -26,6 +23,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
+
+from dsv4lite.engine.draft_acceptance import Acceptance
 
 EXPLORATION = 0.0075
 """Share of all time that trying other k may lose."""
@@ -38,22 +37,12 @@ _PATIENCE = 1.0  # steps lost, beyond the margin, before the k in use changes
 _TRY_STEPS = (6, STRETCH)  # steps of a try, at least and at most
 _WAY, _WAY_MEMORY, _LONGEST_WAY = 2.0, 4, 6.0  # steps lost on the way to a try and back, at first; tries remembered; at most
 _MOST_DOUBTS = 3  # times that what waits for its next try is doubled
-_CONFIDENCE = 2.0  # standard deviations to what acceptance and cost are at best
+_CONFIDENCE = 2.0  # standard deviations to what cost is at best
 _BELIEF_ERROR = 0.1  # of a ratio that is believed, not measured
-# What a drafter is accepted that has seen r tokens, over one that has seen all: 1 - a / (1 + r / b), ``a`` at first.  The shipped
-# checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94 and 0.98 with 1, 8, 16, 32 and 64 of 128.  With a gap of 4, 8, 16 and 32 tokens
-# before the latest it has 0.98, 0.96, 0.92 and 0.85: as if it had seen fewer, by the same share for each that it missed.
-_FORGOTTEN, _RECALLED = 0.3, 10.0
-_FORGOTTEN_TRUST = 10.0  # forgotten drafts that the first belief outweighs
-_WINDOW, _KNOWS = 128.0, 48.0  # tokens that it looks back, and from which on it counts as one that has seen all
-_KEPT = 0.92
-_SAMPLES = 512.0  # drafts that acceptance remembers, but of
-_STEPS = (16.0, 256.0)  # at least and at most so many steps
-_LEVEL_MEMORY, _NOISE_MEMORY = 8, 16  # stretches
+_LEVEL_MEMORY, _NOISE_MEMORY = 4, 16  # stretches
 _COST_MEMORY = 256  # steps that a ratio remembers
 _FEW = 48  # steps that may mislead
 _SURPRISE = 0.7  # log of the largest deviation that is believed at once
-_FIRST_ACCEPTANCE, _TRUST = 0.7, 2.0  # what is believed before there are measurements, and how many it outweighs
 _LARGEST_CLASS = 1 << 14
 _CLASSES = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
 
@@ -145,40 +134,6 @@ class _Class:
     view: DraftClass | None = None  # until something changes
 
 
-@dataclass(slots=True)
-class _Recall:
-    """How much worse a drafter is that has seen only the latest tokens, by its first drafts; counts fade.
-
-    Attributes:
-        seen: Tokens that it may count on: as good as if it had seen only the latest ones.
-        early, early_right: Drafts of one that had not seen all, and how many of them were accepted.
-        forgotten: Share of the former that would be lost if all were the worst.
-        late, late_right: Of one that had.
-    """
-
-    seen: float = _WINDOW
-    early: float = 0.0
-    early_right: float = 0.0
-    forgotten: float = 0.0
-    late: float = 0.0
-    late_right: float = 0.0
-
-    def share(self) -> float:
-        """Return the acceptance over that of a drafter that has seen all."""
-        full = self.late_right / self.late if self.late else 0.0
-        lost = _FORGOTTEN * _FORGOTTEN_TRUST + max(0.0, full * self.early - self.early_right)
-        worst = lost / (_FORGOTTEN_TRUST + full * self.forgotten)
-        return 1 - worst / (1 + self.seen / _RECALLED)
-
-    def learn(self, drafts: int, right: int, keep: float) -> None:
-        """Take note of first drafts."""
-        if self.seen >= _KNOWS:
-            self.late, self.late_right = keep * self.late + drafts, keep * self.late_right + right
-        else:
-            self.early, self.early_right = keep * self.early + drafts, keep * self.early_right + right
-            self.forgotten = keep * self.forgotten + drafts / (1 + self.seen / _RECALLED)
-
-
 class DraftPolicy:
     """Chooses k for every stretch of steps, and learns from it.
 
@@ -192,11 +147,7 @@ class DraftPolicy:
         assert max_k >= 1
         self.max_k = max_k
         self._costs = costs
-        self._forgets = forgets
-        self._recall = _Recall()
-        self._accepted = [0.0] * max_k
-        self._reached = [0.0] * max_k
-        self._expected = self._tokens(self._acceptance())
+        self._acceptance = Acceptance(max_k, forgets=forgets)
         self._classes: dict[int, _Class] = {}
         self._way = _WAY
         self._returns = False  # from a try
@@ -226,23 +177,8 @@ class DraftPolicy:
     # ----------------------------------------------------------------------------------------------------------- learning
 
     def learn(self, num_sequences: int, accepted: Sequence[int]) -> None:
-        """Learn from the drafts of a step.
-
-        Args:
-            num_sequences: That could have some.
-            accepted: By position, the sequences whose draft there was accepted.
-        """
-        keep = 1 - 1 / min(max(_SAMPLES / num_sequences, _STEPS[0]), _STEPS[1])
-        reached = float(num_sequences)
-        if self._forgets:
-            self._recall.seen = min(_WINDOW, self._recall.seen + 1)
-            reached *= self._recall.share()
-            self._recall.learn(num_sequences, accepted[0], keep)
-        for position, count in enumerate(accepted):
-            self._accepted[position] = keep * self._accepted[position] + count
-            self._reached[position] = keep * self._reached[position] + reached
-            reached = count
-        self._expected = self._tokens(self._acceptance())
+        """Learn from the drafts of a step; see ``Acceptance.learn``."""
+        self._acceptance.learn(num_sequences, accepted)
 
     def observe(self, num_sequences: int, k: int, steps: int, seconds: float | None) -> None:
         """Learn from a stretch of steps with the same k, that came behind others with it.
@@ -258,7 +194,7 @@ class DraftPolicy:
         here.now += steps
         here.view = None
         if not k:
-            self._recall.seen *= _KEPT**steps
+            self._acceptance.miss(steps)
         if seconds is None:
             return
         self._seconds += seconds
@@ -267,7 +203,7 @@ class DraftPolicy:
         elif here.level is not None:
             self._learn_ratio(here, k, steps, log(seconds / steps) - here.level)
             used = exp(here.level)
-            self._lost += seconds - steps * used * self._expected[k] / self._expected[here.k]
+            self._lost += seconds - steps * used * self._acceptance.tokens[k] / self._acceptance.tokens[here.k]
         self._decide(here, steps)
 
     def observe_way(self, num_sequences: int, steps: int, seconds: float) -> None:
@@ -276,7 +212,7 @@ class DraftPolicy:
         here.now += steps
         self._seconds += seconds
         if here.level is not None:
-            lost = seconds / exp(here.level) - steps / self._expected[here.k]
+            lost = seconds / exp(here.level) - steps / self._acceptance.tokens[here.k]
             self._lost += lost * exp(here.level)
             self._way += (2 * min(lost, _LONGEST_WAY / 2) - self._way) / _WAY_MEMORY
 
@@ -295,15 +231,15 @@ class DraftPolicy:
 
     def _believe(self, here: _Class) -> None:
         """Take what steps take, where the class itself has measured few of them, from elsewhere."""
-        others = sorted((o for o in self._classes.values() if o is not here), key=lambda o: abs(log(o.size / here.size)))
         for k, steps in enumerate(here.steps):
             if steps >= _FEW or k == here.k:
                 continue
             if here.device is not None:
                 here.belief[k] = log(here.device[k] / here.device[here.k])
             else:
-                near = next((o for o in others if o.steps[k] and o.steps[here.k]), None)
-                here.belief[k] = here.ratio[k] if near is None else near.ratio[k] - near.ratio[here.k]
+                others = [o for o in self._classes.values() if o is not here and o.steps[k] and o.steps[here.k]]
+                near = min(others, key=lambda o: abs(log(o.size / here.size)), default=here)
+                here.belief[k] = near.ratio[k] - near.ratio[here.k]
             if not steps:
                 here.ratio[k] = here.belief[k]
 
@@ -330,30 +266,6 @@ class DraftPolicy:
 
     # ---------------------------------------------------------------------------------------------------------- expecting
 
-    def _acceptance(self) -> list[float]:
-        out, belief = [], _FIRST_ACCEPTANCE
-        for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            belief = min(1.0, (accepted + _TRUST * belief) / (reached + _TRUST))
-            out.append(belief)
-        return out
-
-    def _most_acceptance(self) -> list[float]:
-        """Return what acceptance is at most, as far as drafts were measured."""
-        out = []
-        for chance, reached in zip(self._acceptance(), self._reached, strict=True):
-            room = (chance * (1 - chance) + 1 / (reached + 1)) / (reached + 1)
-            out.append(min(1.0, chance + _CONFIDENCE * sqrt(room)))
-        return out
-
-    @staticmethod
-    def _tokens(acceptance: Sequence[float]) -> list[float]:
-        """Return the tokens that a sequence gains in a step, by k."""
-        out, survival = [1.0], 1.0
-        for chance in acceptance:
-            survival *= chance
-            out.append(out[-1] + survival)
-        return out
-
     def _doubt(self, here: _Class, k: int) -> float:
         """Return the standard error of a ratio."""
         counts = [min(here.steps[j], _COST_MEMORY) for j in (k, here.k)]
@@ -361,12 +273,12 @@ class DraftPolicy:
 
     def _gains(self, here: _Class) -> list[float]:
         """Return tokens per second over those of the k in use, by k."""
-        used = self._expected[here.k]
-        return [tokens / used * exp(-ratio) for tokens, ratio in zip(self._expected, here.ratio, strict=True)]
+        tokens = self._acceptance.tokens
+        return [gained / tokens[here.k] * exp(-ratio) for gained, ratio in zip(tokens, here.ratio, strict=True)]
 
     def _most_gains(self, here: _Class) -> list[float]:
-        most = self._tokens(self._most_acceptance())
-        return [most[k] / self._expected[here.k] * exp(-self._least_ratio(here, k)) for k in range(self.max_k + 1)]
+        most, expected = self._acceptance.most_tokens(), self._acceptance.tokens
+        return [most[k] / expected[here.k] * exp(-self._least_ratio(here, k)) for k in range(self.max_k + 1)]
 
     def _least_ratio(self, here: _Class, k: int) -> float:
         """Return what a ratio is at least: steps take as long as the device worked, and no shorter with more drafts."""
@@ -416,7 +328,7 @@ class DraftPolicy:
     def _lost_by(self, here: _Class, k: int) -> float:
         """Return what each step of a try loses, in steps; while few say what it takes, by what was believed if that is less."""
         ratio = min(here.ratio[k], here.belief[k]) if here.steps[k] < _FEW else here.ratio[k]
-        return max(0.0, exp(ratio) - self._expected[k] / self._expected[here.k])
+        return max(0.0, exp(ratio) - self._acceptance.tokens[k] / self._acceptance.tokens[here.k])
 
     def _try_steps(self, here: _Class, k: int) -> int:
         """Return how long a try lasts: but for the first one, longer where the way there is what loses."""
@@ -428,7 +340,7 @@ class DraftPolicy:
     def snapshot(self) -> DraftState:
         """Return what is known and was done."""
         return DraftState(
-            acceptance=tuple(self._acceptance()),
+            acceptance=tuple(self._acceptance.chances()),
             classes=tuple(self._view(found) for _, found in sorted(self._classes.items())),
             changes=self._changes,
             tries=self._tries,

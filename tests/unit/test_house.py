@@ -31,7 +31,7 @@ SCHEDULING = (
         "engine.limits",
         "engine.micro_batches",
     ),
-    *("engine.speculator", "engine.ngram", "engine.draft_policy", "engine.draft_stretches"),
+    *("engine.speculator", "engine.ngram", "engine.draft_acceptance", "engine.draft_policy", "engine.draft_stretches"),
 )
 # The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
