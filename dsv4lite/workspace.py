@@ -119,7 +119,7 @@ def exchange_bytes(
         one, k = replace(model, experts_per_token=1), model.experts_per_token
         results = (2 * _FLOAT + 2 * numerics.dtype.itemsize) * model.hidden_size  # there and back, and again in their order
         return tokens * (sums + gathered * k * (2 * row + _experts(one, numerics) + results))
-    return tokens * (sums + gathered * (2 * row + _experts(model, numerics) + 2 * _FLOAT * model.hidden_size))
+    return tokens * (sums + row + gathered * (row + _experts(model, numerics) + 2 * _FLOAT * model.hidden_size))
 
 
 def hop_bytes(model: V4Config, numerics: Numerics, tokens: int) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
 from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, lengthened, scatter_few
 from dsv4lite.kernels.moe_few import ExpertSum
-from dsv4lite.parallel.experts import pack_rows, unpack_rows
 from dsv4lite.parallel.mesh import Axis
 
 
@@ -57,7 +56,7 @@ def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
     inbox = _inbox(axis, 1)
     if inbox is not None and fits(inbox, count, rows.x_TD.shape[1]):
         return gather_few(rows, inbox, count)
-    return TokenRows(*unpack_rows(axis.all_gather(pack_rows(lengthened(rows, count))), rows))
+    return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
 
 def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -139,11 +139,11 @@ class AllGather:
         count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
-        packed = pack_rows((_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:])))
-        gathered = ranks.ep.begin_all_gather(packed)
+        longer = (_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:]))
+        gathered = ranks.ep.begin_all_gather(*longer)
 
         def run(experts: LocalExperts) -> Sums:
-            slots, weights, *inputs = unpack_rows(gathered.wait(), parts)
+            slots, weights, *inputs = gathered.wait()
             sums = ranks.ep.begin_reduce_scatter(experts(tuple(inputs), ranks.own_slots(slots), weights))
             return lambda: _spread(sums.wait()[:held], own, tokens)
 
@@ -173,10 +173,10 @@ class AllToAll:
         order = goal.argsort(stable=True)
         at = order // per_token
         parts = (pairs[order], weights[order], *(row[own][at] for row in rows))
-        sent = ranks.ep.begin_all_to_all(pack_rows(parts), send, receive)
+        sent = ranks.ep.begin_all_to_all(_pack(parts), send, receive)
 
         def run(experts: LocalExperts) -> Sums:
-            local, mixing, *inputs = unpack_rows(sent.wait(), parts)
+            local, mixing, *inputs = _unpack(sent.wait(), parts)
             results = experts(tuple(inputs), ranks.own_slots(local[:, None]), mixing[:, None]).to(ranks.dtype)
             returned = ranks.ep.begin_all_to_all(results, receive, send)
             return lambda: _spread(_in_order(returned.wait(), order, tokens, per_token), own, len(slots_TK))
@@ -252,13 +252,13 @@ def _lengthen(part: Tensor, rows: int, value: int) -> Tensor:
     return longer
 
 
-def pack_rows(parts: Rows) -> Tensor:
+def _pack(parts: Rows) -> Tensor:
     """Return the rows of several tensors as bytes side by side, uint8 [T, B]."""
     return torch.cat([part.reshape(len(part), prod(part.shape[1:])).view(torch.uint8) for part in parts], 1)
 
 
-def unpack_rows(packed: Tensor, like: Rows) -> list[Tensor]:
-    """Return what ``pack_rows`` packed; ``like`` has the dtypes and the shapes of one row."""
+def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
+    """Return what ``_pack`` packed; ``like`` has the dtypes and the shapes of one row."""
     parts, begin = [], 0
     for part in like:
         end = begin + prod(part.shape[1:]) * part.dtype.itemsize

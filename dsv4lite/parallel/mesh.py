@@ -54,6 +54,21 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Several tensors on their way; ``sent`` is what must not be given back meanwhile."""
+
+    tensors: tuple[Tensor, ...]
+    works: Sequence[Any]
+    sent: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Let the current stream, or on a CPU the caller, wait; return the tensors."""
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Axis:
     """Ranks along one axis of a mesh.
 
@@ -89,13 +104,21 @@ class Axis:
         """Return the ranks' tensors, all of one shape, side by side along ``dim`` in the order of the ranks."""
         if self.size == 1:
             return x
-        gathered = self.begin_all_gather(x).wait()
+        (gathered,) = self.begin_all_gather(x).wait()
         return gathered if dim % x.dim() == 0 else torch.cat(gathered.chunk(self.size), dim)
 
-    def begin_all_gather(self, x: Tensor) -> Transfer:
-        """Begin to bring every rank the rows of all; ``x``, of one shape everywhere, must be left alone until they are there."""
-        gathered, sent = torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device), x.contiguous()
-        return Transfer(gathered, self._group._allgather_base(_plain(gathered.flatten()), _plain(sent.flatten())), sent)
+    def begin_all_gather(self, *parts: Tensor) -> Transfers:
+        """Begin to bring every rank the rows of all, of one tensor or several in one launch where the backend can.
+
+        Each has one shape everywhere, and must be left alone until the others' rows are there.
+        """
+        group, sent = self._group, tuple(part.contiguous() for part in parts)
+        gathered = tuple(torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device) for x in sent)
+        together = len(parts) > 1 and group.supports_coalescing
+        if together:
+            group._start_coalescing()
+        works = [group._allgather_base(_plain(to.flatten()), _plain(x.flatten())) for to, x in zip(gathered, sent, strict=True)]
+        return Transfers(gathered, [group._end_coalescing()] if together else works, sent)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of the sum, the ``rank``-th of ``size`` equal parts of ``dim``."""

@@ -52,6 +52,7 @@ def moved(mesh: Mesh, dtype: torch.dtype) -> Any:
         axis.all_gather(mine),
         axis.all_gather(mine.t(), 1),
         axis.all_gather(mine, -1),
+        *axis.begin_all_gather(mine, mine[:1]).wait(),
         axis.broadcast(mine.clone(), axis.size - 1),
         axis.all_to_all(rows, counts[axis.rank], [row[axis.rank] for row in counts]),
     )
@@ -68,12 +69,46 @@ def test_moved_rows_arrive_as_they_were(ranks: Ranks, dtype: torch.dtype) -> Non
             torch.cat(each),
             torch.cat([x.t() for x in each], 1),
             torch.cat(each, 1),
+            torch.cat(each),
+            torch.cat([x[:1] for x in each]),
             each[-1],
             torch.cat([parts[rank] for parts in sent]),
         )
         for got, want in zip(answer, expected, strict=True):
             assert got.dtype == want.dtype and got.shape == want.shape
             assert torch.equal(got.to(torch.float32), want.to(torch.float32))
+
+
+class Coalescing:
+    """Stands for a process group that makes one launch of several collectives; its one rank hears what it says, twice."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def _start_coalescing(self) -> None:
+        self.said.append("start")
+
+    def _allgather_base(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
+        self.said.append(f"gather {len(mine)}")
+        gathered.copy_(torch.cat([mine, mine]))
+
+    def _end_coalescing(self) -> Coalescing:
+        self.said.append("end")
+        return self
+
+    def wait(self) -> None:
+        self.said.append("wait")
+
+
+def test_tensors_are_gathered_in_one_launch_where_the_backend_can() -> None:
+    group, parts = Coalescing(), (values(0, 3, 2), values(1, 3).to(torch.float8_e4m3fn))
+    transfers = Axis("ep", 0, 2, group).begin_all_gather(*parts)
+    assert group.said == ["start", "gather 6", "gather 3", "end"]
+    for whole, part in zip(transfers.wait(), parts, strict=True):
+        assert torch.equal(whole.float(), torch.cat([part.float(), part.float()])) and whole.dtype == part.dtype
+    assert group.said[4:] == ["wait"]
 
 
 def passed_on(mesh: Mesh) -> Any:

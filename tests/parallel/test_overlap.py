@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class Noted:
         self._group, self._log = group, log
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._begin, name.strip("_").removesuffix("_base"), getattr(self._group, name))
+        found = getattr(self._group, name)
+        return partial(self._begin, name.strip("_").removesuffix("_base"), found) if callable(found) else found
 
     def _begin(self, name: str, method: Any, *args: Any) -> Any:
         self._log.append(f"begin {name}")
@@ -99,7 +101,8 @@ def test_shared_expert_runs_while_rows_are_on_their_way_there_and_back(
         *known, last = there
         before = [f"{event} {name}" for name in known for event in ("begin", "wait")]
         went = [f"begin {last}", f"first {tokens}", f"wait {last}", "experts"]
-        assert log[: len(before) + 7] == [*before, *went, f"begin {back}", f"second {tokens}", f"wait {back}"]
+        events = [event for event, _ in groupby(log)]  # gloo moves several tensors one by one
+        assert events[: len(before) + 7] == [*before, *went, f"begin {back}", f"second {tokens}", f"wait {back}"]
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "all_gather", "all_to_all"])
