@@ -214,7 +214,7 @@ class DraftPolicy:
         if here.level is not None:
             lost = seconds / exp(here.level) - steps / self._acceptance.tokens[here.k]
             self._lost += lost * exp(here.level)
-            self._way += (2 * min(lost, _LONGEST_WAY / 2) - self._way) / _WAY_MEMORY
+            self._way += (2 * max(0.0, min(lost, _LONGEST_WAY / 2)) - self._way) / _WAY_MEMORY
 
     def _class(self, num_sequences: int) -> _Class:
         size = _CLASSES[bisect_left(_CLASSES, min(num_sequences, _LARGEST_CLASS))]

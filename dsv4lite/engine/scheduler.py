@@ -283,7 +283,7 @@ class Scheduler:
         for seq in self._sliding:
             if seq.state is State.RUNNING:
                 self._holdings.slide(seq)
-        unsure = [seq for seq in self._sliding if seq.num_computed > len(seq.tokens)]  # how far they got is unknown yet
+        unsure = [seq for seq in self._sliding if seq.num_computed >= self._holdings.slides_at(seq)]  # once guesses are known
         self._sliding = dict.fromkeys(unsure)
 
     def _plan_running(self, draft: StepDraft) -> None:

@@ -151,18 +151,13 @@ class Guesses:
     def count(self, plan: StepPlan, results: Mapping[int, Sampled]) -> None:
         """Take note of a step that could have guesses: what was guessed, and what was right."""
         self._stats = None
-        right, continued = [0] * plan.max_drafts, 0
-        for run in plan.sequences:
-            continued += run.sample and len(run.token_ids) == 1 + run.drafts
-            if not run.drafts:
-                continue
-            self._runs += 1
-            accepted = len(results[run.seq_id].after)
-            for position in range(run.drafts):
-                self._drafted[position] += 1
-            for position in range(accepted):
-                self._accepted[position] += 1
-                right[position] += 1
+        checked = [(run.drafts, len(results[run.seq_id].after)) for run in plan.sequences if run.drafts]
+        self._runs += len(checked)
+        right = [len([accepted for _, accepted in checked if accepted > position]) for position in range(plan.max_drafts)]
+        for position, count in enumerate(right):
+            self._drafted[position] += len([drafts for drafts, _ in checked if drafts > position])
+            self._accepted[position] += count
+        continued = len([run for run in plan.sequences if run.sample and len(run.token_ids) == 1 + run.drafts])
         if self._policy is not None and self._stretches is not None and continued and not self._stretches.switches:
             self._policy.learn(continued, right)
 

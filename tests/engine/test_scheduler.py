@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from dsv4lite.engine.pages import Pools, pages_for
-from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
+from dsv4lite.engine.holdings import Holdings
+from dsv4lite.engine.pages import WINDOW_PAGE_TOKENS, Pools, pages_for
+from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
 from tests.engine.simulator import EOS, Harness, request
 
@@ -819,6 +820,23 @@ def test_runs_behind_unchecked_guesses_wait_only_where_they_must(right: bool) ->
     assert known in ([100], [100, 255]) and len(parts) > 100
     assert any(part.end == 256 and part.slack in (None, 0) for part in parts) and sum(bool(plan.saves) for plan in h.plans) > 0
     assert {part.slack for part in parts} <= {None, 0, 1, 2} and any(part.slack == 2 for part in parts)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_window_slides_behind_unchecked_guesses_only_where_a_page_is_left(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slides, inner = 0, Holdings.slide
+
+    def slide(holdings: Holdings, seq: Sequence) -> None:
+        nonlocal slides
+        slides += 1
+        inner(holdings, seq)
+
+    monkeypatch.setattr(Holdings, "slide", slide)
+    h = make(drafts=2, right=right)
+    h.add(request("a", text(100), max_tokens=600))
+    h.drain()
+    pages = 700 // WINDOW_PAGE_TOKENS
+    assert len(h.plans) > 200 and pages - 4 < slides <= 8 * pages
 
 
 def test_runs_are_not_planned_behind_unchecked_guesses_when_somebody_wants_in() -> None:
