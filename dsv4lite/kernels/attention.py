@@ -25,7 +25,7 @@ from dsv4lite.kernels.rows import PlainRow, RowStore
 
 BLOCK = 64
 WINDOW = 128
-FEW_SPLITS = 8  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
+FEW_SPLITS = 4  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
 _REF_TOKENS = 64  # whose rows the reference holds at a time
 
 

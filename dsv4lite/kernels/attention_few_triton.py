@@ -1,8 +1,6 @@
 """Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``attention_triton.py`` is for many).
 
-    attend    one token x 16 heads x one of ``splits`` shares of its rows
-    merge     one token and head: adds the shares, in order
-
+One program takes one token x 16 heads x one of ``splits`` shares of its rows; ``attention_merge_triton.py`` adds the shares.
 Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
 anything is known of the token; all bytes of a piece are asked for before one is used. The first piece of a program, mostly its only
 one, is no loop. Rows are widened once, and both products read them from one place in shared memory.
@@ -12,19 +10,17 @@ from __future__ import annotations
 
 from itertools import product
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention_inputs import PackedInputs
+from dsv4lite.kernels.attention_merge_triton import LOW, entries_of, merged
 from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.packed_rows import LOG2_E, bf16, rotated_back, scaled
+from dsv4lite.kernels.packed_rows import LOG2_E, bf16, scaled
 from dsv4lite.kernels.rows_triton import inverse_root, mean_of, rotate, rounded
 
-_HEADS, _ROWS, _WARPS, _MERGE_WARPS = 16, 64, 8, 4
-_MERGED = 8  # shares read at a time
-_LOW = tl.constexpr(-1e30)  # the peak of no rows: finite, so that the difference of two is a number
+_HEADS, _ROWS, _WARPS = 16, 64, 8
 
 # A copy that the compiler does not look through: Triton else converts bytes into a product's layout before it widens them, twice.
 _COPY = tl.constexpr("mov.b32 $0, $1;")
@@ -258,16 +254,6 @@ def _queries(
     return _kept(q0, GPU), _kept(q1, GPU), _kept(q2, GPU), _kept(q3, GPU)
 
 
-@triton.jit
-def _entries_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return how many entries a token attends to, and whether they are listed."""
-    rows = (position + 1) // RATIO if ENTRIES else 0
-    listed = rows > TOP_K
-    if TOP_K > 0:
-        rows = tl.minimum(rows, TOP_K)
-    return rows, listed
-
-
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
 def _attend_few_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
@@ -292,7 +278,7 @@ def _attend_few_kernel(
     page_first = tl.load(window_firsts + sequence)
     tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
     numbers = _page_numbers(split, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
-    entry_rows, listed = _entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
+    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
     pieces = WINDOW_PIECES + (entry_rows + ROWS - 1) // ROWS
     # No page number is less than -1: looking at them has the compiler ask for them above, not below.
     lowest = tl.minimum(tl.minimum(numbers[0], numbers[1]), tl.minimum(numbers[2], numbers[3]))
@@ -310,7 +296,7 @@ def _attend_few_kernel(
     at = token * q_row + head[:, None] * C + tl.arange(0, 128)[None, :]
     queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
     zero = tl.zeros((HEADS, 128), tl.float32)
-    sums = (zero, zero, zero, zero, tl.full((HEADS,), _LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
+    sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
     for piece in tl.range(split + SPLITS, pieces, SPLITS, num_stages=1):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
@@ -328,61 +314,19 @@ def _attend_few_kernel(
     tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
 
 
-@triton.jit
-def _merge_few_kernel(
-    parts, stats, positions, sink, cos, sin, out,
-    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    C: tl.constexpr = NOPE + 64
-    at = tl.program_id(0).to(tl.int64)  # token and head
-    token = at // H
-    stride = tl.num_programs(0).to(tl.int64)
-    entry_rows, _listed = _entries_of(tl.load(positions + token), RATIO, TOP_K, ENTRIES)
-    used = tl.minimum((WINDOW + ROWS - 1) // ROWS + (entry_rows + ROWS - 1) // ROWS, SPLITS)
-    log_sink = tl.load(sink + at % H) * 1.4426950408889634
-    column = tl.arange(0, C)[None, :]
-    few = tl.arange(0, CHUNK)
-    share = tl.load(parts + (few * stride + at)[:, None] * C + column, mask=(few < used)[:, None], other=0.0)
-    every = tl.arange(0, PADDED)
-    stat = stats + (every * stride + at) * 2
-    peaks = tl.load(stat, mask=every < used, other=_LOW)
-    totals = tl.load(stat + 1, mask=every < used, other=0.0)
-    peak = tl.max(peaks)
-    # Padding has no rows: its peak is low, this sum infinite, its result 0.
-    total = tl.exp2(log_sink - peak) + tl.sum(totals * tl.exp2(peaks - peak))
-    weight = tl.exp2(tl.load(stats + (few * stride + at) * 2, mask=few < used, other=_LOW) - peak)
-    acc = tl.sum(share * weight[:, None], 0)
-    for begin in tl.range(CHUNK, used, CHUNK, num_stages=1):
-        place = (begin + few) * stride + at
-        live = begin + few < used
-        weight = tl.exp2(tl.load(stats + place * 2, mask=live, other=_LOW) - peak)
-        share = tl.load(parts + place[:, None] * C + column, mask=live[:, None], other=0.0)
-        acc += tl.sum(share * weight[:, None], 0)
-    o = rotated_back(bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
-    tl.store(out + at * C + column, bf16(o, GPU))
-
-
 def few_attention_triton(
     inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor], norm_eps: float | None = None
 ) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
     (tokens, heads, channels), q = inputs.q_THC.shape, inputs.q_THC
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, stats = inputs.shares()
-    layer = inputs.layer(_ROWS)
     _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
-        *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0, **layer,
-        **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
+        *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0,
+        **inputs.layer(_ROWS), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
         num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    padded = triton.next_power_of_2(inputs.splits)
-    _merge_few_kernel[(tokens * heads,)](
-        parts, stats, inputs.paging.positions_T, sink_H, *angles, out, **layer, ENTRIES=inputs.entries is not None,
-        PADDED=padded, CHUNK=min(_MERGED, padded), num_warps=_MERGE_WARPS, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
-    return out
+    return merged(inputs, parts, stats, sink_H, angles, _ROWS, fills=False)
 
 
 def variants() -> list[Variant]:
@@ -390,11 +334,12 @@ def variants() -> list[Variant]:
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
-    for (heads, nope, ratio, top_k), splits, singles, norm in product(layers, (8, 16), (False, True), (False, True)):
-        layer = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, _ROWS)
-        attended = {**PackedInputs.places_of(nope, ratio, nope + 144), "HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
-        merged = {"ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
-        for kernel, more, warps in ((_attend_few_kernel, attended, _WARPS), (_merge_few_kernel, merged, _MERGE_WARPS)):
-            signature, constants = PackedInputs.signature_of(kernel.arg_names), {**layer, **more}
-            found.append(Variant(kernel=kernel, signature=signature, constants=constants, num_warps=warps, num_stages=1))
+    for (heads, nope, ratio, top_k), splits, singles, norm in product(layers, (4, 8, 16), (False, True), (False, True)):
+        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, _ROWS)
+        constants |= PackedInputs.places_of(nope, ratio, nope + 144)
+        constants |= {"HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
+        signature = PackedInputs.signature_of(_attend_few_kernel.arg_names)
+        found.append(
+            Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1)
+        )
     return found

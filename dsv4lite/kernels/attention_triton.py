@@ -1,11 +1,10 @@
-"""Kernels of ``attention.py`` on packed pages.
+"""Kernel of ``attention.py`` on packed pages.
 
-    attend    one token x a block of heads x one of ``splits`` shares of its rows
-    merge     one token and head: adds the shares, in order; not launched for a single share
-
-A token's rows are cut into pieces of fixed size, window first; share s takes pieces s, s + splits, … A piece is read once for all
-heads of the block: codes are widened to bfloat16 in registers, four at a time, and the tile then serves both products from shared
-memory. The next piece's bytes, and the addresses of the one after, are on their way meanwhile. Few tokens take another kernel.
+One program takes one token x a block of heads x one of ``splits`` shares of its rows; where there are several shares,
+``attention_merge_triton.py`` adds them. A token's rows are cut into pieces of fixed size, window first; share s takes pieces s,
+s + splits, … A piece is read once for all heads of the block: codes are widened to bfloat16 in registers, four at a time, and the
+tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are on their way
+meanwhile. Few tokens take another kernel, ``attention_few_triton.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 from dsv4lite.kernels.attention import FEW_SPLITS
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
 from dsv4lite.kernels.attention_inputs import PackedInputs
+from dsv4lite.kernels.attention_merge_triton import merged
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import capability_of
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, group_of, rotated_back, scaled
@@ -28,7 +28,6 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
 
 _LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
-_MERGED = 8  # shares read at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,37 +280,6 @@ def _attend_kernel(
         tl.store(out + HALF + at, bf16(o1, GPU), mask=inside)
 
 
-@triton.jit
-def _merge_kernel(
-    parts, stats, positions, sink, cos, sin, out,
-    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    C: tl.constexpr = NOPE + 64
-    at = tl.program_id(0).to(tl.int64)  # token and head
-    token = at // H
-    stride = tl.num_programs(0).to(tl.int64)
-    position = tl.load(positions + token)
-    _rows, _entries, _listed, _window, pieces = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRIES)
-    used = tl.minimum(pieces, SPLITS)
-    every = tl.arange(0, PADDED)
-    peak = tl.max(tl.load(stats + (every * stride + at) * 2, mask=every < used, other=float("-inf")))
-    log_sink = tl.load(sink + at % H) * 1.4426950408889634
-    total = tl.exp2(log_sink - peak)
-    acc = tl.zeros((C,), tl.float32)
-    column = tl.arange(0, C)
-    for begin in range(0, used, CHUNK):
-        split = begin + tl.arange(0, CHUNK)
-        live = split < used
-        place = split * stride + at
-        weight = tl.exp2(tl.load(stats + place * 2, mask=live, other=float("-inf")) - peak)
-        total += tl.sum(tl.load(stats + place * 2 + 1, mask=live, other=0.0) * weight)
-        share = tl.load(parts + place[:, None] * C + column[None, :], mask=live[:, None], other=0.0)
-        acc += tl.sum(share * weight[:, None], 0)
-    o = rotated_back(bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
-    tl.store(out + at * C + column[None, :], bf16(o, GPU))
-
-
 def paged_attention_triton(
     q_THC: Tensor,
     fresh_TB: Tensor,
@@ -354,23 +322,15 @@ def paged_attention_triton(
     if few:
         return few_attention_triton(inputs, sink_H, scale, (cos, sin), norm_eps)
     assert norm_eps is None
-    out = torch.empty_like(q)
     tile = tile_for(heads, capability_of(q.device))
-    layer = inputs.layer(tile.rows)
+    out = q if splits > 1 else torch.empty_like(q)  # that of shares is made by those who add them
     parts, stats = inputs.shares() if splits > 1 else (out, out)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        *inputs.tensors(), sink_H, cos, sin, out, parts, stats, *inputs.columns(), scale * LOG2_E, **layer, **inputs.places(),
-        HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        *inputs.tensors(), sink_H, cos, sin, out, parts, stats, *inputs.columns(), scale * LOG2_E, **inputs.layer(tile.rows),
+        **inputs.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    if splits > 1:
-        padded = triton.next_power_of_2(splits)
-        _merge_kernel[(tokens * heads,)](
-            parts, stats, paging.positions_T, sink_H, cos, sin, out, **layer,
-            ENTRIES=entries is not None, PADDED=padded, CHUNK=min(_MERGED, padded),
-            num_warps=4, num_stages=1, enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
+    return out if splits == 1 else merged(inputs, parts, stats, sink_H, (cos, sin), tile.rows, fills=True)
 
 
 def variants() -> list[Variant]:
@@ -378,24 +338,18 @@ def variants() -> list[Variant]:
     found = []
     # Heads, channels without position, ratio, selected entries.
     layers = ((64, 448, 0, 0), (64, 448, 4, 512), (64, 448, 128, 0), (8, 64, 4, 64))
-    for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 4)):
+    for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 2)):
         tile = tile_for(heads, capability)
-        layer = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, tile.rows)
-        attended = {
-            **PackedInputs.places_of(nope, ratio, nope + 136 if splits == 1 else nope + 144),
-            "HEADS": tile.heads, "SWAP": tile.swap, "STAGES": tile.num_stages,
-        }  # fmt: skip
-        merged = {"ENTRIES": ratio > 0, "PADDED": splits, "CHUNK": min(_MERGED, splits)}
-        launches = [(_attend_kernel, attended, tile.num_warps), (_merge_kernel, merged, 4)]
-        for kernel, more, warps in launches if splits > 1 else launches[:1]:
-            found.append(
-                Variant(
-                    kernel=kernel,
-                    signature=PackedInputs.signature_of(kernel.arg_names),
-                    constants={**layer, **more},
-                    num_warps=warps,
-                    num_stages=1,
-                    capabilities=(capability,),
-                )
+        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, tile.rows)
+        constants |= PackedInputs.places_of(nope, ratio, nope + 136 if splits == 1 else nope + 144)
+        found.append(
+            Variant(
+                kernel=_attend_kernel,
+                signature=PackedInputs.signature_of(_attend_kernel.arg_names),
+                constants={**constants, "HEADS": tile.heads, "SWAP": tile.swap, "STAGES": tile.num_stages},
+                num_warps=tile.num_warps,
+                num_stages=1,
+                capabilities=(capability,),
             )
+        )
     return found

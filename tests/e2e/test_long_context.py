@@ -166,9 +166,9 @@ def test_a_wrong_kernel_of_a_recorded_step_is_named(steps: Mapping[str, Path], m
 
     def wrong(*args: Any) -> Any:
         q_THC, iq_THC = launch(*args)
-        q_THC[0, 3, :5] *= 2 if next(calls) == 3 else 1
+        q_THC[0, 3, :5] *= 2 if next(calls) == 1 else 1  # of those that choose
         return q_THC, iq_THC
 
     monkeypatch.setattr(heads_triton, "head_norms_triton", wrong)
     first = replay(steps["decode"]).first
-    assert first is not None and (first.place, first.op) == ("layers.3.attn", "head_norms")
+    assert first is not None and (first.place, first.op) == ("layers.4.attn", "head_norms")

@@ -134,7 +134,7 @@ REAL = [
         ([(0, 300)], 1),
         ([(5000, 70), (100, 1), (9000, 1)], 1),
         ([(1023, 1), (70000, 1), (0, 1)], 2),
-        ([(1023, 1), (70000, 1), (0, 1), (2600, 1)], 4),
+        ([(1023, 1), (70000, 1), (0, 1), (2600, 1)], 3),
         ([(70001, 1), (40, 1)], 16),
     )
 ]
@@ -164,6 +164,7 @@ def test_fresh_rows_may_be_spread_out() -> None:
     close(given.kernel(1), given.reference())
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
 @pytest.mark.parametrize("splits", [1, 3])
 def test_padding_gives_zeros_and_reads_nothing(splits: int) -> None:
     given = case(TINY, [(200, 2)], padding=2)
@@ -173,7 +174,7 @@ def test_padding_gives_zeros_and_reads_nothing(splits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "splits"), [([(126, 2)], 1), *([([(200, 5), (2, 5), (126, 5)], n) for n in (1, 4)] if CUDA else [])]
+    ("steps", "splits"), [([(126, 2)], 1), *([([(200, 5), (2, 5), (126, 5)], n) for n in (1, 3)] if CUDA else [])]
 )
 def test_rows_of_a_block_see_each_other(steps: list[tuple[int, int]], splits: int) -> None:
     """A drafter's block: every row stands where the last one does, and sees so many rows farther back."""
@@ -190,7 +191,7 @@ def test_no_tokens_give_no_output() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # the other token's
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_what_a_token_does_not_see_changes_nothing(splits: int) -> None:
     """Bits of a token follow from its own rows: all else may be NaN."""
     given = case(TINY, [(300, 1), (20, 1)])
@@ -214,7 +215,7 @@ def test_what_a_token_does_not_see_changes_nothing(splits: int) -> None:
 
 def test_a_token_alone_has_the_same_bits() -> None:
     given = case(TINY, [(700, 1), (5, 1), (254, 1)])
-    for splits in (1, 4):
+    for splits in (1, 3):
         together = given.kernel(splits)
         p = given.paging
         one = replace(
@@ -235,7 +236,7 @@ def test_a_token_alone_has_the_same_bits() -> None:
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
 def test_sink_takes_all_or_nothing() -> None:
     given = case(TINY, [(300, 1)])
-    for splits in (1, 4):
+    for splits in (1, 3):
         assert replace(given, sink=torch.full_like(given.sink, 1e4)).kernel(splits).eq(0).all()
         without = replace(given, sink=torch.full_like(given.sink, float("-inf")))
         close(without.kernel(splits), without.reference())
