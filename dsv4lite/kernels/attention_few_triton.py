@@ -18,6 +18,7 @@ from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.attention_merge_triton import LOW, entries_of, merged
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, scaled
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows_triton import inverse_root, mean_of, rotate, rounded
 
 _HEADS, _ROWS, _WARPS = 16, 64, 8
@@ -263,6 +264,7 @@ def _attend_few_kernel(
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
     NORM: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     C: tl.constexpr = NOPE + 64
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
@@ -309,6 +311,7 @@ def _attend_few_kernel(
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
     at = (place + token * H + head[:, None]) * C + tl.arange(0, C)[None, :]
+    let_successor_in()
     tl.store(parts + at, _joined(sums, NOPE, HEADS), mask=inside)
     stat = stats + (place + token * H + head[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
@@ -324,7 +327,7 @@ def few_attention_triton(
     _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
         *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0,
         **inputs.layer(_ROWS), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
-        num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
+        num_warps=_WARPS, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip
     return merged(inputs, parts, stats, sink_H, angles, _ROWS, fills=False)
 
@@ -339,7 +342,5 @@ def variants() -> list[Variant]:
         constants |= PackedInputs.places_of(nope, ratio, nope + 144)
         constants |= {"HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
         signature = PackedInputs.signature_of(_attend_few_kernel.arg_names)
-        found.append(
-            Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1)
-        )
+        found.append(Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1))
     return found

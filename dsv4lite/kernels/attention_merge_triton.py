@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import bf16, rotated_back
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 LOW = tl.constexpr(-1e30)  # the peak of no rows: finite, so that the difference of two is a number
 _WARPS = 4
@@ -34,6 +35,7 @@ def _merge_kernel(
     H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
     FILLS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     C: tl.constexpr = NOPE + 64
     at = tl.program_id(0).to(tl.int64)  # token and head
     token = at // H
@@ -62,6 +64,7 @@ def _merge_kernel(
         share = tl.load(parts + place[:, None] * C + column, mask=live[:, None], other=0.0)
         acc += tl.sum(share * weight[:, None], 0)
     o = rotated_back(bf16(acc / total, GPU)[None, :], cos + token * 32, sin + token * 32, 1, C)
+    let_successor_in()
     tl.store(out + at * C + column, bf16(o, GPU))
 
 
@@ -83,6 +86,7 @@ def merged(
     _merge_kernel[(q.shape[0] * q.shape[1],)](
         parts, stats, inputs.paging.positions_T, sink_H, *angles, out, **inputs.layer(rows),
         **_shares(inputs.splits, inputs.entries is not None, fills), num_warps=_WARPS, num_stages=1, enable_fp_fusion=True,
+        launch_pdl=dependent_launch(q.device),
     )  # fmt: skip
     return out
 

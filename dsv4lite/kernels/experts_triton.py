@@ -24,6 +24,7 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
 from dsv4lite.kernels.grouping_triton import Groups, group_triton
+from dsv4lite.kernels.pdl import let_successor_in
 from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
 
 _SUM_BLOCK = 1024
@@ -338,6 +339,7 @@ def down_tile(
             STAGES,
             UNROLL,
         )
+        let_successor_in()
         PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
         if not PARTIAL:
             out = to_bf16(out, NATIVE)

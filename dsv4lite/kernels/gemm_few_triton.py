@@ -20,6 +20,7 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, to_bf16
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 from dsv4lite.kernels.gemm_triton import capability_of, counters_of, e4m3_to_bf16, e8m0
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 FEW_ROWS = 8  # at most: columns of the narrow instruction
 _LEAST_CAPABILITY = 89  # knows e4m3
@@ -93,17 +94,20 @@ def _few_pair_kernel(
     K: tl.constexpr, OUTS: tl.constexpr, FP8_OUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     FP8_STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)[None, :]
     if program < plain:
         first = program * OUTS
         exact = _strips(x, x, w, w, first, M, K, K, OUTS, ROWS, PARTS, STAGES, False, False, GPU)
+        let_successor_in()
         tl.store(out + row * N + first + tl.arange(0, OUTS)[:, None], exact, mask=row < M)
     else:
         first = (program - plain) * FP8_OUTS
         y = _strips(
             x_codes, x_scales, w_codes, w_scales, first, M, K, K, FP8_OUTS, ROWS, PARTS, FP8_STAGES, True, True, GPU
         )  # fmt: skip
+        let_successor_in()
         tl.store(fp8_out + row * FP8_N + first + tl.arange(0, FP8_OUTS)[:, None], to_bf16(y, GPU), mask=row < M)
 
 
@@ -112,12 +116,14 @@ def _few_groups_kernel(
     x, w, ws, numbers, codes, scales, arrivals, M, ALL, x_row, x_group, N: tl.constexpr, K: tl.constexpr, OUTS: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     first = tl.program_id(0) * OUTS
     row = tl.arange(0, ROWS)
     # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
     y = _strips(
         x + first // N * x_group, x, w, ws, first, M, x_row, K, OUTS, ROWS, PARTS, STAGES, False, True, GPU
     )  # fmt: skip
+    let_successor_in()
     tl.store(numbers + row[None, :] * ALL + first + tl.arange(0, OUTS)[:, None], y, mask=(row < M)[None, :])
     tl.debug_barrier()  # all threads have written when one of them says so
     block = first // 128
@@ -177,6 +183,7 @@ def pair_few(
         GPU=out.is_cuda,
         num_warps=_PAIR.parts,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(out.device),
     )
     return fp8_out, out
 
@@ -217,6 +224,7 @@ def groups_few(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         GPU=x.is_cuda,
         num_warps=_GROUPED.parts,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
     )
     return codes.view(torch.float8_e4m3fn), scales
 

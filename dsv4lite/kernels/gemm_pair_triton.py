@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm import FP8_BLOCK, PAIR_ROWS, scale_rows
 from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, float_tile, fp8_tile, room_for, splits_of
+from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 
 OUTS = 64  # of a tile
 _NUM_WARPS, _NUM_STAGES = 4, 3  # so that three programs fit on a multiprocessor: both products' have to run at once
@@ -22,6 +23,7 @@ def _pair_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
     SPLITS: tl.constexpr, FP8_SPLITS: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     program = tl.program_id(0)
     if program < first:
         tiles = tl.cdiv(N, BN)
@@ -90,6 +92,7 @@ def pair_linear_triton(
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
     )
     return fp8_out, out
 

@@ -18,6 +18,7 @@ from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, to_bf16
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 from dsv4lite.kernels.gemm_triton import capability_of, counters_of, e8m0
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 _LEAST_CAPABILITY = 89  # knows e4m3
 
@@ -78,9 +79,11 @@ def _strip(
 
 @triton.jit
 def _row_kernel(x, xs, w, ws, out, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr):
+    wait_for_predecessor()
     first = tl.program_id(0).to(tl.int64) * OUTS
     # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
     y = _strip(x, xs, w, ws, first, K, OUTS, COLUMNS, True, True)
+    let_successor_in()
     if out.dtype.element_ty == tl.bfloat16:
         y = to_bf16(y, GPU)
     tl.store(out + first + tl.arange(0, OUTS), y)
@@ -91,14 +94,17 @@ def _row_pair_kernel(
     x, w, x_codes, x_scales, w_codes, w_scales, out, fp8_out, plain,
     K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     program = tl.program_id(0).to(tl.int64)
     if program < plain:
         first = program * OUTS
         y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
+        let_successor_in()
         tl.store(out + first + tl.arange(0, OUTS), y)
     else:
         first = (program - plain) * OUTS
         y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
+        let_successor_in()
         tl.store(fp8_out + first + tl.arange(0, OUTS), to_bf16(y, GPU))
 
 
@@ -107,9 +113,11 @@ def _row_groups_kernel(
     x, w, ws, numbers, codes, scales, arrivals, x_group, N: tl.constexpr, K: tl.constexpr, OUTS: tl.constexpr,
     COLUMNS: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     first = tl.program_id(0).to(tl.int64) * OUTS
     # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
     y = _strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, False, True)
+    let_successor_in()
     tl.store(numbers + first + tl.arange(0, OUTS), y)
     tl.debug_barrier()  # all threads have written when one of them says so
     block = first // 128
@@ -152,6 +160,7 @@ def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor
         GPU=out.is_cuda,
         num_warps=_FP8.num_warps,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(out.device),
     )
     return out
 
@@ -186,6 +195,7 @@ def pair_row(
         GPU=out.is_cuda,
         num_warps=_PAIR.num_warps,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(out.device),
     )
     return fp8_out, out
 
@@ -220,6 +230,7 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         GPU=x.is_cuda,
         num_warps=_GROUPED.num_warps,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
     )
     return codes.view(torch.float8_e4m3fn), scales
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -305,6 +306,7 @@ def fp8_tile(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
+    let_successor_in()
     _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
 
 
@@ -314,6 +316,7 @@ def _fp8_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     fp8_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
         BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED,
@@ -383,6 +386,7 @@ def float_tile(
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         acc = total + acc
+    let_successor_in()
     if QUANTIZED:
         TILES: tl.constexpr = 128 // BN
         block = pid // TILES
@@ -401,6 +405,7 @@ def _float_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr, QUANTIZED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     float_tile(
         tl.program_id(0), tl.program_id(1), x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
         BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, GPU, GROUPED, scales, QUANTIZED, NATIVE,
@@ -488,6 +493,7 @@ def fp8_linear_triton(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
     )
     return out
 
@@ -611,6 +617,7 @@ def _float_linear(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
     )
     return out
 

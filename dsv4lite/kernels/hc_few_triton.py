@@ -37,6 +37,7 @@ from dsv4lite.kernels.hc_triton import (
     write_mix,
 )
 from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 _WARPS = 4
 _SHARE_GROUPS = 4  # of 128 channels of a token that one program collapses
@@ -151,6 +152,7 @@ def _project(
     # For one who waits rows 4 to 23 and the sum of squares twice, for the other rows 0 to 3 and the same.
     place = tl.where(row < 4, row + ROWS + 2, tl.where(row < ROWS + 2, row, row + 4))
     read = (row < ROWS + 4) & ((row < 4) | (row >= (ROWS + 2 if HEAD else 4)))
+    let_successor_in()
     tl.store(inbox + program.to(tl.int64) * RECORD + place, _sent(numbers), mask=read)
     if LEAVE:
         store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
@@ -169,6 +171,7 @@ def _mix(
     p = inbox + part[None, None, :] + row[None, :, None]
     wanted = tl.broadcast_to(((row >= 4) & (row < ROWS + 2))[None, :, None], p.shape)
     total = _awaited(p, wanted, UNITS, RECORD)
+    let_successor_in()
     _clear(p, wanted, UNITS, RECORD)
     m = normalise(total, norm_eps, WIDTH, ROWS)
     write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, token, ROWS, 1, ITERS, NATIVE)
@@ -212,6 +215,7 @@ def _collapse(
     if SHARES > 1:
         notes = inbox + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (SHARES * SHARES)
         squares = _whole_sum(squares, notes, share, SHARES, RECORD, PARTS)
+    let_successor_in()
     if share == 0:
         _clear(p, wanted, UNITS, RECORD)  # all have read
     rounded = normed(v, squares, weight, norm_eps, WIDTH, NATIVE)
@@ -228,6 +232,7 @@ def _enter_few_kernel(
     GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, LEAVE: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     program = tl.program_id(0)
     pending = (y, chosen, shared, post, comb)
     projecting = PARTS * UNITS * tokens
@@ -300,7 +305,7 @@ def enter_few_triton(
         streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
         out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
         ROWS=rows, HEAD=head, ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
-        GPU=streams_TND.is_cuda, **sizes, num_warps=_WARPS, enable_fp_fusion=False,
+        GPU=streams_TND.is_cuda, **sizes, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent_launch(device),
     )  # fmt: skip
     return out, x, codes, scales, new_post, new_comb
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import to_bf16
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows_triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, mean_of, rotate
 
 BLOCK = 2048  # channels of one program: two accesses of 16 bytes for each thread
@@ -103,6 +104,8 @@ def _heads_kernel(
     ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
+    wait_for_predecessor()
+    let_successor_in()
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query += t * row_stride
@@ -157,6 +160,7 @@ def head_norms_triton(
             GPU=query_TK.is_cuda,
             num_warps=4,
             enable_fp_fusion=False,
+            launch_pdl=dependent_launch(query_TK.device),
         )
     return q_THC, iq_THC
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, PlainRow, RowStore
 
 PAGE_TOKENS = 256
@@ -183,6 +184,7 @@ def _scores_kernel(
     GPU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    wait_for_predecessor()
     WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
     e = tl.arange(0, KEYS)
     step = tl.num_programs(1)
@@ -239,6 +241,8 @@ def _gather(selected, at, number, threshold, above, equal, wanted):
 def _select_kernel(
     scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    wait_for_predecessor()
+    let_successor_in()
     n = tl.program_id(0).to(tl.int64)
     visible = (tl.load(positions + begin + n) + 1) // RATIO
     if visible <= TOP_K:
@@ -422,6 +426,7 @@ def index_scores_paged_triton(
         num_warps=4,
         num_stages=stages,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(iq_NHC.device),
     )
     return scores
 
@@ -461,6 +466,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
             num_warps=block // 512,
             num_stages=1,
             enable_fp_fusion=True,
+            launch_pdl=dependent_launch(out.device),
         )
         return out
     segments = triton.cdiv(columns, SEGMENT)

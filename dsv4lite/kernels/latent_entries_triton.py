@@ -10,6 +10,7 @@ from dsv4lite.kernels.compress_triton import advance, entry_sizes, memory_of
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.latent_triton import kv_latent, latent_sizes, query_latent, room_for_latents
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowStore
 
 _NUM_WARPS = 4
@@ -26,6 +27,8 @@ def _latent_entries_kernel(
     FRESH_ROW: tl.constexpr, WINDOW_PLACES: tl.constexpr, RATIO: tl.constexpr, A: tl.constexpr, PLACES: tl.constexpr,
     KEY_WIDTH: tl.constexpr, KEY_LOG: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
+    let_successor_in()
     program = tl.program_id(0)
     if program < count:
         advance(
@@ -110,6 +113,7 @@ def latent_entries_triton(
         GPU=latent_TK.is_cuda,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
+        launch_pdl=dependent_launch(latent_TK.device),
     )  # fmt: skip
     return q_codes, q_scales, fresh_TB
 

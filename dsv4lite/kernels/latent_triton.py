@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
 from dsv4lite.kernels.rows_triton import bf16, fp8_scale, inverse_rms, rotate, store_kv
 
@@ -79,6 +80,8 @@ def _latent_kernel(
     RANK: tl.constexpr, QUERY_GROUPS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     PLACES: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
+    let_successor_in()
     t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         query_latent(latent, q_norm, q_codes, q_scales, t, positions, row_stride, eps, RANK, QUERY_GROUPS, GPU)
@@ -155,6 +158,7 @@ def latent_norms_triton(
             GPU=latent_TK.is_cuda,
             num_warps=4,
             enable_fp_fusion=False,
+            launch_pdl=dependent_launch(latent_TK.device),
         )
     return q_codes, q_scales, fresh_TB
 

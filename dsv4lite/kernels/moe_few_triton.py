@@ -24,6 +24,7 @@ from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
 from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router
 from dsv4lite.kernels.moe_triton import route_rows
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.swiglu_triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
@@ -68,6 +69,8 @@ def _prepare_kernel(
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
     SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
+    let_successor_in()
     program = tl.program_id(0)
     if program < tokens:
         token = program + tl.arange(0, 1)
@@ -125,6 +128,7 @@ def _experts_kernel(
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     program = tl.program_id(0)
     if program < gate_up_programs:
         gate_up_tile(
@@ -204,6 +208,7 @@ def moe_few_triton(
         CODES=codes,
         GROUPED=GROUPED_TILES,
         **work.constants(w13),
+        launch_pdl=dependent_launch(x_codes.device),
     )
     return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
 
@@ -283,6 +288,7 @@ def _prepare(
         GPU=logits_TE.is_cuda,
         num_warps=num_warps,
         enable_fp_fusion=False,
+        launch_pdl=dependent_launch(device),
     )
     return chosen_TK, weight_TK, s_codes, s_scales
 

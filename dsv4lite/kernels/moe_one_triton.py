@@ -26,6 +26,7 @@ from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, counters_
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router
 from dsv4lite.kernels.moe_one import Shared, suits_one
 from dsv4lite.kernels.moe_triton import best_experts, score, weigh_experts
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.swiglu_triton import swiglu_codes
 
 _ROWS = 16  # of a tile of inputs, all but one empty
@@ -245,6 +246,7 @@ def _down_tile(
             STAGES,
             UNROLL,
         )
+        let_successor_in()
         PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
         if not PARTIAL:
             out = to_bf16(out, NATIVE)
@@ -263,6 +265,7 @@ def _moe_one_kernel(
     TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     ROUTER: tl.constexpr = (EXPERTS + BN - 1) // BN * SPLITS
     FIRST: tl.constexpr = 2 * SHARED // BN * SHARED_SPLITS
     GATE_UP: tl.constexpr = WIDTH // 32 // TILES
@@ -379,6 +382,7 @@ def moe_one_triton(
         num_warps=_BLOCK.num_warps,
         num_stages=_BLOCK.num_stages,
         enable_fp_fusion=True,
+        launch_pdl=dependent_launch(device),
     )
     return ExpertSum(chosen_TK, outputs_TKD, shared_TD, experts)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import COUNTERS, counters_of
+from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 
 PIECE = 2048  # logits of one program
 _NUM_WARPS = 4
@@ -51,6 +52,7 @@ def _argmax_kernel(
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
@@ -142,6 +144,7 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             PIECES=triton.next_power_of_2(pieces),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
+            launch_pdl=dependent_launch(logits.device),
         )
     return top, token_ids, finite
 

@@ -26,6 +26,10 @@ triton = pytest.importorskip("triton")
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # variants of one kernel
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
+# The wait for the kernel before, and whatever touches global memory.
+TOUCHES = re.compile(
+    r"griddepcontrol\.wait|^\s*(?:@!?%p\d+\s+)?(?:ld|st|red|atom|cp|prefetch)\.(?:[\w:]+\.)*global\b", re.MULTILINE
+)
 # Layouts in which a thread's four codes are of one row, as assembly wants them that takes one row's scales (``widen_triton``). The
 # compiler is free to choose others: keys that the matrix unit took from registers were once of two rows.
 FOUR_OF_A_ROW = re.compile(r"register = \[\[0, 1\], \[0, 2\]|sizePerThread = \[1, (?:4|8|16|32)\]")
@@ -69,11 +73,15 @@ class Compiled:
     Attributes:
         shared: Bytes of shared memory of one program.
         stores: Instructions in PTX that write to global memory.
+        waits: How often it waits for the kernel before.
+        late: Whether something else touches global memory before that.
         mixed: Layouts in which codes of several rows would be given one row's scales.
     """
 
     shared: int
     stores: int
+    waits: int
+    late: bool
     mixed: tuple[str, ...]
 
 
@@ -89,6 +97,7 @@ def compile_case(case: Case) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    options["launch_pdl"] = case.capability >= 90  # as ``dependent_launch`` says
     if variant.max_registers is not None:
         options["maxnreg"] = variant.max_registers
     kernel = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
@@ -97,7 +106,10 @@ def compile_case(case: Case) -> Compiled:
     assembly = rf'inline_asm "[^"]*" {{constraints = "{registers}", packed_element = 4 .*-> tensor<[^,]*, (#\w+)>'
     used = {layouts[name] for name in re.findall(assembly, kernel.asm["ttgir"])}
     mixed = tuple(layout for layout in used if not FOUR_OF_A_ROW.search(layout))
-    return Compiled(kernel.metadata.shared, len(WRITES.findall(kernel.asm["ptx"])), mixed)
+    ptx = kernel.asm["ptx"]
+    waits, first = ptx.count("griddepcontrol.wait"), TOUCHES.search(ptx)
+    late = waits > 0 and first is not None and first.group() != "griddepcontrol.wait"
+    return Compiled(kernel.metadata.shared, len(WRITES.findall(ptx)), waits, late, mixed)
 
 
 @pytest.fixture(scope="module")
@@ -117,4 +129,5 @@ def test_kernel_compiles(case: Case, compiled: dict[Case, Future[Compiled]]) -> 
     kernel = compiled[case].result()
     assert kernel.shared <= SHARED_MEMORY[case.capability]
     assert kernel.stores > 0
+    assert kernel.waits <= (case.capability >= 90) and not kernel.late
     assert kernel.mixed == ()
