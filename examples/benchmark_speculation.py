@@ -5,9 +5,10 @@
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
-The engine may only say one word, so that a drafter can be right as often as it likes. With ``--mtp`` the model's MTP block drafts
-behind each step as well: its cost is in, its guesses are not heard. ``--layers 0`` is the checkpoint that ships with the package.
-Weights are those of ``benchmark.py``: V4-Flash's shapes, fewer layers, random numbers.
+Temperature is so high that the seed of a request alone says what comes, whatever the model thinks, and a first run without guesses
+writes it down: so a drafter can be right as often as it likes, about tokens that have nothing in common. With ``--mtp`` the model's
+MTP block drafts behind each step as well: its cost is in, its guesses are not heard. ``--layers 0`` is the checkpoint that ships
+with the package. Weights are those of ``benchmark.py``: V4-Flash's shapes, fewer layers, random numbers.
 
 ``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step, or compares what
 you name. All these engines are open at once. Each continues the same pieces of Python source with the same seeds, so that all say
@@ -37,7 +38,7 @@ from benchmark import flash
 
 from dsv4lite import MTP, AsyncLLM, NGram, SamplingParams, tiny_model
 
-WORD, OTHER = 300, 301
+START = 16  # steps before the measured ones
 DRAFTERS: Mapping[str, Any] = {
     "none": None,
     "none again": None,
@@ -49,37 +50,45 @@ COMPARED = ("none", "none again", "MTP(1)", "auto")
 
 
 class Sometimes:
-    """Guesses the one word that may be said, with a given chance; else another one."""
+    """Guesses what a text that is known goes on with, each token with a given chance, else another token."""
 
-    def __init__(self, k: int, chance: float) -> None:
+    def __init__(self, k: int, chance: float, texts: Sequence[Sequence[int]]) -> None:
         self.k = k
         self._chance, self._rng = chance, random.Random(0)
+        self._texts = {tuple(text[:8]): text for text in texts}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
         """Guess."""
-        return [WORD if self._rng.random() < self._chance else OTHER for _ in range(max_drafts)]
+        coming = self._texts[tuple(token_ids[:8])][len(token_ids) : len(token_ids) + max_drafts]
+        return [token if self._rng.random() < self._chance else token ^ 1 for token in coming]
 
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept."""
 
 
-async def rate(llm: AsyncLLM, batch: int, context: int, seconds: float) -> dict[str, float]:
+async def said(llm: AsyncLLM, seed: int, context: int, tokens: int) -> list[int]:
+    """Return a prompt and what comes behind it, both of which follow from the seed."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(3, 4000) for _ in range(context)]
+    params = SamplingParams(temperature=1e9, seed=seed, ignore_eos=True, detokenize=False, max_tokens=tokens)
+    return prompt + list((await llm.generate(prompt, params)).token_ids)
+
+
+async def rate(llm: AsyncLLM, batch: int, context: int, steps: int, tokens: int) -> dict[str, float]:
     """Return seconds of a step in which ``batch`` sequences decode, and the tokens per second that come of it."""
-    rng = random.Random(0)
-    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, allowed_token_ids=[WORD], max_tokens=8192)
-    prompts = [[rng.randrange(3, 4000) for _ in range(context)] for _ in range(batch)]
-    running = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
+    running = [asyncio.create_task(said(llm, seed, context, tokens)) for seed in range(batch)]
     begun = llm.stats().generated_tokens
-    while llm.stats().num_running < batch or llm.stats().generated_tokens < begun + 16 * batch:
-        await asyncio.wait(running, timeout=0.02)
+    while llm.stats().num_running < batch or llm.stats().generated_tokens < begun + START * batch:
+        await asyncio.wait(running, timeout=0.002, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.gather(*(task for task in running if task.done()))  # raises what went wrong, if anything did
     before, started = llm.stats(), time.perf_counter()
-    await asyncio.sleep(seconds)
+    while llm.stats().steps < before.steps + steps and not any(task.done() for task in running):
+        await asyncio.sleep(0.002)
     after, took = llm.stats(), time.perf_counter() - started
     llm.abort()
     await asyncio.gather(*running)
-    steps = max(1, after.steps - before.steps)
-    return {"step_s": took / steps, "tokens_per_s": (after.generated_tokens - before.generated_tokens) / took}
+    made = after.steps - before.steps
+    return {"step_s": took / made, "tokens_per_s": (after.generated_tokens - before.generated_tokens) / took}
 
 
 def engine(args: argparse.Namespace, speculative: Any, **settings: Any) -> AsyncLLM:
@@ -99,16 +108,25 @@ def engine(args: argparse.Namespace, speculative: Any, **settings: Any) -> Async
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every number of guesses; print as it comes."""
-    found = []
+    found: list[dict[str, Any]] = []
+    tokens = (args.steps + 2 * START) * (1 + max(args.guesses))  # with every guess right
     print(f"{'guesses':>8}{'batch':>7}{'step ms':>10}{'tokens a step':>15}{'tok/s':>9}", flush=True)
-    for k in args.guesses:
-        own = (MTP(min(k, MTP.most), adaptive=False),) if args.mtp and k else ()
-        async with engine(args, (Sometimes(k, args.acceptance), *own) if k else None) as llm:
-            for batch in args.batch:
-                row = {"guesses": k, "batch": batch, **await rate(llm, batch, args.context, args.seconds)}
-                found.append(row)
-                each = row["tokens_per_s"] * row["step_s"] / batch
-                print(f"{k:>8}{batch:>7}{row['step_s'] * 1e3:>10.2f}{each:>15.2f}{row['tokens_per_s']:>9.0f}", flush=True)
+
+    async def measure(llm: AsyncLLM, k: int) -> None:
+        for batch in args.batch:
+            row = {"guesses": k, "batch": batch, **await rate(llm, batch, args.context, args.steps, tokens)}
+            found.append(row)
+            each = row["tokens_per_s"] * row["step_s"] / batch
+            print(f"{k:>8}{batch:>7}{row['step_s'] * 1e3:>10.2f}{each:>15.2f}{row['tokens_per_s']:>9.0f}", flush=True)
+
+    async with engine(args, None) as llm:
+        texts = await asyncio.gather(*(said(llm, seed, args.context, tokens) for seed in range(max(args.batch))))
+        if 0 in args.guesses:
+            await measure(llm, 0)
+    for k in filter(None, args.guesses):
+        own = (MTP(min(k, MTP.most), adaptive=False),) if args.mtp else ()
+        async with engine(args, (Sometimes(k, args.acceptance, texts), *own)) as llm:
+            await measure(llm, k)
     return found
 
 
@@ -216,7 +234,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--guesses", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="in a row (default 0 1 2 3 4)")
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of a guess to be right (default 0.8)")
     parser.add_argument("--mtp", action="store_true", help="let the MTP block draft, too")
-    parser.add_argument("--seconds", type=float, default=4.0, help="to measure each figure (default 4)")
+    parser.add_argument("--steps", type=int, default=64, help="to measure for each figure (default 64)")
     parser.add_argument(
         "--compare", nargs="*", choices=DRAFTERS, help=f"measure these engines side by side instead (default {', '.join(COMPARED)})"
     )
