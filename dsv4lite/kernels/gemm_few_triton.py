@@ -42,8 +42,8 @@ class Strips:
 
 
 _GROUPED = Strips(outs=32, parts=2, num_stages=5)
-_PAIR = Strips(outs=16, parts=2, num_stages=6)  # of the plain weights
-_PAIR_FP8 = Strips(outs=16, parts=2, num_stages=8)
+_PAIR = Strips(outs=16, parts=2, num_stages=5)  # of the plain weights
+_PAIR_FP8 = Strips(outs=16, parts=2, num_stages=6)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Kernel of ``hc_enter_few``: leaving, projecting and collapse in one launch, for one that waits for another takes too long.
 
-    project     one token x 32 channels, in float32 without tensor cores: writes the streams, and sends their sums
+    project     one token x 32 or 64 channels, in float32 without tensor cores: writes the streams, and sends their sums
     mix         one token: waits for its sums, writes its ``post`` and ``comb``
     collapse    one token x 512 channels: leaves for them, too, waits for the sums, and writes the next sub-layer's input
 
@@ -9,7 +9,7 @@ confirmed, nor sends a flag behind it; streams would need one, and are found twi
 cleared. Programs that wait have larger numbers than those they wait for, which wait for nobody; only those that collapse a token,
 eight or so, tell each other its sums of squares. So it ends as long as a chip has room for these few at a time.
 
-Sums differ in their last bits from those of ``hc_triton.py``, but do not depend on the number of tokens.
+Sums differ in their last bits from those of ``hc_triton.py``, and with how many channels a program projects.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from dsv4lite.kernels.gemm_triton import counters_of
 from dsv4lite.kernels.hc_triton import (
     PARTS_OF_SUM,
     STREAMS,
-    UNIT_CHANNELS,
     load4,
     normalise,
     normed,
     store4,
     store_fp8,
-    units_of,
     weigh,
     weighted_sum,
     write_mix,
@@ -40,6 +38,8 @@ from dsv4lite.kernels.moe_few import ExpertSum
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 _WARPS = 4
+# Channels of a token that one program projects: of more tokens more, or not all programs would run at once.
+_FEWEST_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
 _SHARE_GROUPS = 4  # of 128 channels of a token that one program collapses
 _RECORD = 32  # numbers that a program sends: those of the rows, and the sum of squares four times, so that they are read in pairs
 _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of it
@@ -291,7 +291,7 @@ def enter_few_triton(
     elif pending is not None:
         y = output
     assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
-    inbox, sizes = counters_of(device), sizes_of(width, gpu=streams_TND.is_cuda)
+    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=streams_TND.is_cuda)
     assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
@@ -310,18 +310,19 @@ def enter_few_triton(
     return out, x, codes, scales, new_post, new_comb
 
 
-def sizes_of(width: int, *, gpu: bool) -> dict[str, int]:
+def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
     """Return how the work on a token is shared.
 
     The interpreter runs one program after the other: there one program collapses a token, and waits for no other of its kind.
     """
     groups = triton.cdiv(width, 128)
     each = _SHARE_GROUPS if gpu else triton.next_power_of_2(groups)
+    unit = _UNIT if tokens <= _FEWEST_TOKENS else _WIDER_UNIT
     return {
         "WIDTH": width,
-        "UNIT": UNIT_CHANNELS,
+        "UNIT": unit,
         "PARTS": PARTS_OF_SUM,
-        "UNITS": units_of(width),
+        "UNITS": triton.cdiv(width, unit * PARTS_OF_SUM),
         "SHARES": triton.cdiv(groups, each),
         "GROUPS": each,
         "RECORD": _RECORD,
@@ -349,7 +350,7 @@ def variants() -> list[Variant]:
                 **dict.fromkeys(("eps", "norm_eps"), "fp32"),
             },
             constants={
-                **sizes_of(width, gpu=True),
+                **sizes_of(tokens, width, gpu=True),
                 "ROWS": 4 if head else 24,
                 "HEAD": head,
                 "ITERS": 0 if head else 20,
@@ -365,5 +366,6 @@ def variants() -> list[Variant]:
         )
         for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
         for width in (7168, 4096)
+        for tokens in (1, 16)
         for head, leave, top_k in ((True, False, 0), (False, False, 0), (False, True, 0), (False, True, 6))
     ]

@@ -36,8 +36,8 @@ if ON_GPU:
 
 
 def test_there_is_room_for_what_programs_send_each_other() -> None:
-    widest = max(range(32, FEW_WIDTH + 1, 32), key=lambda width: room_of(sizes_of(width, gpu=True)))
-    assert FEW_TOKENS * room_of(sizes_of(widest, gpu=True)) <= COUNTERS
+    widest = max(range(32, FEW_WIDTH + 1, 32), key=lambda width: room_of(sizes_of(1, width, gpu=True)))
+    assert FEW_TOKENS * room_of(sizes_of(1, widest, gpu=True)) <= COUNTERS
 
 
 def entered(x: Tensor, pending: tuple[Tensor | ExpertSum, HcMix] | None, *, fp8: bool = True) -> tuple[Tensor, ...]:
