@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention import WINDOW
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.attention_merge_triton import LOW, entries_of, merged
 from dsv4lite.kernels.dispatch import Variant
@@ -21,7 +22,8 @@ from dsv4lite.kernels.packed_rows import LOG2_E, bf16, scaled
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows_triton import inverse_root, mean_of, rotate, rounded
 
-_HEADS, _ROWS, _WARPS = 16, 64, 8
+_HEADS = 16
+_SMALL_SPLITS = 16  # from here on there are programs to spare
 
 # A copy that the compiler does not look through: Triton else converts bytes into a product's layout before it widens them, twice.
 _COPY = tl.constexpr("mov.b32 $0, $1;")
@@ -324,12 +326,19 @@ def few_attention_triton(
     (tokens, heads, channels), q = inputs.q_THC.shape, inputs.q_THC
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
     parts, stats = inputs.shares()
+    rows, warps = _piece(inputs.ratio, inputs.splits)
     _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
         *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0,
-        **inputs.layer(_ROWS), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
-        num_warps=_WARPS, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
+        **inputs.layer(rows), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
+        num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip
-    return merged(inputs, parts, stats, sink_H, angles, _ROWS, fills=False)
+    return merged(inputs, parts, stats, sink_H, angles, rows, fills=False)
+
+
+def _piece(ratio: int, splits: int) -> tuple[int, int]:
+    """Return the rows of a piece, and warps: small ones for layers whose rows are hardly more than the window's."""
+    few = splits >= _SMALL_SPLITS and (ratio == 0 or ratio >= WINDOW)
+    return (32, 4) if few else (64, 8)
 
 
 def variants() -> list[Variant]:
@@ -338,9 +347,10 @@ def variants() -> list[Variant]:
     # Heads, channels without position, ratio, selected entries.
     layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
     for (heads, nope, ratio, top_k), splits, singles, norm in product(layers, (4, 8, 16), (False, True), (False, True)):
-        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, _ROWS)
+        rows, warps = _piece(ratio, splits)
+        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, rows)
         constants |= PackedInputs.places_of(nope, ratio, nope + 144)
         constants |= {"HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
         signature = PackedInputs.signature_of(_attend_few_kernel.arg_names)
-        found.append(Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1))
+        found.append(Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=warps, num_stages=1))
     return found

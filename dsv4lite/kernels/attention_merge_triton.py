@@ -101,7 +101,8 @@ def variants() -> list[Variant]:
     found = []
     layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
     for (heads, nope, ratio, top_k), (splits, fills) in product(layers, ((2, True), (4, False), (8, False), (16, False))):
-        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, 64) | _shares(splits, ratio > 0, fills)
+        rows = 32 if splits == 16 and ratio in (0, 128) else 64
+        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, rows) | _shares(splits, ratio > 0, fills)
         signature = PackedInputs.signature_of(_merge_kernel.arg_names)
         found.append(Variant(kernel=_merge_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1))
     return found

@@ -43,6 +43,7 @@ CASES = [
     (TINY, [(700, 1), (5, 1)], 8),  # one token each: listed entries, and a window that fills
     (TINY, [(62, 2), (300, 1)], 2),  # all entries, pieces in a loop
     (replace(TINY, ratio=128, top_k=None), [(20000, 1)], 2),  # entries of many pages
+    (replace(TINY, ratio=128, top_k=None), [(2000, 1)], 16),  # small pieces
     (replace(SLIDING, window=133), [(500, 2)], 8),  # four pages of the window
     (replace(TINY, heads=21, window=8, top_k=9), [(90, 1)], 1),
     (replace(TINY, nope=192), [(300, 1)], 9),
