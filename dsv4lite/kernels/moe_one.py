@@ -3,7 +3,8 @@
     h, logits = fp8(x) @ shared_w13.T, x @ gate.T      see ``gemm.pair_linear``
     sum       = moe_few(logits, h)
 
-Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``pair_linear`` and ``moe_few``; the kernel has the bits of theirs.
+Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``pair_linear`` and ``moe_few``. With ``row_tile`` the kernel has the
+bits of theirs; without, the router adds in an order of its own, in float32.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ def moe_one(
         shared: The expert of every token.
         w13, w2: Routed experts.
         limit: Of the activations.
-        row_tile: As for ``fp8_linear``.
+        row_tile: As for ``fp8_linear``; to the kernel any number means the same.
         held: Which part of the experts there is.
     """
     given = (x_TD, x_codes, x_scales, gate_ED, router, shared, w13, w2, limit)
     if use_triton(x_codes):
         from dsv4lite.kernels.moe_one_triton import moe_one_triton
 
-        return moe_one_triton(*given, held)
+        return moe_one_triton(*given, held, any_order=row_tile is None)
     return moe_one_ref(*given, row_tile, held=held)
 
 

@@ -1,4 +1,4 @@
-"""One token's experts in one launch: the bits of the kernels that do each part by themselves."""
+"""One token's experts in one launch: the bits of the kernels that do each part by themselves, or sums in any order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, sum_experts_ref
 from dsv4lite.kernels.moe_one import Shared, moe_one_ref
 from dsv4lite.kernels.quantize import quantize_fp8
-from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, experts, generator
+from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, generator
 
 pytest.importorskip("triton")
 
@@ -82,8 +82,23 @@ def test_one_launch_has_the_bits_of_several(count: int, hidden: int, width: int,
     given = case(count, hidden, width, top_k, hashed=hashed)
     expected = in_parts(given)
     for _ in range(2):  # the second finds the gates as the first has left them
-        parts = moe_one_triton(*given, Held())
+        parts = moe_one_triton(*given, Held(), any_order=False)
         assert torch.equal(parts.chosen_TK, expected.chosen_TK) and torch.equal(summed(parts), summed(expected))
+        assert not counters_of(given.x.device).any()
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SIZES)
+def test_sums_in_any_order_agree_with_several_launches(count: int, hidden: int, width: int, top_k: int, hashed: bool) -> None:
+    given = case(count, hidden, width, top_k, hashed=hashed)
+    expected = in_parts(given)
+    assert expected.shared_TD is not None
+    for _ in range(2):  # the second finds the gates as the first has left them
+        parts = moe_one_triton(*given, Held())
+        assert torch.equal(parts.chosen_TK, expected.chosen_TK) and parts.shared_TD is not None
+        assert_close(parts.shared_TD, expected.shared_TD)
+        for k in range(top_k):
+            assert_close(parts.outputs_TKD[:, k], expected.outputs_TKD[:, k])
         assert not counters_of(given.x.device).any()
 
 
@@ -91,7 +106,7 @@ def test_one_launch_has_the_bits_of_several(count: int, hidden: int, width: int,
 @pytest.mark.parametrize(("hidden", "shared_width"), [(1024, 128), (128, 1024)])
 def test_products_in_parts_have_their_order(hidden: int, shared_width: int) -> None:
     given = case(4, hidden, 128, 1, shared_width=shared_width)
-    assert torch.equal(summed(moe_one_triton(*given, Held())), summed(in_parts(given)))
+    assert torch.equal(summed(moe_one_triton(*given, Held(), any_order=False)), summed(in_parts(given)))
 
 
 @pytest.mark.parametrize("fp4", [True, False])
@@ -105,7 +120,7 @@ def test_sum_agrees_with_the_reference(fp4: bool) -> None:
 
 def test_experts_that_are_cut_return_parts_that_nobody_has_rounded() -> None:
     held, given = Held(partial=True, shared_partial=True), case(3, 128, 128, 2)
-    parts, expected = moe_one_triton(*given, held), in_parts(given, held)
+    parts, expected = moe_one_triton(*given, held, any_order=False), in_parts(given, held)
     assert parts.outputs_TKD.dtype == torch.float32 and parts.shared_TD is not None and expected.shared_TD is not None
     assert torch.equal(parts.outputs_TKD, expected.outputs_TKD) and torch.equal(parts.shared_TD, expected.shared_TD)
 
