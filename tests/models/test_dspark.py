@@ -485,19 +485,22 @@ def references() -> Iterator[None]:
 
 @pytest.mark.gpu
 def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
-    """Codes of 8 and 4 bits make much of little: from the same rows, other last bits of a few embeddings move drafts as far."""
+    """Codes of 8 and 4 bits make much of little: from the same rows, other last bits of a few embeddings move drafts as far.
+
+    Most of them by some 0.07, one of eight by some 0.17, as if something were chosen otherwise: so it takes many to compare with.
+    """
     state, sequences = on_gpu
     ours, embed = draft(state, sequences, ANCHORS), state.model.embed
     whole, moved = embed.clone(), []
     with references():
         theirs = draft(state, sequences, ANCHORS)
-        for seed in range(4):
+        for seed in range(24):
             columns = torch.randperm(STORED.hidden_size, generator=torch.Generator().manual_seed(seed))[:50]
             embed.view(torch.int16)[:, columns] ^= 1
             moved.append(distance(draft(state, sequences, ANCHORS), theirs))
             embed.copy_(whole)
     assert 0.01 < max(moved) < 0.5
-    assert distance(ours, theirs) < 2 * max(moved)
+    assert distance(ours, theirs) < 1.25 * max(moved)
 
 
 @pytest.mark.parametrize("count", [1, 3])
