@@ -32,17 +32,18 @@ def measure_steps(plain: DecodeGraphs, verify: VerifyGraphs, cache: StateCache, 
         The times; ``None`` if there are no graphs of such steps.
     """
     max_drafts, largest = max(width for _, width in verify.shapes) - 1, plain.shapes[-1]
+    ks = sorted({0, 1, max_drafts})
     found: dict[int, tuple[float, ...]] = {}
     for size in sorted({min(size, largest.size) for size in _SIZES}):
         times = {}
-        for k in sorted({0, 1, max_drafts}):
+        for k in ks:
             plan = _step(size, k, cache.sizes.window_pages, vocab_size)
             shape = StepShape.of((plan,))._replace(longest=largest.max_model_len)  # by graphs of all lengths, as with guesses
             graphs: DecodeGraphs | VerifyGraphs = verify if k else plain
             if graphs.covers(shape):
                 times[k] = _shortest(partial(_run, graphs, plan, shape))
         cache.reset(torch.arange(size, device=cache.device))
-        if len(times) == len({0, 1, max_drafts}):
+        if len(times) == len(ks):
             slope = (times[max_drafts] - times[1]) / max(1, max_drafts - 1)
             found[size] = (times[0], *(times[1] + slope * k for k in range(max_drafts)))
     return StepCosts(seconds=found) if found else None

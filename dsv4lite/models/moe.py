@@ -281,7 +281,7 @@ class MoE(nn.Module):
         routed_TK: Tensor | None,
         most_tokens: int | None,
     ) -> Tensor | ExpertSum | None:
-        """Do what ``forward`` does in less launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
+        """Do what ``forward`` does in fewer launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
         dispatch, ep, tokens, top_k = self.dispatch, self.share.mesh.ep, len(x_TD), self.config.experts_per_token
         if self.shared.w2.scale is None:
             return None
