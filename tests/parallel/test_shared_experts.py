@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dsv4lite.engine.step import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.memory import choose_numerics
-from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.request import Prompt, RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same
@@ -60,10 +60,16 @@ def requests(llm: LLM) -> list[RequestOutput]:
     greedy = SamplingParams(max_tokens=10, temperature=0, logprobs=2)
     kinds = [greedy, greedy, replace(greedy, prompt_logprobs=1, max_tokens=3), replace(greedy, return_routed_experts=True)]
     return [
-        *llm.generate_batch([{"prompt_token_ids": prompt} for prompt in LENGTHS], [*kinds[:3], replace(greedy, max_tokens=14)]),
+        *llm.generate_batch(all_at_once(llm), [*kinds[:3], replace(greedy, max_tokens=14)]),
         llm.generate({"prompt_token_ids": LENGTHS[0]}, kinds[3]),
         llm.generate({"prompt_token_ids": LENGTHS[1]}, greedy),
     ]
+
+
+def all_at_once(llm: LLM) -> Iterator[Prompt]:
+    """Yield the prompts while no step runs: the steps are those of four that came together, however busy the machine is."""
+    with llm.paused():
+        yield from ({"prompt_token_ids": prompt} for prompt in LENGTHS)
 
 
 def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], Replays]:
