@@ -419,22 +419,22 @@ class Engine:
             recorder: Has watched the step.
         """
         previous = self._in_flight.popleft()
-        ran: Any
-        ran, results = previous.land()
+        results = previous.results()
         landed = time.perf_counter()
         if recorder is not None:
             recorder.end(previous.samples)
-        self._land(previous, ran, results)
+        self._land(previous, results)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - landed
 
-    def _land(self, flight: Flight | JointFlight, ran: Any, results: Mapping[int, Sampled]) -> None:
+    def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
         """Bring the results of a step to the scheduler, and its news to the outbox."""
+        plan: Any = flight.plan  # of replicas a joint one
         self._steps += 1
         self._generated += len(results)
-        if ran.max_drafts and self._guesses is not None:
-            self._generated += sum(len(one.after) for one in results.values())
-            self._guesses.count(ran, results)
+        if plan.max_drafts and self._guesses is not None:
+            self._generated += sum([len(one.after) for one in results.values()])
+            self._guesses.count(plan, results)
         for seq_id, part in flight.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
@@ -442,7 +442,7 @@ class Engine:
             for one in (results[seq_id], *results[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        self._tell(self._scheduler.update(ran, results, scores=flight.scores))
+        self._tell(self._scheduler.update(plan, results, scores=flight.scores))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
         """Queue news for the next delivery; forget sequences that ended."""
@@ -540,7 +540,7 @@ class Engine:
         while self._in_flight:
             flight = self._in_flight.popleft()
             try:
-                self._land(flight, *flight.land())
+                self._land(flight, flight.results())
             except Exception as error:
                 raise self._die(error) from error
 

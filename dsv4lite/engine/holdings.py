@@ -224,7 +224,7 @@ class Holdings:
         gone = seq.window[: first - seq.window_first]
         del seq.window[: first - seq.window_first]
         seq.window_first = first
-        seq.window_tuple = None
+        seq.window_tuple, seq.quiet_until = None, 0
         self._pools.window.release(page for page in gone if page != NO_PAGE)
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -236,7 +236,7 @@ class Holdings:
         if kept < len(seq.window):
             self._pools.window.release(seq.window[kept:])
             del seq.window[kept:]
-            seq.window_tuple = None
+            seq.window_tuple, seq.quiet_until = None, 0
 
     # ------------------------------------------------------------------------------------------------- the drafter's rows
 

@@ -49,10 +49,6 @@ class JointFlight:
         self.routed: dict[int, tuple[int, Tensor]] = {}
         self._lands = lands
 
-    def land(self) -> tuple[StepPlan | JointPlan, dict[int, Sampled]]:
-        """Wait for the step; return the plan, and the tokens."""
-        return self.plan, self.results()
-
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens; after that scores and experts are there too."""
         results: dict[int, Sampled] = {}

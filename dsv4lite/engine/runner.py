@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 
@@ -26,7 +26,7 @@ from dsv4lite.engine.run_ends import RunEnds
 from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
-from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape
+from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
@@ -53,8 +53,6 @@ class Flight:
         scores: Log-probabilities of prompt tokens, by sequence.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
         drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
-        begun: If the host did not know where runs begin: position, number of guesses, copy of the carry and tokens of each, int32
-            [3 + width, S], on their way.
     """
 
     plan: StepPlan
@@ -62,32 +60,18 @@ class Flight:
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: Arrival | None = None
-    begun: Arrival | None = None
-
-    def land(self) -> tuple[StepPlan, dict[int, Sampled]]:
-        """Wait for the step; return the plan as it ran, and the tokens."""
-        plan, samples = self.plan, self.samples
-        if self.begun is not None:
-            runs = zip(plan.sequences, *self.begun.wait().tolist(), strict=True)
-            sequences = [
-                s if s.slack is None else s.settled(start, tuple(ids[: 1 + drafts]), carry)
-                for s, start, drafts, carry, *ids in runs
-            ]
-            plan = replace(plan, sequences=tuple(sequences))
-            samples = replace(samples, sequences=plan.sequences) if isinstance(samples, RowSamples) else samples
-        if samples is None:
-            return plan, {}
-        results = samples.to_host()
-        if self.drafts is None:
-            return plan, results
-        for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True):
-            found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
-            results[seq_id] = Sampled(*sampled[:-1], tuple(found))
-        return plan, results
 
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens."""
-        return self.land()[1]
+        if self.samples is None:
+            return {}
+        results = self.samples.to_host()
+        if self.drafts is not None:
+            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True):
+                found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
+                token_id, logprob, error, after, _, drafted = sampled
+                results[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
+        return results
 
 
 class Runner:
@@ -388,7 +372,7 @@ class Runner:
                 plan, begun = self._settle(plan), None
                 sequences = plan.sequences
             out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
-            samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token)
+            samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token, begun)
             tokens_R = out[0]
             self._remember(plan, sequences)
         else:
@@ -408,7 +392,7 @@ class Runner:
         drafts = graphs.draft(tokens_R, plan.max_drafts)
         self._ends = graphs.ends
         arrival = None if samples is None else Arrival(drafts[: len(sequences)])
-        return Flight(plan=plan, samples=samples, drafts=arrival, begun=begun)
+        return Flight(plan=plan, samples=samples, drafts=arrival)
 
     def _draft(
         self,

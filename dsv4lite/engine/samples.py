@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.sampling_runs import Runs
-from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan
+from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan, sampled_of
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling_rows import HEADER
 from dsv4lite.request import TokenLogprob
@@ -106,7 +106,8 @@ class Samples:
                 found.append(Sampled(token_id=token_ids[row], logprob=logprob, error=error))
                 if error is not None or token_ids[row] != self.runs.drafts[row]:
                     break
-            results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
+            drafted = end - begin - 1
+            results[seq_id] = found[0]._replace(after=tuple(found[1:]), drafted=drafted) if drafted else found[0]
         return results
 
 
@@ -122,6 +123,8 @@ class RowSamples:
         out: int32 [lines, R].
         wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
         hosted: Samples of those sequences that the host has sampled.
+        begun: If the host did not know where runs begin: position, number of guesses, copy of the carry and tokens of each, int32
+            [3 + width, S], on their way.
     """
 
     seq_ids: tuple[int, ...]
@@ -131,6 +134,7 @@ class RowSamples:
     wanted: tuple[tuple[int, int], ...]
     hosted: Samples | None
     download: Arrival
+    begun: Arrival | None = None
 
     @classmethod
     def of(
@@ -142,6 +146,7 @@ class RowSamples:
         *,
         wanted: tuple[tuple[int, int], ...] = (),
         hosted: Samples | None = None,
+        begun: Arrival | None = None,
     ) -> RowSamples:
         """Send for as many lines of ``out`` as are wanted."""
         lines = HEADER + 2 * max(k for _, k in wanted) if wanted else 3
@@ -154,6 +159,7 @@ class RowSamples:
             wanted=wanted,
             hosted=hosted,
             download=download,
+            begun=begun,
         )
 
     def ill(self) -> set[int]:
@@ -170,7 +176,7 @@ class RowSamples:
     def to_host(self) -> dict[int, Sampled]:
         """Wait for the tokens; a row that failed has an ``error`` in its place."""
         lines = self.download.wait()
-        if any(s.drafts for s in self.sequences):
+        if self.begun is not None or any(s.drafts for s in self.sequences):
             results = self._runs_to_host(lines)
         else:
             first = self.first_rows
@@ -196,25 +202,30 @@ class RowSamples:
                     results[seq_id] = Sampled(token_ids[row], None, error)
         return results
 
+    def _guesses(self) -> tuple[Sequence[int], Sequence[tuple[int, ...]]]:
+        """Return of each sequence the position of its first sampled token, and its drafts."""
+        if self.begun is None:
+            runs = [(s.end - s.drafts, s.token_ids[len(s.token_ids) - s.drafts :]) for s in self.sequences]
+            return [position for position, _ in runs], [drafts for _, drafts in runs]
+        starts, counts, _, *columns = self.begun.wait().tolist()
+        return [start + 1 for start in starts], [run[1 : 1 + n] for n, run in zip(counts, zip(*columns, strict=True), strict=True)]
+
     def _runs_to_host(self, lines: Tensor) -> dict[int, Sampled]:
         """Return what each sequence has sampled up to its first wrong draft."""
         token_ids, finite, feasible = lines[:3].tolist()
+        positions, every = self._guesses()
         if not self.wanted and 0 not in finite and 0 not in feasible:
-            return {
-                seq_id: _accepted(token_ids[row : row + 1 + s.drafts], s.token_ids[len(s.token_ids) - s.drafts :])
-                for seq_id, s, row in zip(self.seq_ids, self.sequences, self.first_rows, strict=True)
-            }
+            rows = zip(self.seq_ids, self.first_rows, every, strict=True)
+            return {seq_id: _accepted(token_ids, row, drafts) for seq_id, row, drafts in rows}
         listed = dict(self.wanted)
         floats = lines.view(torch.float32)
         results = {}
-        for i, (seq_id, sequence, first_row) in enumerate(zip(self.seq_ids, self.sequences, self.first_rows, strict=True)):
+        for i, (seq_id, first_row, drafts) in enumerate(zip(self.seq_ids, self.first_rows, every, strict=True)):
             found = []
-            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.drafts :]
-            for place in range(1 + sequence.drafts):
+            for place in range(1 + len(drafts)):
                 row, error, logprob = first_row + place, None, None
                 if not (finite[row] and feasible[row]):
-                    position = sequence.end - sequence.drafts + place
-                    error = failure(position, finite=bool(finite[row]), feasible=bool(feasible[row]))
+                    error = failure(positions[i] + place, finite=bool(finite[row]), feasible=bool(feasible[row]))
                 if i in listed and error is None:
                     end = HEADER + 2 * listed[i]
                     logprob = TokenLogprob(
@@ -224,18 +235,22 @@ class RowSamples:
                         values=floats[HEADER + 1 : end + 1 : 2, row].clone(),
                     )
                 found.append(Sampled(token_ids[row], logprob, error))
-                if error is not None or (place < sequence.drafts and token_ids[row] != drafts[place]):
+                if error is not None or (place < len(drafts) and token_ids[row] != drafts[place]):
                     break
-            results[seq_id] = found[0] if len(found) == 1 else found[0]._replace(after=tuple(found[1:]))
+            results[seq_id] = found[0]._replace(after=tuple(found[1:]), drafted=len(drafts))
         return results
 
 
-def _accepted(token_ids: list[int], drafts: tuple[int, ...]) -> Sampled:
-    """Return sampled tokens up to the first that is not the draft of it."""
-    if not drafts or token_ids[0] != drafts[0]:
-        return Sampled(token_ids[0])
-    right = next((i for i, draft in enumerate(drafts) if token_ids[i] != draft), len(drafts))
-    return Sampled(token_ids[0], after=tuple(map(Sampled, token_ids[1 : right + 1])))
+def _accepted(token_ids: list[int], row: int, drafts: tuple[int, ...]) -> Sampled:
+    """Return the tokens that were sampled from a row on, up to the first that is not the draft of it."""
+    last = row
+    for draft in drafts:
+        if token_ids[last] != draft:
+            break
+        last += 1
+    right = token_ids[row + 1 : last + 1]
+    after = tuple([sampled_of((token_id, None, None, (), (), 0)) for token_id in right]) if right else ()
+    return sampled_of((token_ids[row], None, None, after, (), len(drafts)))
 
 
 def failure(position: int, *, finite: bool, feasible: bool) -> RequestFailedError | None:

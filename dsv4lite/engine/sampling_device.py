@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.samples import RowSamples, Samples
+from dsv4lite.engine.samples import Arrival, RowSamples, Samples
 from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.sampling_table import SlotTable
 from dsv4lite.engine.step import UNKNOWN, SequencePlan
@@ -142,6 +142,7 @@ class DeviceSampler:
         sequences: Sequence[SequencePlan],
         first_rows: Sequence[int],
         last_token: Tensor,
+        begun: Arrival | None = None,
     ) -> RowSamples:
         """Sample what is the host's to sample, and send for the results.
 
@@ -152,12 +153,13 @@ class DeviceSampler:
             sequences: Of these rows.
             first_rows: Of each sequence.
             last_token: Where the host's tokens are remembered, too.
+            begun: Where the runs of the sequences begin, and with which guesses, if the host does not know; see ``RowSamples``.
         """
         hosted = None
         if rows.hosted:
             some = [(sequences[i], first_rows[i]) for i in rows.hosted]
             hosted = self._sample_hosted(out, logits, some, last_token)
-        return RowSamples.of(out, rows.seq_ids, sequences, first_rows, wanted=rows.wanted, hosted=hosted)
+        return RowSamples.of(out, rows.seq_ids, sequences, first_rows, wanted=rows.wanted, hosted=hosted, begun=begun)
 
     def _sample_hosted(self, out: Tensor, logits: Tensor, some: Sequence[tuple[SequencePlan, int]], last_token: Tensor) -> Samples:
         each = [(s, first + place, s.end - s.drafts + place) for s, first in some for place in range(1 + s.drafts)]

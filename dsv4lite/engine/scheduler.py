@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, StepDraft
+from dsv4lite.engine.intake import append, append_one, is_alone
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
 from dsv4lite.engine.micro_batches import choose_group, tokens_of_step
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
@@ -31,7 +32,6 @@ __all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequenc
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
 _new_tuple = tuple.__new__
-_ALONE = Sampled(0)[2:]  # neither an error nor anything after it
 
 
 def _most_drafts(seq: Sequence, start: int, room: int) -> int:
@@ -367,24 +367,30 @@ class Scheduler:
 
         Where it depends on that whether a border is reached, the sequence waits for what is in flight.
         """
-        start, slack = len(seq.tokens), seq.num_computed - len(seq.tokens)
-        most = max(0, min(_most_drafts(seq, start + slack, room), draft.room - 1))
-        end, known = start + slack + 1 + most, not slack and not most
-        if end > seq.last_run or not (known or start // PAGE_TOKENS == end // PAGE_TOKENS) or not self._holdings.extend(seq, end):
-            return 0
-        if known:
-            self._plan(seq, end, draft, slack=0)
-            return 0
-        token_ids, pages, window_pages = _IN_FLIGHT * (1 + most), seq.page_table(pages_for(end)), seq.window_table()
-        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, most, 0, UNKNOWN, slack)
+        start, latest = len(seq.tokens), seq.num_computed
+        slack, end, pages = latest - start, latest + 1 + room, seq.page_tuple
+        quiet = end < seq.quiet_until and room < draft.room and (slack or room) and start // PAGE_TOKENS == end // PAGE_TOKENS
+        if not quiet:
+            room = max(0, min(_most_drafts(seq, latest, room), draft.room - 1))
+            end, known = latest + 1 + room, not slack and not room
+            stays = known or start // PAGE_TOKENS == end // PAGE_TOKENS
+            if end > seq.last_run or not stays or not self._holdings.extend(seq, end):
+                return 0
+            if known:
+                self._plan(seq, end, draft, slack=0)
+                return 0
+            if end >= self._holdings.slides_at(seq):
+                self._sliding[seq] = None
+            pages = seq.page_table(pages_for(end))
+            seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run)
+        assert pages is not None
+        token_ids, held = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
+        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, held, True, None, room, 0, UNKNOWN, slack)
         draft.singles.append(_new_tuple(SequencePlan, every))  # as in ``_plan_quiet``
-        draft.room -= 1 + most
+        draft.room -= 1 + room
         seq.num_computed = end
         seq.in_flight += 1
-        seq.quiet_until = 0
-        if end >= self._holdings.slides_at(seq):
-            self._sliding[seq] = None
-        return most
+        return room
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
         """Return where the next prefill chunk of at most ``room`` tokens ends, so that checkpoints come to lie on borders."""
@@ -458,7 +464,7 @@ class Scheduler:
             draft.borders.append((seq, end, lasting))
             if lasting:
                 seq.kept_border = end
-        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample and not drafts else 0
+        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample else 0
 
     def _fork(self, leader: Sequence, draft: StepDraft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
@@ -516,7 +522,7 @@ class Scheduler:
         """Take the results of the oldest outstanding plan.
 
         Args:
-            plan: That plan, as it ran: where the host did not know where a run begins, it does now.
+            plan: That plan.
             results: By sequence id, for every sequence that sampled; for others only to report an error.
             scores: By sequence id, for every sequence with a ``score`` range.
             weight_version: Of the weights that the plan ran with.
@@ -526,7 +532,7 @@ class Scheduler:
         """
         assert self._outstanding and self._outstanding[0].step == plan.step, "plans must be updated in the order of their making"
         updates = []
-        for part, ran in zip(self._outstanding.popleft().sequences, plan.sequences, strict=True):
+        for part in self._outstanding.popleft().sequences:
             seq_id, sample = part.seq_id, part.sample
             seq = self._live.get(seq_id)
             if seq is None:
@@ -534,87 +540,20 @@ class Scheduler:
             seq.in_flight -= sample
             sampled = results[seq_id] if sample else results.get(seq_id)
             score = scores[seq_id] if scores and part.score is not None else None
-            if sampled is not None and sampled[2:] == _ALONE and not part.drafts:
-                updates.append(self._append_one(seq, sampled, score, weight_version))
-            elif sampled is not None:
-                updates.append(self._append(seq, part, ran, sampled, score, weight_version))
+            if sampled is not None:
+                if not part.drafts and is_alone(sampled):
+                    news = append_one(seq, sampled, score, weight_version, self._holdings)
+                else:
+                    news = append(seq, part, sampled, score, weight_version, self._holdings)
+                if news.finish_reason is not None:
+                    self._close(seq)
+                updates.append(news)
             elif part.end == seq.last_run:
                 self._close(seq)
                 updates.append(seq.report(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
             elif score is not None:
                 updates.append(seq.report(prompt_logprobs=score, weight_version=weight_version))
         return updates
-
-    def _append_one(self, seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
-        """Do what ``_append`` does for one token of a run without drafts: of nearly every run, where nobody guesses."""
-        token_id, logprob, tokens = sampled.token_id, sampled.logprob, seq.tokens
-        tokens.append(token_id)
-        if seq.pending is not None:
-            self._holdings.insert_pending(seq)
-        finish: FinishReason | None = None
-        stop = None
-        if token_id in seq.end_ids or len(tokens) > seq.last_run:
-            finish, stop = seq.outcome()
-            if finish is not None:
-                self._close(seq)
-        seq.drafts = ()
-        cached = seq.report_cached_tokens() if seq.cached_tokens else 0
-        logprobs, started = () if logprob is None else (logprob,), seq.started or 0.0
-        # As above, without keywords.
-        return SequenceUpdate(
-            seq.request.request_id, seq.index, (token_id,), logprobs, score, finish, stop, cached, started, weight_version
-        )
-
-    def _append(
-        self,
-        seq: Sequence,
-        part: SequencePlan,
-        ran: SequencePlan,
-        sampled: Sampled,
-        score: Logprobs | None,
-        weight_version: int,
-    ) -> SequenceUpdate:
-        """Add what a run sampled to a sequence, up to the token that ends it, and take back the state of wrong drafts."""
-        token_ids: list[int] = []
-        logprobs, error = [], None
-        finish: FinishReason | None = None
-        stop = None
-        for one in (sampled, *sampled.after) if sampled.after else (sampled,):
-            if one.error is not None:
-                self._holdings.forget_prefixes(seq)
-                finish, error = "error", one.error
-                break
-            seq.tokens.append(one.token_id)
-            token_ids.append(one.token_id)
-            if one.logprob is not None:
-                logprobs.append(one.logprob)
-            if seq.pending is not None:
-                self._holdings.insert_pending(seq)
-            if one.token_id in seq.end_ids or len(seq.tokens) > seq.last_run:
-                finish, stop = seq.outcome()
-                if finish is not None:
-                    break
-        if finish is not None:
-            self._close(seq)
-        elif part.drafts and seq.state is State.RUNNING:  # else it was preempted meanwhile
-            seq.carry = 0 if seq.in_flight else len(token_ids) - 1  # a run that is under way leaves one of its own
-            self._holdings.rewind(seq, seq.num_computed - part.drafts + len(token_ids) - 1)
-        seq.drafts = sampled.drafts
-        return SequenceUpdate(
-            request_id=seq.request.request_id,
-            index=seq.index,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            prompt_logprobs=score,
-            finish_reason=finish,
-            stop_reason=stop,
-            cached_tokens=seq.report_cached_tokens() if seq.cached_tokens else 0,
-            started=seq.started or 0.0,
-            weight_version=weight_version,
-            drafted=ran.drafts,
-            accepted=max(0, len(token_ids) - 1),
-            error=error,
-        )
 
     def _end(self, seq: Sequence, reason: FinishReason) -> SequenceUpdate:
         self._close(seq)

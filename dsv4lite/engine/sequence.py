@@ -49,8 +49,8 @@ class Sequence:
         end_ids: Tokens that end it, once there are enough others.
         num_computed: Tokens whose state exists once the steps planned so far have run, if all guesses in them are right.
         in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
-        quiet_until: While its single tokens end before this position they need no page, leave none behind, pass no border, and
-            are not the last.
+        quiet_until: While its runs end before this position they need no page, leave none behind, pass no border, and are not the
+            last.
         carry: The copy of its carry that holds at ``num_computed``.
         drafts: Guesses of what follows ``tokens``, made on the device.
         fed_until: Tokens of which the model's own drafter has its rows, or blank ones, as far back as a window reaches; ``FED``

@@ -151,7 +151,7 @@ class Guesses:
     def count(self, plan: StepPlan, results: Mapping[int, Sampled]) -> None:
         """Take note of a step that could have guesses: what was guessed, and what was right."""
         self._stats = None
-        checked = [(run.drafts, len(results[run.seq_id].after)) for run in plan.sequences if run.drafts]
+        checked = [(one.drafted, len(one.after)) for one in results.values() if one.drafted]
         self._runs += len(checked)
         right = [len([accepted for _, accepted in checked if accepted > position]) for position in range(plan.max_drafts)]
         for position, count in enumerate(right):

@@ -5,8 +5,9 @@ What exists once per sequence and step is a named tuple, which takes a quarter o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import NamedTuple
 
@@ -174,7 +175,7 @@ class StepShape(NamedTuple):
             # By columns: a turn of a loop for every token would cost several times as much.
             _, _, starts, token_ids, _, _, _, samples, scores, drafts, carries, _, slacks = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
-            longest = max(longest, max(map(add, starts, lengths)) + max(slack or 0 for slack in slacks))
+            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, slacks), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
@@ -195,6 +196,7 @@ class Sampled(NamedTuple):
         error: Why the sequence cannot go on.
         after: What was sampled behind each draft that turned out right, in order.
         drafts: Guesses of what comes next.
+        drafted: How many guesses the run had.
     """
 
     token_id: int
@@ -202,3 +204,8 @@ class Sampled(NamedTuple):
     error: DSV4LiteError | None = None
     after: tuple[Sampled, ...] = ()
     drafts: tuple[int, ...] = ()
+    drafted: int = 0
+
+
+sampled_of: Callable[[tuple[object, ...]], Sampled] = partial(tuple.__new__, Sampled)
+"""Make one from its fields, unchecked, in a quarter of the time that the usual way takes; there is one for every token."""

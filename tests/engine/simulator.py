@@ -259,7 +259,7 @@ class Device:
                 break
         del rows[len(truth.tokens) - 1 :]
         self.copies[part.seq_id] = len(found) - 1
-        return found[0]._replace(after=tuple(found[1:]))
+        return found[0]._replace(after=tuple(found[1:]), drafted=part.drafts)
 
     def guess(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
         """Guess what a sequence samples next; each guess is right or not."""

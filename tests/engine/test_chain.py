@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.engine.chain import Chain
 from dsv4lite.engine.run_ends import RunEnds
-from dsv4lite.engine.runner import Flight
-from dsv4lite.engine.samples import Arrival
+from dsv4lite.engine.samples import Arrival, RowSamples
 from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, SequencePlan, StepPlan
 from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
@@ -112,8 +112,16 @@ def test_runs_begin_where_those_before_them_ended(
     last_token = torch.arange(7, 8 + SLOTS)
     inputs = verify_inputs(asked, size, width, PAGES, ends.columns)
     runs = place_runs(inputs, width, last_token, ends.heads, ends.drafts).runs_XS
-    flight = Flight(plan=plan, samples=None, begun=Arrival(runs[:, : len(asked)]))
-    assert [s for s in flight.land()[0].sequences if s.drafts] == [s for s in known if s.drafts]
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size * width, max_size=size * width)), dtype=torch.int32)
+    samples = partial(
+        RowSamples.of,
+        torch.stack((ids, torch.ones_like(ids), torch.ones_like(ids))),
+        tuple(s.seq_id for s in asked),
+        first_rows=[i * width for i in range(len(asked))],
+    )
+    results = samples(sequences=asked, begun=Arrival(runs[:, : len(asked)])).to_host()
+    assert results == samples(sequences=known).to_host()
+    assert [one.drafted for one in results.values()] == [s.drafts for s in known]
     told = verify_inputs(
         [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
         size,

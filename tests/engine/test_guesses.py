@@ -38,7 +38,7 @@ class Device:
             while right < drafts and self.rng.random() < chance:
                 right += 1
             runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
-            results[seq_id] = Sampled(5, after=(Sampled(5),) * right)
+            results[seq_id] = Sampled(5, after=(Sampled(5),) * right, drafted=drafts)
             self.tokens += 1 + right
         if prefill:
             runs.append(run_of(99, [5] * 300, 0))
@@ -148,7 +148,7 @@ class Ahead:
             while right < drafts and self.rng.random() < chance:
                 right += 1
             runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
-            results[seq_id] = Sampled(5, after=(Sampled(5),) * right)
+            results[seq_id] = Sampled(5, after=(Sampled(5),) * right, drafted=drafts)
         busy_ms = step_ms(self.num_sequences * (1 + drafts)) + (FEED_MS if length else 0) + GUESS_MS * length
         self.free = max(self.free, self.now) + busy_ms / 1e3 * max(0.5, self.rng.gauss(1, 0.03))
         self.flights.append((StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, self.free))

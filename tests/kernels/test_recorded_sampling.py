@@ -157,7 +157,7 @@ def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
                 behind.append(not flights[-1].plan.settled)
             if plan is None or len(flights) > 1:
                 landing = flights.popleft()
-                updates += scheduler.update(*landing.land())
+                updates += scheduler.update(landing.plan, landing.results())
         scores = [(x.rank, round(x.logprob, 3)) for update in updates for x in update.logprobs]
         texts.append(([token for update in updates for token in update.token_ids], scores))
     assert texts[0] == texts[1] and len(texts[0][0]) == 11

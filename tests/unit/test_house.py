@@ -26,6 +26,7 @@ SCHEDULING = (
         "engine.sequence",
         "engine.step",
         "engine.holdings",
+        "engine.intake",
         "engine.scheduler",
         "engine.replicas",
         "engine.limits",
