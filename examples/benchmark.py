@@ -286,6 +286,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     async with AsyncLLM(config) as llm:
         result["start_s"] = time.perf_counter() - started
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # random weights take more while they are made
         print(f"{device}, {name}: started in {result['start_s']:.1f} s")
         plan = llm.memory()
         result["planned_bytes"] = plan.per_device[0].used
@@ -294,7 +296,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         await measure(llm, args, result)
         if on_gpu:
             result["measured_bytes"] = torch.cuda.max_memory_reserved()
-            print(f"reserved by this process {result['measured_bytes'] / 2**30:.2f} GiB")
+            print(f"reserved by this process since then, at most {result['measured_bytes'] / 2**30:.2f} GiB")
     result["host_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(f"host memory, most of a rank: {result['host_bytes'] / 2**30:.2f} GiB")
     return result

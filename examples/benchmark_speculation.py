@@ -2,7 +2,7 @@
 
     python examples/benchmark_speculation.py --layers 8 --batch 1 8 64 --acceptance 0.8
     python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --guesses 0 1 2
-    python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256
+    python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256 --learn 512
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
 Temperature is so high that the seed of a request alone says what comes, whatever the model thinks, and a first run without guesses
@@ -12,12 +12,12 @@ with the package. Weights are those of ``benchmark.py``: V4-Flash's shapes, fewe
 
 ``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step, or compares what
 you name. All these engines are open at once. Each continues the same pieces of Python source with the same seeds, so that all say
-the same; one runs at a time, for a few tokens of each sequence, in an order that is drawn anew for each round. What counts is the
-median of the ratios within rounds, and the interval that has it in 95 % of the ways to draw as many rounds out of these. ``none
-again`` is one more engine without guesses: how far it seems to be from the first one says how far to trust the rest. On a CPU time
-is what the process took of processors, so that others on the machine count little; set OMP_NUM_THREADS=1. Milliseconds of a step,
-and the host's part of them (for which a device with nothing else to do would wait), are those of single steps, looked at in
-between: medians of all windows.
+the same until roundings part them, which ``--deterministic`` forbids; one runs at a time, for a few tokens of each sequence, in an
+order that is drawn anew for each round. What counts is the median of the ratios within rounds, and the interval that has it in 95 %
+of the ways to draw as many rounds out of these. ``none again`` is one more engine without guesses: how far it seems to be from the
+first one says how far to trust the rest. On a CPU time is what the process took of processors, so that others on the machine count
+little; set OMP_NUM_THREADS=1. Milliseconds of a step, and the host's part of them (for which a device with nothing else to do would
+wait), are those of single steps, looked at in between: medians of all windows.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def engine(args: argparse.Namespace, speculative: Any, **settings: Any) -> Async
         max_num_seqs=max(args.batch),
         enable_prefix_caching=False,
         speculative=speculative,
+        deterministic=args.deterministic,
     )
 
 
@@ -151,7 +152,7 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             prompts = [source[start : start + args.context] for start in starts]
             running = [asyncio.gather(*(continued(llm, prompt, i) for i, prompt in enumerate(prompts))) for llm in llms.values()]
             for llm in llms.values():  # to start, and to learn what pays
-                await measured(llm, 4 * args.tokens * batch, clock)
+                await measured(llm, args.learn * batch, clock)
             windows: dict[str, list[Window]] = {name: [] for name in llms}
             for _ in range(args.rounds):
                 for name in rng.sample(list(llms), len(llms)):
@@ -240,6 +241,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=40, help="windows of each engine that is compared (default 40)")
     parser.add_argument("--tokens", type=int, default=16, help="of each sequence in such a window (default 16)")
+    parser.add_argument("--learn", type=int, default=64, help="tokens of each sequence before the first window (default 64)")
+    parser.add_argument("--deterministic", action="store_true", help="let roundings not depend on how many tokens a step has")
     parser.add_argument("--device", default="auto", help="where (default auto)")
     parser.add_argument("--json", help="write the figures to this file")
     return parser.parse_args(line)
