@@ -214,9 +214,9 @@ class Holdings:
         return (seq.window_first + 1) * WINDOW_PAGE_TOKENS + self._window - 1
 
     def steady_until(self, seq: Sequence) -> int:
-        """Return the position before which single tokens end on no border, need no page and leave none behind."""
+        """Return the position before which runs end on no border, need no page, leave none behind, and are not the last."""
         next_page = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
-        return min(next_page, self.slides_at(seq))
+        return min(next_page, self.slides_at(seq), seq.last_run)
 
     def slide(self, seq: Sequence) -> None:
         """Release the window pages that the next token does not attend to, wherever its sequence goes on."""

@@ -17,16 +17,11 @@ if TYPE_CHECKING:
     from dsv4lite.errors import DSV4LiteError
     from dsv4lite.request import Logprobs, TokenLogprob
 
-_ALONE = Sampled(0)[2:]
+_ALONE = Sampled(0)[2:]  # no error, nothing behind it, and no guesses, run or to come
 
 
-def is_alone(sampled: Sampled) -> bool:
-    """Whether a token has neither an error nor anything after it."""
-    return sampled[2:] == _ALONE
-
-
-def append_one(seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int, holdings: Holdings) -> SequenceUpdate:
-    """Do what ``append`` does for a token that is alone, of a run without drafts: of nearly every run, where nobody guesses."""
+def _append_one(seq: Sequence, sampled: Sampled, score: Logprobs | None, weight_version: int, holdings: Holdings) -> SequenceUpdate:
+    """Do what ``append`` does for a token that is alone: of nearly every run, where nobody guesses."""
     token_id, logprob, tokens = sampled.token_id, sampled.logprob, seq.tokens
     tokens.append(token_id)
     if seq.pending is not None:
@@ -56,6 +51,8 @@ def append(
         weight_version: Of the weights that it ran with.
         holdings: What the sequence has its state from. That of one that ends is left to the caller.
     """
+    if sampled[2:] == _ALONE and not part.drafts:
+        return _append_one(seq, sampled, score, weight_version, holdings)
     token_id, logprob, error, after, drafts, drafted = sampled
     token_ids = (token_id, *[one.token_id for one in after]) if after else (token_id,)
     logprobs: tuple[TokenLogprob, ...] = ()

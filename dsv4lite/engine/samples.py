@@ -202,18 +202,22 @@ class RowSamples:
                     results[seq_id] = Sampled(token_ids[row], None, error)
         return results
 
-    def _guesses(self) -> tuple[Sequence[int], Sequence[tuple[int, ...]]]:
-        """Return of each sequence the position of its first sampled token, and its drafts."""
+    def _drafts(self) -> list[tuple[int, ...]]:
+        """Return the drafts of each sequence."""
         if self.begun is None:
-            runs = [(s.end - s.drafts, s.token_ids[len(s.token_ids) - s.drafts :]) for s in self.sequences]
-            return [position for position, _ in runs], [drafts for _, drafts in runs]
-        starts, counts, _, *columns = self.begun.wait().tolist()
-        return [start + 1 for start in starts], [run[1 : 1 + n] for n, run in zip(counts, zip(*columns, strict=True), strict=True)]
+            return [s.token_ids[len(s.token_ids) - s.drafts :] for s in self.sequences]
+        _, counts, _, *columns = self.begun.wait().tolist()
+        return [run[1 : 1 + count] for count, run in zip(counts, zip(*columns, strict=True), strict=True)]
+
+    def _position(self, i: int) -> int:
+        """Return the position of the first token that a sequence has sampled."""
+        s = self.sequences[i]
+        return s.end - s.drafts if self.begun is None else int(self.begun.wait()[0, i]) + 1
 
     def _runs_to_host(self, lines: Tensor) -> dict[int, Sampled]:
         """Return what each sequence has sampled up to its first wrong draft."""
         token_ids, finite, feasible = lines[:3].tolist()
-        positions, every = self._guesses()
+        every = self._drafts()
         if not self.wanted and 0 not in finite and 0 not in feasible:
             rows = zip(self.seq_ids, self.first_rows, every, strict=True)
             return {seq_id: _accepted(token_ids, row, drafts) for seq_id, row, drafts in rows}
@@ -225,7 +229,7 @@ class RowSamples:
             for place in range(1 + len(drafts)):
                 row, error, logprob = first_row + place, None, None
                 if not (finite[row] and feasible[row]):
-                    error = failure(positions[i] + place, finite=bool(finite[row]), feasible=bool(feasible[row]))
+                    error = failure(self._position(i) + place, finite=bool(finite[row]), feasible=bool(feasible[row]))
                 if i in listed and error is None:
                     end = HEADER + 2 * listed[i]
                     logprob = TokenLogprob(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsv4lite.engine.holdings import Holdings, StepDraft
-from dsv4lite.engine.intake import append, append_one, is_alone
+from dsv4lite.engine.intake import append
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
 from dsv4lite.engine.micro_batches import choose_group, tokens_of_step
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
@@ -382,7 +382,7 @@ class Scheduler:
             if end >= self._holdings.slides_at(seq):
                 self._sliding[seq] = None
             pages = seq.page_table(pages_for(end))
-            seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run)
+            seq.quiet_until = self._holdings.steady_until(seq)
         assert pages is not None
         token_ids, held = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
         every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, held, True, None, room, 0, UNKNOWN, slack)
@@ -464,7 +464,7 @@ class Scheduler:
             draft.borders.append((seq, end, lasting))
             if lasting:
                 seq.kept_border = end
-        seq.quiet_until = min(self._holdings.steady_until(seq), seq.last_run) if sample else 0
+        seq.quiet_until = self._holdings.steady_until(seq) if sample else 0
 
     def _fork(self, leader: Sequence, draft: StepDraft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
@@ -541,10 +541,7 @@ class Scheduler:
             sampled = results[seq_id] if sample else results.get(seq_id)
             score = scores[seq_id] if scores and part.score is not None else None
             if sampled is not None:
-                if not part.drafts and is_alone(sampled):
-                    news = append_one(seq, sampled, score, weight_version, self._holdings)
-                else:
-                    news = append(seq, part, sampled, score, weight_version, self._holdings)
+                news = append(seq, part, sampled, score, weight_version, self._holdings)
                 if news.finish_reason is not None:
                     self._close(seq)
                 updates.append(news)

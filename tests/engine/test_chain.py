@@ -113,14 +113,18 @@ def test_runs_begin_where_those_before_them_ended(
     inputs = verify_inputs(asked, size, width, PAGES, ends.columns)
     runs = place_runs(inputs, width, last_token, ends.heads, ends.drafts).runs_XS
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size * width, max_size=size * width)), dtype=torch.int32)
+    usable = torch.ones_like(ids)
+    ill = data.draw(st.none() | st.integers(0, size * width - 1))
+    if ill is not None:
+        usable[ill] = 0
     samples = partial(
         RowSamples.of,
-        torch.stack((ids, torch.ones_like(ids), torch.ones_like(ids))),
+        torch.stack((ids, usable, usable)),
         tuple(s.seq_id for s in asked),
         first_rows=[i * width for i in range(len(asked))],
     )
     results = samples(sequences=asked, begun=Arrival(runs[:, : len(asked)])).to_host()
-    assert results == samples(sequences=known).to_host()
+    assert repr(results) == repr(samples(sequences=known).to_host())  # errors, which name positions, are no equals
     assert [one.drafted for one in results.values()] == [s.drafts for s in known]
     told = verify_inputs(
         [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
