@@ -97,6 +97,7 @@ def _every_expert(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def _await_scores(gates, expert, EXPERTS: tl.constexpr):
     """Return the scores of experts, of as many as there are, as soon as all have come."""
+    # As in ``_wait_for``, which cannot return what it waits for: Triton 3.6 does not compile where nobody uses it.
     words = tl.load(gates + _SCORES + expert, mask=expert < EXPERTS, other=1, volatile=True)
     while _missing(words) > 0:
         words = tl.load(gates + _SCORES + expert, mask=expert < EXPERTS, other=1, volatile=True)
