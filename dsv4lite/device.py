@@ -7,7 +7,7 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from queue import Empty, SimpleQueue
@@ -132,6 +132,44 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(total, free + kept), total
+
+
+@contextmanager
+def own_thread(device: torch.device, *, deterministic: bool) -> Iterator[None]:
+    """Set up this thread as the one that runs a model, until the end: see ``own_stream`` and ``_single_threaded``.
+
+    Raises:
+        UnsupportedError: Results are to be deterministic, and PyTorch would use several threads.
+    """
+    with own_stream(device), _single_threaded() if deterministic and device.type == "cpu" else nullcontext():
+        yield
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Let operations that this thread starts on the CPU run on one thread; others, and threads to come, keep their number.
+
+    With several threads the matrix library divides a product among them as it likes: a row's sum then depends on its place.
+    ``torch.set_num_threads`` would change the number for the whole process.
+    """
+    before = torch.get_num_threads()  # PyTorch sets the number for a new thread when it first asks, which must not be later
+    library = ctypes.CDLL(torch._C.__file__)
+    set_openmp, set_mkl = (getattr(library, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"))
+    if set_openmp is not None:
+        set_openmp(1)
+    mkl_before = set_mkl(1) if set_mkl is not None else 0
+    try:
+        if (count := torch.get_num_threads()) != 1:
+            raise UnsupportedError(
+                f"deterministic=True on a CPU needs operations that run on one thread, and this PyTorch uses {count}: "
+                "set OMP_NUM_THREADS=1 before the program starts, or call torch.set_num_threads(1)"
+            )
+        yield
+    finally:
+        if set_openmp is not None:
+            set_openmp(before)
+        if set_mkl is not None:
+            set_mkl(mkl_before)
 
 
 @contextmanager

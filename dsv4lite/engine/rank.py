@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir, local_rank
-from dsv4lite.device import choose_device, give_back_unused, installed_version, own_stream, reserve, start_error
+from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
@@ -174,7 +174,7 @@ class Alone:
     def survey(self, stack: ExitStack) -> tuple[Survey, MemoryPlan]:
         """Look at checkpoint and device, and put this thread on a stream of its own until the stack ends."""
         device = choose_device(self._config)
-        stack.enter_context(own_stream(device))
+        stack.enter_context(own_thread(device, deterministic=self._config.deterministic))
         self._prospect = Prospect.of(self._config, device)
         return self._prospect.survey, self._prospect.survey.plan
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
-from dsv4lite.device import own_stream
+from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Prospect, Survey, bare, common_plan, device_of, require_devices
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, JointPlan
@@ -126,7 +126,7 @@ class Ranks:
             surveys: dict[int, Survey] = {}
             if 0 not in self._processes:
                 device = device_of(config, 0)
-                stack.enter_context(own_stream(device))
+                stack.enter_context(own_thread(device, deterministic=config.deterministic))
                 self._prospect = Prospect.of(config, device, several=True)
                 surveys[0] = self._prospect.survey
             surveys |= self._gather(Survey)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.device import choose_device, own_stream
+from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.cache import GROW_PAGE, StateCache, StateSizes
 from dsv4lite.engine.drafters import draft, make_drafter
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
@@ -97,7 +97,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
     settings = dict(dump.settings) | ({} if model is None else {"model": model})
     where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
-    with own_stream(where), torch.inference_mode():
+    with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress
-from dsv4lite.device import own_stream
+from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.step import Sampled, StepShape
@@ -119,7 +119,7 @@ def main(work: int, life: int, parent: int) -> None:
         with ExitStack() as stack:
             device = device_of(setup.config, setup.rank)
             settle_child(device, setup.config.layout.world)
-            stack.enter_context(own_stream(device))
+            stack.enter_context(own_thread(device, deterministic=setup.config.deterministic))
             follower = Follower(setup.config, setup.rank, device, channel, pulse_channel)
             follower.get_ready(setup.store)
             follower.work()
@@ -259,7 +259,7 @@ class Guest:
         work, life = join(self._host, config.start_timeout_s)
         stack.callback(work.close)
         stack.callback(life.close)
-        stack.enter_context(own_stream(device))
+        stack.enter_context(own_thread(device, deterministic=config.deterministic))
         stack.callback(self._close)
         self._work = work
         pulse = Pulse(life, self._lose)

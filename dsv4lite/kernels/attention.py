@@ -40,7 +40,7 @@ def sparse_attention(
         valid_TR: Which rows count; every token needs at least one.
         sink_H: float32 logit that only joins the denominator.
         scale: Multiplies the logits.
-        block: Rows taken at a time; ``None`` takes all at once (same result up to rounding).
+        block: Rows taken at a time, the last ones padded to so many; ``None`` takes all at once (same result up to rounding).
 
     Returns:
         [T, H, C] in the dtype of q.
@@ -51,6 +51,9 @@ def sparse_attention(
     for start in range(0, count, block or count):
         part = slice(start, start + (block or count))
         mask, keys = valid_TR[:, part], rows[..., part, :].float()
+        if block is not None and mask.shape[1] < block:  # a product of another width may have another order of summation
+            missing = block - mask.shape[1]
+            mask, keys = pad(mask, (0, missing)), pad(keys, (0, 0, 0, missing))
         if keys.dim() == 3 and not bool(mask.all()):
             # An invalid row may hold a NaN of another sequence; zero times NaN would still be NaN.
             keys = keys.masked_fill(~mask[..., None], 0.0)
@@ -149,8 +152,6 @@ def paged_attention_ref(
         if entries is not None:
             more, seen = _entry_rows(part, entries, paging, ratio, selected_TK, q_THC.dtype)
             rows, valid = torch.cat([rows, more], 1), torch.cat([valid, seen], 1)
-        missing = -valid.shape[1] % BLOCK
-        rows, valid = pad(rows, (0, 0, 0, missing)), pad(valid, (0, missing))
         padding = paging.positions_T[part] < 0
         valid[:, 0] |= padding
         rows = rows.masked_fill(padding[:, None, None], 0.0)

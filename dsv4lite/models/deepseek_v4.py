@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.engine.cache import LayerCache, StateLayout
-from dsv4lite.kernels.attention import BLOCK, FEW_SPLITS, paged_attention, sparse_attention
+from dsv4lite.kernels.attention import FEW_SPLITS, paged_attention, sparse_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
 from dsv4lite.kernels.gemm import PAIR_ROWS
 from dsv4lite.kernels.hc import HcWeights, hc_head_norm
@@ -321,11 +321,6 @@ class Attention(nn.Module):
             chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
             if block.banded:
                 return union_of(chosen, seen)
-        if self.numerics.attention_block is not None:
-            # Whole blocks: a token's arithmetic must not depend on how many entries its neighbours see.
-            missing = -(self.config.window + chosen.shape[1]) % BLOCK
-            chosen = torch.nn.functional.pad(chosen, (0, missing))
-            seen = torch.nn.functional.pad(seen, (0, missing))
         return torch.where(seen, chosen, -1), seen
 
     def project_out(self, o_THC: Tensor) -> Tensor:

@@ -126,9 +126,12 @@ def test_a_token_does_not_depend_on_the_others(heads: int, width: int, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_invalid_rows_change_no_bit(dtype: torch.dtype) -> None:
-    q, kv, sink, valid = random(7, 4, 32).to(dtype), random(7, 128, 32, seed=1).to(dtype), random(4), masks(7, 128)
-    longer = torch.cat([kv, torch.full((7, 3 * BLOCK, 32), float("nan"), dtype=dtype)], 1)
+@pytest.mark.parametrize(("heads", "count", "width"), [(4, 128, 32), (1, 8, 8), (2, 12, 16), (4, 70, 32)])
+def test_rows_that_do_not_count_change_no_bit(dtype: torch.dtype, heads: int, count: int, width: int) -> None:
+    """Where rows fill no block, as those of a short window do, a library may add up otherwise with more of them."""
+    q, kv, sink = random(7, heads, width).to(dtype), random(7, count, width, seed=1).to(dtype), random(heads)
+    valid = masks(7, count)
+    longer = torch.cat([kv, torch.full((7, 3 * BLOCK, width), float("nan"), dtype=dtype)], 1)
     more = torch.cat([valid, torch.zeros(7, 3 * BLOCK, dtype=torch.bool)], 1)
     assert torch.equal(sparse_attention(q, longer, more, sink, 0.2), sparse_attention(q, kv, valid, sink, 0.2))
 

@@ -1,0 +1,79 @@
+"""``deterministic=True`` on CPUs that this machine is not: the same checks in processes whose libraries take other instructions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4lite.device import own_thread
+
+ROOT = Path(__file__).parents[2]
+OLDER = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+PATHS: Mapping[str, Mapping[str, str]] = {
+    "AVX2": OLDER,
+    "AVX2, reproducible": {"MKL_CBWR": "AVX2"},
+    "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
+}
+
+
+@cache
+def digest(path: str, threads: int) -> str:
+    """Run ``cpu_paths`` with the instructions of a path; return what everything came to."""
+    environment = {**os.environ, **PATHS[path], "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-m", "tests.e2e.cpu_paths"]
+    ran = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr
+    used, found = ran.stdout.split()
+    assert int(used) == threads  # outside an engine
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_and_requests_are_the_same_in_company(path: str) -> None:
+    digest(path, 2)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    assert digest("AVX2", 1) == digest("AVX2", 2)
+
+
+def test_own_thread_runs_operations_on_one_thread_and_leaves_others_alone() -> None:
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        counts[name] = torch.get_num_threads()
+
+    def beside(name: str) -> None:
+        thread = threading.Thread(target=count, args=(name,))
+        thread.start()
+        thread.join()
+
+    def run() -> None:
+        count("before")
+        with own_thread(torch.device("cpu"), deterministic=True):
+            count("inside")
+            beside("beside")
+        count("after")
+        with own_thread(torch.device("cpu"), deterministic=False):
+            count("default mode")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        beside("later")
+        count("here")
+    finally:
+        torch.set_num_threads(threads)
+    assert counts.pop("inside") == 1
+    assert counts == dict.fromkeys(("before", "beside", "after", "default mode", "later", "here"), 2)
