@@ -48,7 +48,7 @@ MOST_EXPERTS = 4096  # of a layer (384)
 _MOST: Mapping[str, int] = {
     "vocab_size": MOST_TOKENS,
     "hidden_size": 1 << 17,  # (7,168)
-    "num_hidden_layers": 512,  # (61)
+    "num_hidden_layers": 256,  # (61)
     "num_attention_heads": 4096,  # (128)
     "head_dim": 8192,  # (512)
     "qk_rope_head_dim": 8192,  # (64)
@@ -70,7 +70,7 @@ _MOST: Mapping[str, int] = {
     "original_max_position_embeddings": 1 << 24,
     "num_nextn_predict_layers": 64,  # (1)
     "n_mtp_layers": 64,  # (3)
-    "num_hash_layers": 512,  # (3)
+    "num_hash_layers": 256,  # (3)
     "dspark_markov_rank": 1 << 17,  # (512)
 }
 _MOST_OTHERS = 1 << 31
@@ -204,7 +204,7 @@ class V4Config:
             raise UnsupportedError(f"MTP blocks and drafters are sliding-window only; compress_ratios ends in {shown(last)}")
         if len(self.ratios) * self.num_experts > _MOST_MATRICES:
             raise ConfigError(
-                f"{len(self.ratios)} layers with n_routed_experts={self.num_experts} have more than {_MOST_MATRICES} experts together"
+                f"{len(self.ratios)} layers with n_routed_experts={self.num_experts} have more than {_MOST_MATRICES} experts in all"
             )
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} is not a multiple of o_groups={self.o_groups}")
