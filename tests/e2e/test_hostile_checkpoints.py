@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -415,29 +416,27 @@ def test_command_line_says_what_is_wrong(copy: Path, case: str, capsys: pytest.C
 # -------------------------------------------------------------------------------------------------------------------- fuzzing
 
 
-junk = st.one_of(
-    *(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5)),
-    st.sampled_from([2**31, 2**63, 10**400, [], {}, "\ud800", "a\0", [[[]]], {"a": {}}]),
-)
+NUMBERS = (0, 1, -1, 1.5, 1e300, 2**31, 2**32 - 1, 2**62, 2**63, 10**9, 10**400, float("nan"), float("inf"))
+OTHERS = (None, True, "", "a\0", "\ud800", "F32", [], {}, [[[]]], [10**9, 0, 1], {"a": {}})
+junk = st.sampled_from(NUMBERS) | st.sampled_from(OTHERS)
 
 
 def mutated(text: str, data: st.DataObject) -> bytes:
-    """Return a JSON text with another value somewhere, or with other bytes."""
-    if data.draw(st.booleans(), "values"):
+    """Return a JSON text with other values at one to four places, or with up to three other bytes."""
+    if data.draw(st.integers(0, 3), "0 for bytes"):
         raw = json.loads(text)
-        for _ in range(data.draw(st.integers(1, 2))):
+        for _ in range(data.draw(st.integers(1, 4))):
             node = raw
             while isinstance(node, dict | list) and node:
                 key = data.draw(st.sampled_from(sorted(node)[:200] if isinstance(node, dict) else range(min(len(node), 200))))
-                if not isinstance(node[key], dict | list) or not node[key] or data.draw(st.booleans()):
-                    node[key] = data.draw(junk)
+                if not isinstance(node[key], dict | list) or not node[key] or not data.draw(st.integers(0, 2)):
+                    node[key] = deepcopy(data.draw(junk))
                     break
                 node = node[key]
         return json.dumps(raw).encode()
     raw_bytes = bytearray(text.encode())
-    for place, byte in data.draw(
-        st.lists(st.tuples(st.integers(0, len(raw_bytes) - 1), st.integers(0, 255)), min_size=1, max_size=3)
-    ):
+    places = st.lists(st.tuples(st.integers(0, len(raw_bytes) - 1), st.integers(0, 255)), min_size=1, max_size=3)
+    for place, byte in data.draw(places):
         raw_bytes[place] = byte
     return bytes(raw_bytes)
 
@@ -447,7 +446,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory, intact: Path) -> Path:
     return shutil.copytree(intact, tmp_path_factory.mktemp("workbench") / "copy")
 
 
-@given(name=st.sampled_from([*SETTINGS, "shard"]), data=st.data())
+@given(name=st.sampled_from([CONFIG, "shard"]) | st.sampled_from(SETTINGS), data=st.data())
 def test_any_change_opens_or_is_a_typed_error(workbench: Path, name: str, data: st.DataObject) -> None:
     path = shards(workbench)[0] if name == "shard" else workbench / name
     before = path.read_bytes()
