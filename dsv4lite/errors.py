@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -180,5 +181,20 @@ def _restore(kind: type[DSV4LiteError], args: tuple[Any, ...], state: dict[str, 
 
 def near_match(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = get_close_matches(name[:100], list(known), n=1, cutoff=0.6)  # comparing takes the square of the length
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 100, 100
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of any value for a message, shortened."""
+    return _Short().repr(value)

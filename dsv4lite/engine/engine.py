@@ -279,13 +279,14 @@ class Engine:
         if isinstance(crew, Guest):
             survey = crew.open(stack).survey
             self._plan, self._guest = survey.plan, crew
-            self._inform(survey, survey.plan, Tokenizer.from_folder(config.tokenizer or survey.folder))
+            tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=survey.model.vocab_size)
+            self._inform(survey, survey.plan, tokenizer)
             return
         survey, self._plan = crew.survey(stack)
         plan = self._plan
         require_fit(plan)
-        tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder)
         vocab_size = survey.model.vocab_size
+        tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=vocab_size)
         grammars, self._no_grammars = grammar_compiler(tokenizer, vocab_size)
         self._runner = crew.load(plan, grammars, progress_of(config))
         if isinstance(self._runner, Runner):

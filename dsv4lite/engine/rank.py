@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -24,6 +25,7 @@ from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.files import open_regular
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
@@ -305,9 +307,9 @@ def _samples(checkpoint: Checkpoint) -> Iterable[str]:
         yield f"{name} {info.dtype} {info.shape} {info.file.name} {info.offset}"
         files[info.file.name] = info.file
     for _, file in sorted(files.items()):
-        size = file.stat().st_size
-        yield str(size)
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            yield str(size)
             for part in range(1, 8):
                 stream.seek(size * part // 8)
                 yield stream.read(_SAMPLE_BYTES).hex()

@@ -173,8 +173,9 @@ class Follower:
         mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
-            tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder)
-            grammars, _ = grammar_compiler(tokenizer, prospect.source.model.vocab_size)
+            vocab_size = prospect.source.model.vocab_size
+            tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder, vocab_size=vocab_size)
+            grammars, _ = grammar_compiler(tokenizer, vocab_size)
         self._runner = prospect.build(go.plan, mesh, grammars, self._tell if rank == 0 else None)
         self._work.send(Ready(warmed=self._runner.warmed))
 

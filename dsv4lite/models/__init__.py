@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4lite.errors import UnsupportedError, near_match
+from dsv4lite.errors import UnsupportedError, near_match, shown
 from dsv4lite.models.config import V4Config, parse_config
 
 ARCHITECTURES = {"deepseek_v4": parse_config}
@@ -19,7 +19,7 @@ def read_architecture(raw: Mapping[str, Any]) -> V4Config:
         ConfigError: The config is wrong.
     """
     family = raw.get("model_type")
-    if family not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedError(f"model_type={family!r} is not supported (known: {known}){near_match(str(family), ARCHITECTURES)}")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        known, given = ", ".join(ARCHITECTURES), shown(family)
+        raise UnsupportedError(f"model_type={given} is not supported (known: {known}){near_match(given, ARCHITECTURES)}")
     return ARCHITECTURES[family](raw)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from math import inf
 from typing import Any, Literal
 
-from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.errors import ConfigError, UnsupportedError, shown
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
@@ -43,6 +42,42 @@ _RENAMED = {
     "max_position_embeddings": "max_positions",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
+# Limits that only tell a broken config from a model: several times what the largest release has (V4-Pro, in brackets).
+MOST_TOKENS = 1 << 23  # of a vocabulary, and what sampling can number (129,280)
+MOST_EXPERTS = 4096  # of a layer (384)
+_MOST: Mapping[str, int] = {
+    "vocab_size": MOST_TOKENS,
+    "hidden_size": 1 << 17,  # (7,168)
+    "num_hidden_layers": 256,  # (61)
+    "num_attention_heads": 4096,  # (128)
+    "head_dim": 8192,  # (512)
+    "qk_rope_head_dim": 8192,  # (64)
+    "q_lora_rank": 1 << 17,  # (1,536)
+    "o_groups": 4096,  # (16)
+    "o_lora_rank": 1 << 17,  # (1,024)
+    "n_routed_experts": MOST_EXPERTS,
+    "num_local_experts": MOST_EXPERTS,
+    "num_experts_per_tok": 64,  # (6)
+    "n_shared_experts": 64,  # (1)
+    "moe_intermediate_size": 1 << 20,  # (3,072)
+    "sliding_window": 1 << 16,  # (128)
+    "index_n_heads": 4096,  # (64)
+    "index_head_dim": 8192,  # (128)
+    "index_topk": 1 << 16,  # (1,024)
+    "hc_mult": 64,  # (4)
+    "hc_sinkhorn_iters": 256,  # (20)
+    "max_position_embeddings": 1 << 24,  # whose angles float32 can tell apart (1,048,576)
+    "original_max_position_embeddings": 1 << 24,
+    "num_nextn_predict_layers": 64,  # (1)
+    "n_mtp_layers": 64,  # (3)
+    "num_hash_layers": 256,  # (3)
+    "dspark_markov_rank": 1 << 17,  # (512)
+}
+_MOST_OTHERS = 1 << 31
+_MOST_MATRICES = 1 << 17  # routed experts of all layers together (23,808)
+_LEAST_REAL, _MOST_REAL = 1e-30, 1e30
+_MOST_KEYS = 1000
+_ABOVE_ONE = ("rope_theta", "compress_rope_theta")  # YaRN divides by their logarithm
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers", "dspark_noise_token_id")
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 _DSPARK_STAGES = "n_mtp_layers"
@@ -166,7 +201,11 @@ class V4Config:
             )
         if any(self.ratios[self.num_hidden_layers :]):
             last = self.ratios[self.num_hidden_layers :]
-            raise UnsupportedError(f"MTP blocks and drafters are sliding-window only; compress_ratios ends in {last}")
+            raise UnsupportedError(f"MTP blocks and drafters are sliding-window only; compress_ratios ends in {shown(last)}")
+        if len(self.ratios) * self.num_experts > _MOST_MATRICES:
+            raise ConfigError(
+                f"{len(self.ratios)} layers with n_routed_experts={self.num_experts} have more than {_MOST_MATRICES} experts in all"
+            )
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} is not a multiple of o_groups={self.o_groups}")
         if self.rope_dim % 2 or not 0 < self.rope_dim < self.head_dim:
@@ -179,7 +218,9 @@ class V4Config:
             raise UnsupportedError(f"index_head_dim={self.index_dim} must be a power of two for the Hadamard transform")
         uneven = [ratio for ratio in self.ratios if ratio and PAGE_TOKENS % ratio]
         if uneven:
-            raise UnsupportedError(f"compress_ratios has {uneven[0]}: it must divide {PAGE_TOKENS}, the tokens of a cache page")
+            raise UnsupportedError(
+                f"compress_ratios has {shown(uneven[0])}: it must divide {PAGE_TOKENS}, the tokens of a cache page"
+            )
 
     def kind(self, layer: int) -> LayerKind:
         """Return the attention kind of a layer; MTP blocks follow the hidden layers."""
@@ -222,9 +263,15 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
     _check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization)
 
     settings: dict[str, Any] = {}
+    problems: list[str] = []
     for theirs, ours in _RENAMED.items():
         if raw.get(theirs) is not None:
-            settings[ours] = _integer(raw, theirs) if _TYPES[ours] == "int" else _real(raw, theirs)
+            try:
+                settings[ours] = _integer(raw, theirs) if _TYPES[ours] == "int" else _real(raw, theirs)
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
     if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
         settings["rope_dim"] = round(settings.get("head_dim", 0) * _real(raw, "partial_rotary_factor"))
     if raw.get("n_routed_experts") is None and raw.get("num_local_experts") is not None:
@@ -244,12 +291,13 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
     drafting = mtp if dspark is None else dspark.stages
     if len(ratios) == layers:
         ratios += [0] * drafting
+    vocab_size = settings["vocab_size"]
     return V4Config(
         **settings,
         ratios=tuple(ratios[: layers + drafting]),
         quantized=bool(quantization),
-        bos_token_id=next(iter(_token_ids(raw, "bos_token_id", default=0)), None),
-        eos_token_id=next(iter(_token_ids(raw, "eos_token_id", default=1)), None),
+        bos_token_id=next(iter(_token_ids(raw, "bos_token_id", vocab_size, default=0)), None),
+        eos_token_id=next(iter(_token_ids(raw, "eos_token_id", vocab_size, default=1)), None),
         dspark=dspark,
     )
 
@@ -261,14 +309,18 @@ _REQUIRED = frozenset(field.name for field in fields(V4Config) if field.default 
 def _check_architecture(raw: Mapping[str, Any]) -> None:
     architectures = _list(raw, "architectures", str) or [ARCHITECTURE]
     if ARCHITECTURE not in architectures or raw.get("model_type", MODEL_TYPE) != MODEL_TYPE:
-        given = f"architectures={architectures!r}, model_type={raw.get('model_type')!r}"
+        given = f"architectures={shown(architectures)}, model_type={shown(raw.get('model_type'))}"
         raise UnsupportedError(f"{given}: only {ARCHITECTURE} ({MODEL_TYPE!r}) is supported")
 
 
 def _check_spelling(raw: Mapping[str, Any]) -> None:
+    if len(raw) > _MOST_KEYS:
+        raise ConfigError(f"config.json has {len(raw)} keys; at most {_MOST_KEYS} are read")
     meant = {*_RENAMED, *_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES}
     for key in raw:
-        if key not in meant:
+        if not isinstance(key, str):
+            raise ConfigError(f"key {shown(key)} of the model's config must be a string")
+        if key not in meant and len(key) <= 100:  # comparing takes the square of the length
             close = get_close_matches(key, [*meant, *_IGNORED], n=1, cutoff=0.8)
             if close and close[0] in meant and key not in _IGNORED:
                 raise ConfigError(f"unknown key {key!r} in config.json; did you mean {close[0]!r}?")
@@ -277,43 +329,43 @@ def _check_spelling(raw: Mapping[str, Any]) -> None:
 def _check_fixed(prefix: str, fixed: Mapping[str, object], raw: Mapping[str, Any]) -> None:
     for key, value in fixed.items():
         if raw.get(key) is not None and raw[key] != value:
-            raise UnsupportedError(f"{prefix}{key}={raw[key]!r} is not supported; V4 has {value!r}")
+            raise UnsupportedError(f"{prefix}{key}={shown(raw[key])} is not supported; V4 has {value!r}")
 
 
 def _integer(raw: Mapping[str, Any], key: str) -> int:
-    value, least = raw[key], 0 if key in _MAY_BE_ZERO else 1
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{key}={value!r} must be an integer of at least {least}")
+    value, least, most = raw[key], 0 if key in _MAY_BE_ZERO else 1, _MOST.get(key, _MOST_OTHERS)
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{key}={shown(value)} must be an integer from {least} to {most}")
     return value
 
 
 def _real(raw: Mapping[str, Any], key: str) -> float:
-    value = raw[key]
-    if type(value) not in (int, float) or not 0 < value < inf:
-        raise ConfigError(f"{key}={value!r} must be a finite number above 0")
+    value, above = raw[key], 1 if key in _ABOVE_ONE else _LEAST_REAL
+    if type(value) not in (int, float) or not above < value <= _MOST_REAL:
+        raise ConfigError(f"{key}={shown(value)} must be a number above {above} and at most {_MOST_REAL:g}")
     return float(value)
 
 
-def _token_ids(raw: Mapping[str, Any], key: str, *, default: int) -> list[int]:
+def _token_ids(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> list[int]:
     """Return one id, several, or none; an explicit null means none."""
     value = raw.get(key, default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ConfigError(f"{key}={value!r} must be a token id, a list of them, or null")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"{key}={shown(value)} must be a token id below vocab_size={vocab_size}, a list of them, or null")
     return ids
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key) or {}
+    value = {} if raw.get(key) is None else raw[key]
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={value!r} must be an object")
+        raise ConfigError(f"{key}={shown(value)} must be an object")
     return value
 
 
 def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any] | None:
     value = raw.get(key)
     if value is not None and not (isinstance(value, list | tuple) and all(type(item) is kind for item in value)):
-        raise ConfigError(f"{key}={value!r} must be a list of {kind.__name__}")
+        raise ConfigError(f"{key}={shown(value)} must be a list of {kind.__name__}")
     return None if value is None else list(value)
 
 
@@ -321,7 +373,7 @@ def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
     given = _list(raw, "compress_ratios", int)
     if given is not None:
         if any(ratio < 0 for ratio in given):
-            raise ConfigError(f"compress_ratios={given!r} must not be negative")
+            raise ConfigError(f"compress_ratios={shown(given)} must not be negative")
         return given
     kinds = _list(raw, "layer_types", str)
     if kinds is None:
@@ -332,7 +384,7 @@ def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
     rates = {**_KIND_OF, **{kind: _integer(given_rates, kind) for kind in given_rates if _KIND_OF.get(kind)}}
     for kind in kinds:
         if kind not in _KIND_OF:
-            raise UnsupportedError(f"layer type {kind!r} is not supported; known are {', '.join(_KIND_OF)}")
+            raise UnsupportedError(f"layer type {shown(kind)} is not supported; known are {', '.join(_KIND_OF)}")
     if rates["compressed_sparse_attention"] != 4 or rates["heavily_compressed_attention"] in (0, 4):
         raise UnsupportedError(f"compress_rates={dict(rates)!r}: compressed sparse attention is the one with rate 4")
     return [0 if kind == "sliding_attention" else rates[kind] for kind in kinds[:layers]]
@@ -347,7 +399,7 @@ def _dspark(raw: Mapping[str, Any], layers: int) -> DSparkConfig | None:
         raise ConfigError(f"config.json describes a DSpark drafter, but lacks {', '.join(missing)}")
     targets = _list(raw, "dspark_target_layer_ids", int) or []
     if not targets or targets != sorted(set(targets)) or targets[0] < 0 or targets[-1] >= layers:
-        raise ConfigError(f"dspark_target_layer_ids={targets!r} must be ascending layers of {layers}")
+        raise ConfigError(f"dspark_target_layer_ids={shown(targets)} must be ascending layers of {layers}")
     block, vocab_size = _integer(raw, "dspark_block_size"), _integer(raw, "vocab_size")
     noise = _integer(raw, "dspark_noise_token_id")
     if noise >= vocab_size:
@@ -371,7 +423,7 @@ def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
         return {}
     count = sum(kind == "hash_moe" for kind in kinds)
     if any(kind not in ("hash_moe", "moe") for kind in kinds) or "hash_moe" in kinds[count:]:
-        raise UnsupportedError(f"mlp_layer_types={kinds!r}: V4 has hash_moe layers first, then only moe")
+        raise UnsupportedError(f"mlp_layer_types={shown(kinds)}: V4 has hash_moe layers first, then only moe")
     return {"num_hash_layers": count}
 
 
@@ -389,7 +441,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {**out, "yarn": Yarn(factor=1.0)}
     if kind != "yarn":
-        raise UnsupportedError(f"rope scaling {kind!r} is not supported; V4 uses 'yarn'")
+        raise UnsupportedError(f"rope scaling {shown(kind)} is not supported; V4 uses 'yarn'")
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
             raise ConfigError(f"rope scaling 'yarn' lacks {key}")

@@ -27,6 +27,7 @@ from dsv4lite.parallel.experts import AllGather, Dispatcher, Local, Rows
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     CopiedSlot,
+    IdSlot,
     Matrix,
     MatrixSlot,
     NamedSlots,
@@ -358,7 +359,8 @@ class MoE(nn.Module):
         if self.bias is not None:
             yield prefix + "gate.bias", TensorSlot(self.bias)
         if self.tid2eid is not None:
-            yield prefix + "gate.tid2eid", TensorSlot(self.tid2eid)
+            name = prefix + "gate.tid2eid"
+            yield name, IdSlot(self.tid2eid, name=name, limit=self.config.num_experts)
         yield from self._expert_slots(prefix, range(self.placement.slots_per_rank))
         yield from self.shared.slots(prefix + "shared_experts.")
 

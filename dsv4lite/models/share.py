@@ -187,7 +187,11 @@ def check_layout(config: V4Config, layout: Layout) -> None:
 
 
 def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
-    """Return every layout of so many devices in which a model can be shared, those with fewer stages first."""
+    """Return every layout of so many devices in which a model can be shared, those with fewer stages first.
+
+    Raises:
+        ConfigError: There is none.
+    """
     found = []
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     for pp, tp in product(sizes, sizes):
@@ -203,6 +207,8 @@ def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
             except ConfigError:
                 continue
             found.append(layout)
+    if not found:
+        raise ConfigError(f"devices={devices}: no layout of so many shares this model equally; try another number")
     return tuple(found)
 
 

@@ -7,15 +7,18 @@ joins the bytes of the tokens and reads them as UTF-8, which incrementally is ex
 from __future__ import annotations
 
 import codecs
-import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
-from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
+from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError, shown
+from dsv4lite.files import TABLE_BYTES, read_bytes, read_json
+from dsv4lite.models.config import MOST_TOKENS
 from dsv4lite.text.scan import Scanner
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -51,8 +54,9 @@ class Tokenizer:
         Raises:
             UnsupportedError: The vocabulary is not byte-level.
         """
-        if not isinstance(backend.decoder, ByteLevel):
-            raise UnsupportedError(f"the tokenizer's decoder is {backend.decoder!r}; only byte-level vocabularies are supported")
+        if not (isinstance(backend.decoder, ByteLevel) and isinstance(backend.model, BPE)):
+            given = f"the tokenizer is {type(backend.model).__name__} with decoder {shown(backend.decoder)}"
+            raise UnsupportedError(f"{given}; only byte-level BPE vocabularies are supported")
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -68,10 +72,14 @@ class Tokenizer:
         self.add_bos_token = add_bos_token
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path, *, vocab_size: int = MOST_TOKENS) -> Tokenizer:
         """Load ``tokenizer.json`` and, where it exists, ``tokenizer_config.json`` from a checkpoint's folder.
 
         Without a configuration the special tokens are those that all DeepSeek vocabularies share.
+
+        Args:
+            path: The folder.
+            vocab_size: Of the model; every id must be below it.
 
         Raises:
             CheckpointError: A file is missing or malformed, or names a special token that the vocabulary lacks.
@@ -79,20 +87,30 @@ class Tokenizer:
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        if not os.path.lexists(file):
             problem = f"{file.name} is missing; tokenizer=FOLDER takes it from elsewhere"
             raise CheckpointError(f"no tokenizer in {str(folder)!r}", problems=[problem])
-        try:
-            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises bare Exception for everything that is wrong with a file
-            raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
-        config = _read_config(folder / "tokenizer_config.json")
+        backend = _read_vocabulary(file)
+        config_file = folder / "tokenizer_config.json"
+        config = read_json(config_file) if os.path.lexists(config_file) else {}
         named = {key: _token_text(config[key]) for key in ("bos_token", "eos_token", "pad_token") if key in config}
-        unknown = {key: text for key, text in named.items() if text is not None and backend.token_to_id(text) is None}
-        if unknown:
-            problems = [f"{key} {text!r} is not in the vocabulary" for key, text in unknown.items()]
-            raise CheckpointError(f"the tokenizer in {str(folder)!r} contradicts its configuration", problems=problems)
-        return cls(backend, **named, add_bos_token=bool(config.get("add_bos_token", False)))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        problems = [
+            f"{key} {shown(text)} is not in the vocabulary"
+            for key, text in named.items()
+            if text is not None and not (isinstance(text, str) and text in vocabulary)
+        ]
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= vocab_size:
+            problems.append(f"{file.name} has the token id {largest}; ids are below the model's vocab_size={vocab_size}")
+        add_bos = config.get("add_bos_token", False)
+        if not isinstance(add_bos, bool):
+            problems.append(f"add_bos_token={shown(add_bos)} must be true or false")
+        if problems:
+            raise CheckpointError(
+                f"the tokenizer in {str(folder)!r} does not fit its configuration or the model", problems=problems
+            )
+        return cls(backend, **named, add_bos_token=add_bos)
 
     def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
         """Return the token ids of ``text``; special tokens written in it become their ids.
@@ -194,20 +212,17 @@ class StopStrings:
         return "" if self._matched is not None else self._scanner.rest()
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    """Read ``tokenizer_config.json``; a missing one is empty."""
-    if not file.is_file():
-        return {}
+def _read_vocabulary(file: Path) -> tokenizers.Tokenizer:
+    text = read_bytes(file, TABLE_BYTES)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return tokenizers.Tokenizer.from_str(text.decode("utf-8"))
+    except BaseException as error:  # the library raises bare Exception for what is wrong with a file, or its code in Rust panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"cannot read {str(file)!r}", problems=[f"expected an object, got {type(config).__name__}"])
-    return config
 
 
-def _token_text(entry: str | dict[str, str] | None) -> str | None:
+def _token_text(entry: Any) -> Any:
     """Return a configured token's text; older files describe it with an object."""
     return entry.get("content") if isinstance(entry, dict) else entry
 

@@ -7,13 +7,14 @@ on disk.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from io import BufferedReader
 from math import prod
 from mmap import mmap
 from pathlib import Path
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
-from dsv4lite.errors import CheckpointError
+from dsv4lite.errors import CheckpointError, shown
+from dsv4lite.files import TABLE_BYTES, open_regular, parse_json, read_json
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.names import Piece, translate
 
@@ -48,6 +50,9 @@ _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"I8": "fp4", "U8": "fp4", "F8_E4M
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # what the format's own library accepts
+_MOST_TENSORS = 1 << 20  # of a checkpoint; V4-Pro has 145,000
+_MOST_NAME = 256  # characters
+_MOST_DIMENSIONS = 8
 
 _BLOCK_BYTES = 32 << 20  # one read
 _GAP_BYTES = 128 << 10  # unwanted bytes up to this many are read along: cheaper than another read
@@ -105,10 +110,9 @@ class Checkpoint:
             CheckpointError: It cannot be found or fetched, or its files are damaged; lists all problems.
         """
         folder = locate(model, revision)
-        config, generation_config = read_config(folder), read_generation_config(folder)
-        return cls(
-            folder=folder, config=config, generation_config=generation_config, headers=_read_headers(folder, progress or _silent)
-        )
+        read_headers = partial(_read_headers, progress=progress or _silent)
+        config, generation_config, headers = _read_all(folder, read_config, read_generation_config, read_headers)
+        return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property
     def quantized(self) -> bool:
@@ -142,10 +146,10 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     Raises:
         CheckpointError: There is no such folder, or the hub does not give it.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):  # unlike those of a path, these functions never raise
         return folder
-    if folder.exists() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if os.path.lexists(folder) or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{model!r} is not a folder; give the one that holds config.json, or a hub id such as 'owner/name'")
     from huggingface_hub import snapshot_download  # slow to import, and needless for local folders
 
@@ -166,9 +170,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing or not a JSON object.
     """
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         raise CheckpointError(f"{folder} has no config.json; is it the folder of a model?")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -178,10 +182,30 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
         CheckpointError: It is not a JSON object.
     """
     path = folder / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------- headers
+
+
+def _read_all(folder: Path, *reads: Callable[[Path], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what each function reads; raise one error that lists what is wrong with all of it."""
+    found: list[dict[str, Any]] = []
+    errors: list[CheckpointError] = []
+    for read in reads:
+        try:
+            found.append(read(folder))
+        except CheckpointError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise _damaged(folder, [line for error in errors for line in error.problems or [str(error)]])
+    return found
+
+
+def _damaged(folder: Path, problems: Iterable[str]) -> CheckpointError:
+    return CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=problems)
 
 
 def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
@@ -189,15 +213,18 @@ def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
     problems: list[str] = []
     external: list[TensorInfo] = []
     shards = _shards(folder)
+    place = {name: file for file, listed in shards.items() for name in listed or ()}
     for done, (file, listed) in enumerate(shards.items(), start=1):
         try:
             found = read_header(folder / file)
         except CheckpointError as error:
-            problems.append(str(error))
+            problems += error.problems or [str(error)]
         else:
             names = found.keys() if listed is None else listed
             external += [found[name] for name in names if name in found]
             problems += [f"{name}: the index places it in {file}, which does not have it" for name in names if name not in found]
+            twice = [name for name in found if place.get(name, file) != file]
+            problems += [f"{name}: given twice, in {file} and in {place[name]}, where the index places it" for name in twice]
         progress(LoadProgress(phase="headers", done=done, total=len(shards), unit="files"))
     headers: dict[str, TensorInfo] = {}
     for info in external:
@@ -206,44 +233,56 @@ def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
         except CheckpointError as error:
             problems.append(str(error))
             continue
+        if len(headers) + len(pieces) > _MOST_TENSORS:
+            problems.append(f"{folder}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
+            break
         for piece in pieces:
             if piece.name in headers:
                 problems.append(f"{piece.name}: given twice, in {headers[piece.name].file.name} and in {info.file.name}")
             headers[piece.name] = _located(info, piece)
     if problems:
-        raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=problems)
+        raise _damaged(folder, problems)
     return headers
 
 
 def _shards(folder: Path) -> dict[str, list[str] | None]:
     """Return the shards in the order of their names, each with the tensors the index places in it (None: all it has)."""
-    if not (folder / _INDEX).is_file():
-        if not (folder / _SINGLE).is_file():
+    if not os.path.lexists(folder / _INDEX):
+        if not os.path.lexists(folder / _SINGLE):
             others = sorted(path.name for path in folder.glob("*.safetensors"))
             seen = f"; it has {', '.join(others[:3])} …, which only an index can tell the use of" if others else ""
             raise CheckpointError(f"{folder} has neither {_INDEX} nor {_SINGLE}{seen}")
         return {_SINGLE: None}
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(folder / _INDEX, TABLE_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / _INDEX} has no weight_map")
-    shards: dict[str, list[str] | None] = {}
+    wrong = [
+        f"{shown(name)} is placed in {shown(file)}, which is not the name of a file beside it"
+        for name, file in weight_map.items()
+        if not isinstance(file, str) or Path(file).name != file or file == ".." or not _sane(file)
+    ]
+    wrong += [f"{shown(name)} is no name of a tensor" for name in weight_map if not _sane(name)]
+    if wrong:
+        raise CheckpointError(f"{folder / _INDEX} is malformed; fetch it again:", problems=wrong)
+    shards: dict[str, list[str]] = {}
     for name, file in sorted(weight_map.items(), key=lambda item: str(item[1])):
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{folder / _INDEX} places {name} in {file!r}, which is not the name of a file beside it")
-        names = shards.setdefault(file, [])
-        assert names is not None
-        names.append(name)
-    return shards
+        shards.setdefault(file, []).append(name)
+    return {**shards}
+
+
+def _sane(name: str) -> bool:
+    """Return whether a name can be one, and can be printed as it is."""
+    return 0 < len(name) <= _MOST_NAME and name.isprintable()
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return what a safetensors file holds, under the names it uses.
 
     Raises:
-        CheckpointError: The file is missing, truncated or not in this format.
+        CheckpointError: The file is missing, truncated or not in this format; lists all problems.
     """
-    try:
-        with open(file, "rb") as handle:
+    with BufferedReader(open_regular(file)) as handle:
+        try:
             size = os.fstat(handle.fileno()).st_size
             prefix = handle.read(8)
             if prefix == b"version ":
@@ -252,34 +291,55 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             if len(prefix) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
                 raise CheckpointError(f"{file.name}: no safetensors header in its {size} bytes (truncated, or another format)")
             text = handle.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}") from error
     try:
-        entries = json.loads(text)
+        entries = parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{file.name}: its header is not JSON: {error}") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file.name}: its header is not a JSON object")
     entries.pop("__metadata__", None)
-    data = 8 + length
-    infos = {name: _entry(file, name, entry, data) for name, entry in entries.items()}
-    end = max((info.offset + info.nbytes for info in infos.values()), default=data)
-    if end > size:
-        raise CheckpointError(f"{file.name}: truncated: it has {size} bytes and its header promises {end}")
+    infos: dict[str, TensorInfo] = {}
+    problems: list[str] = []
+    for name, entry in entries.items():
+        try:
+            infos[name] = _entry(file, name, entry, 8 + length)
+        except CheckpointError as error:
+            problems.append(str(error))
+    problems = problems or _misplaced(file, infos.values(), 8 + length, size)
+    if problems:
+        raise CheckpointError(f"{file} is damaged; fetch it again:", problems=problems)
     return infos
+
+
+def _misplaced(file: Path, infos: Iterable[TensorInfo], data: int, size: int) -> list[str]:
+    """Return what is wrong with the places of tensors: the format has them one behind the other, up to the end of the file."""
+    problems, end = [], data
+    for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            fault = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
+            problems.append(f"{file.name}: {info.name} begins at byte {info.offset - data} of the data, not {end - data}: {fault}")
+        end = max(end, info.offset + info.nbytes)
+    if end != size:
+        fault = "truncated" if end > size else "bytes behind the last tensor"
+        problems.append(f"{file.name}: {fault}: it has {size} bytes and its header promises {end}")
+    return problems
 
 
 def _entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     """Check one entry of a header; ``data`` is where the tensors begin in the file."""
+    if not _sane(name):
+        raise CheckpointError(f"{file.name}: {shown(name)} is no name of a tensor")
     match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
-            type(n) is int and n >= 0 for n in (*shape, begin, end)
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if len(shape) <= _MOST_DIMENSIONS and all(
+            type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)
         ):
             pass
         case _:
-            raise CheckpointError(f"{file.name}: the header entry of {name} is malformed: {entry!r:.200}")
+            raise CheckpointError(f"{file.name}: the header entry of {name} is malformed: {shown(entry)}")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{file.name}: {name} has dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"{file.name}: {name} has dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
     nbytes = prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes:
         raise CheckpointError(f"{file.name}: {name} is {dtype} {shape}, {nbytes} bytes, but its offsets span {end - begin}")
@@ -296,16 +356,6 @@ def _located(info: TensorInfo, piece: Piece) -> TensorInfo:
         offset, nbytes = offset + first * row, (stop - first) * row
         shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
     return TensorInfo(name=piece.name, dtype=info.dtype, shape=shape, file=info.file, offset=offset, nbytes=nbytes)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
-    return value
 
 
 # ------------------------------------------------------------------------------------------------------------------- data
@@ -455,8 +505,8 @@ def _part(info: TensorInfo, cut: Cut) -> _Part:
 
 
 def _read_into(file: Path, offset: int, target: memoryview) -> None:
-    try:
-        with open(file, "rb", buffering=0) as handle:
+    with open_regular(file) as handle:
+        try:
             if sys.platform == "linux":
                 os.posix_fadvise(handle.fileno(), offset, len(target), os.POSIX_FADV_WILLNEED)
             handle.seek(offset)
@@ -465,8 +515,8 @@ def _read_into(file: Path, offset: int, target: memoryview) -> None:
                 if not count:
                     raise CheckpointError(f"{file} ended {len(target)} bytes early; it was changed while it was being read")
                 target = target[count:]
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read at byte {offset}: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read at byte {offset}: {error.strerror or error}") from error
 
 
 def _silent(_: LoadProgress) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4lite.errors import CheckpointError
+from dsv4lite.models.config import MOST_EXPERTS
 
 _TOP = {
     "embed_tokens": "embed",
@@ -96,7 +97,8 @@ def translate(name: str, shape: Sequence[int]) -> list[Piece]:
         put under ``mtp.``.
 
     Raises:
-        CheckpointError: A stacked tensor does not have three dimensions, or gate and up cannot be its two halves.
+        CheckpointError: A stacked tensor does not have three dimensions, is empty or has too many experts, or gate and up cannot be
+            its two halves.
     """
     parts = name.removeprefix("model.").split(".")
     if parts[0] == "mtp" and (any("emb" in part for part in parts) or (parts[-1] == "weight" and parts[-2].endswith("head"))):
@@ -109,8 +111,9 @@ def translate(name: str, shape: Sequence[int]) -> list[Piece]:
     if stacked is None:
         return [Piece(name=".".join([block, *_renamed(rest, _BLOCK)]))]
     matrices, leaf = stacked
-    if len(shape) != 3 or shape[1] % len(matrices):
-        raise CheckpointError(f"{name} has shape {list(shape)}; stacked experts are [experts, {len(matrices)} x rows, in]")
+    if len(shape) != 3 or shape[1] % len(matrices) or not 0 < shape[0] <= MOST_EXPERTS or 0 in shape:
+        rule = f"[experts, {len(matrices)} x rows, in], with at most {MOST_EXPERTS} experts and nothing empty"
+        raise CheckpointError(f"{name} has shape {list(shape)}; stacked experts are {rule}")
     rows = shape[1] // len(matrices)
     return [
         Piece(name=f"{block}.ffn.experts.{expert}.{matrix}.{leaf}", index=(expert, slice(i * rows, (i + 1) * rows)))

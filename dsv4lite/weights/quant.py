@@ -260,6 +260,34 @@ class TensorSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class IdSlot(TensorSlot):
+    """Where a table of ids goes that kernels use as indices, unchecked.
+
+    Attributes:
+        name: Official name of the table.
+        limit: Ids are below it.
+    """
+
+    name: str = ""
+    limit: int = 0
+
+    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Copy the table.
+
+        Raises:
+            CheckpointError: An id is out of range.
+        """
+        wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
+        if len(wrong):
+            at = wrong[0].tolist()
+            raise CheckpointError(
+                f"{self.name}: {len(wrong)} ids are out of range, the first one {weight[*at].item()} at {at}; "
+                f"ids are from 0 to {self.limit - 1}. Fetch the checkpoint again, or take the config.json that came with it"
+            )
+        TensorSlot.store(self, weight, scale)  # dataclasses with slots know no super()
+
+
+@dataclass(frozen=True, slots=True)
 class CopiedSlot:
     """Where one checkpoint matrix goes if it is wanted several times."""
 

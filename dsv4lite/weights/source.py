@@ -114,8 +114,8 @@ class ModelSource:
             folder = locate(config.model, config.revision, weights=False)
             raw = {**read_config(folder), **config.hf_overrides}
             model = read_architecture(raw)
-            stored = raw.get("expert_dtype", "fp4") if model.quantized else "plain"
-            dtype = {"float32": torch.float32}.get(raw.get("torch_dtype") or raw.get("dtype") or "", torch.bfloat16)
+            stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "plain"
+            dtype = {"float32": torch.float32}.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16)
             return cls(
                 folder=folder,
                 generation_config=read_generation_config(folder),

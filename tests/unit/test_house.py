@@ -37,7 +37,7 @@ SCHEDULING = (
 # The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "request", "config", "layout", "speculation", "models.config")},
+    {"vocabulary": ("errors", "files", "request", "config", "layout", "speculation", "models.config")},
     {
         "text": ("text",),
         "kernels": ("kernels",),
@@ -71,7 +71,7 @@ UNKNOWN_TO = {
 # Importing these must not need torch: policy is plain Python, and the face passes tensors on without making them.
 WITHOUT_TORCH = (
     "speculation",
-    "errors", "request", "config", "layout", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse",
+    "errors", "files", "request", "config", "layout", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse",
     "text.tokenizer",
     *SCHEDULING,
     "face.bridge", "face.collect", "face.prepare", "face.session", "face.batch", "face.streams", "face.common", "llm",
