@@ -204,6 +204,10 @@ async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
             {"request_id": 5},
             {"deadline": "soon"},
             {"deadline": math.nan},
+            {"deadline": math.inf},
+            {"deadline": 0},
+            {"deadline": -0.5},
+            {"deadline": 10**5000},
             {"priority": 1.5},
             {"cache_salt": 5},
         ):
@@ -514,7 +518,7 @@ async def test_deadline_ends_a_running_request_with_what_it_has(lab: Lab) -> Non
     async with AsyncLLM("m") as llm:
         out = await llm.generate("x", MANY, deadline=0.05)
         assert out.outputs[0].finish_reason == "deadline" and len(out.token_ids) > 0
-        assert (await llm.generate("x", MANY, deadline=-1)).outputs[0].finish_reason == "deadline"
+        assert (await llm.generate("x", MANY, deadline=1e-9)).outputs[0].finish_reason == "deadline"
 
 
 @both_loops
@@ -952,7 +956,7 @@ async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
         for end in (llm.resume, llm.aclose):
             pauses: list[Any] = []
             await spawn(group, functools.partial(llm.pause, "wait"), pauses)
-            await until(lambda: len(llm._session._pausing) == 1)
+            await until(lambda: len(llm._session._pauses) == 1)
             await end()
             await until(lambda pauses=pauses: len(pauses) == 1)  # type: ignore[misc]
             assert isinstance(pauses[0], EngineStateError)
@@ -1207,7 +1211,7 @@ async def test_another_event_loop_is_refused(lab: Lab) -> None:
 def test_engine_survives_a_loop_that_ends_without_closing_it(backend: str, lab: Lab) -> None:
     """The engine's thread must neither die nor generate for ever when its host's loop is gone; any loop may then close it."""
     lab.model = endless
-    holder: list[AsyncLLM] = []
+    holder: list[Any] = []
 
     async def forget() -> None:
         llm = await AsyncLLM.create("m")
@@ -1215,6 +1219,7 @@ def test_engine_survives_a_loop_that_ends_without_closing_it(backend: str, lab: 
         stream = llm.stream("x", MANY)
         await stream.__aenter__()
         await anext(stream)
+        holder.append(stream)
 
     anyio.run(forget, backend=backend)
 
@@ -1275,11 +1280,11 @@ async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
 # ---- states: every pair of state and method ----
 
 SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
-    "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=0),
+    "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
     "as_completed": lambda llm: llm.as_completed([]),
     "stream": lambda llm: llm.stream("x"),
-    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], deadline=0),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], deadline=1e-9),
     "chat_stream": lambda llm: llm.chat_stream([{"role": "user", "content": "x"}]),
     "score": lambda llm: llm.score("x", "y"),
     "pause": lambda llm: llm.pause(),

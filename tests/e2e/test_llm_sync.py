@@ -199,7 +199,7 @@ def test_deadlines_end_running_and_queued_requests(lab: Lab, pool: ThreadPoolExe
     with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
         futures = [pool.submit(llm.generate, "x", MANY) for _ in range(2)]
         until(lambda: len(lab.engine.submitted) == 2)
-        for deadline in (0.02, 0.01, 0):
+        for deadline in (0.02, 0.01, 1e-9):
             assert llm.generate("x", MANY, deadline=deadline).outputs[0].finish_reason == "deadline"
         with pytest.raises(QueueFullError):
             llm.generate("x", MANY, wait=False)
