@@ -135,7 +135,7 @@ class Pause:
 
     Attributes:
         block: It is a block.
-        frozen: Requests that are in the engine keep their state meanwhile; otherwise they end first.
+        frozen: Requests that are in the engine keep their state meanwhile; otherwise they end first, and then this is so.
         answered: The engine was told to stand still, and ``done`` follows what it answers.
         done: When the engine stands still.
     """
@@ -407,9 +407,6 @@ class Session:
             if mode == "abort":
                 self._abandon(None)
                 self._end_all(self._visible.values(), "abort")
-            if mode != "keep":
-                for other in self._pauses:
-                    other.frozen = other.frozen and other.block
             pause = Pause(block=block, frozen=mode == "keep")
             self._pauses.append(pause)
             self._arrange()
@@ -620,7 +617,7 @@ class Session:
 
     def _arrange(self) -> None:
         """Let the engine stand still or go on, as the pauses want it."""
-        still = bool(self._pauses) and (not self._in_engine or any(pause.frozen for pause in self._pauses))
+        still = bool(self._pauses) and (not self._in_engine or self._keep_requests())
         try:
             engine = self._serving("pause")
             if still != (self._phase is Phase.PAUSED):
@@ -634,6 +631,15 @@ class Session:
                 pause.frozen = pause.answered = True
                 _copy(self._stance, pause.done)
         self._pump()
+
+    def _keep_requests(self) -> bool:
+        """Return whether requests may not come to their end now: a block says so, or of other pauses the one that came last."""
+        waits = False
+        for pause in reversed(self._pauses):
+            if pause.frozen and (pause.block or not waits):
+                return True
+            waits = waits or not pause.frozen
+        return False
 
     def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are no blocks; what waits for them learns why."""
