@@ -170,6 +170,12 @@ class EngineDeadError(DSV4LiteError):
         self.rank = rank
         self.phase = phase
 
+    def copy(self) -> EngineDeadError:
+        """Return an equal error for one more caller: a shared exception would gather the tracebacks of all callers."""
+        error = EngineDeadError(str(self), rank=self.rank, phase=self.phase)
+        error.__cause__ = self.__cause__ or self
+        return error
+
 
 def _restore(kind: type[DSV4LiteError], args: tuple[Any, ...], state: dict[str, Any]) -> DSV4LiteError:
     """Make an error again without its constructor, which may want what is in ``state`` already."""

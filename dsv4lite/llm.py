@@ -16,7 +16,7 @@ from typing import Self, Unpack
 import anyio
 import anyio.to_thread
 
-from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
+from dsv4lite.errors import EngineStateError, InvalidRequestError, RequestFailedError
 from dsv4lite.face.batch import Batch, OnError
 from dsv4lite.face.bridge import LoopBridge, ThreadBridge, current_loop
 from dsv4lite.face.common import BatchParams, EngineSettings, Face, Model
@@ -92,11 +92,21 @@ class AsyncLLM(Face):
     async def aclose(self) -> None:
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly.
 
-        Completes even when its caller is cancelled.
+        Returns or raises once that is done: a cancellation, ``task.cancel()`` any number of times included, waits for it.
         """
+        if self._session.forked:  # worker threads of the event loop are not in this process either
+            return
         self._session.begin_close()
+        cancelled: BaseException | None = None
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._session.close, limiter=anyio.CapacityLimiter(1))
+            while True:
+                try:
+                    await anyio.to_thread.run_sync(self._session.close, limiter=anyio.CapacityLimiter(1))
+                    break
+                except anyio.get_cancelled_exc_class() as error:  # by asyncio itself, which knows no shields
+                    cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     async def generate(
         self,
@@ -300,33 +310,37 @@ class AsyncLLM(Face):
                 to their end first; ``"abort"``: all open requests end now with what they have.
 
         Raises:
-            EngineStateError: Someone else resumed or closed the engine before it stood still.
+            EngineStateError: The engine was resumed or closed before it stood still.
         """
         self._check("pause")
-        before = self._session.phase
-        stopped = self._session.pause(mode)
+        pause = self._session.pause(mode)
         try:
-            await self._bridge.wait(stopped)
-        except (EngineStateError, EngineDeadError):
-            raise
+            await self._bridge.wait(pause.done)
         except BaseException:  # the caller is cancelled, and will not know that it should resume
-            self._session.undo_pause(before)
+            self._session.leave(pause)
             raise
 
     async def resume(self) -> None:
-        """Go on after ``pause``; without effect if the engine is not paused."""
+        """Go on after ``pause``, however often it was called; without effect if the engine is not paused.
+
+        While there are ``paused`` blocks the engine stands still; it goes on when the last one is left.
+        """
         self._check("resume")
         await self._bridge.wait(self._session.resume())
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
-        """Pause for the length of a block. In a block that is paused already, the outer one resumes."""
-        before = self._session.phase
-        await self.pause(mode)
+        """Pause for the length of a block, however it is left. Blocks of several tasks may overlap: the last to be left resumes.
+
+        An engine that ``pause`` has stopped stays so after the block.
+        """
+        self._check("pause")
+        pause = self._session.pause(mode, block=True)
         try:
+            await self._bridge.wait(pause.done)
             yield
         finally:
-            self._session.undo_pause(before)
+            self._session.leave(pause)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
@@ -394,7 +408,6 @@ class LLM(Face):
     """
 
     _bridge: ThreadBridge
-    _started = False
 
     @classmethod
     def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
@@ -413,8 +426,6 @@ class LLM(Face):
     def close(self) -> None:
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
         self._session.close()
-        if self._started:
-            self._bridge.close()
 
     def generate(
         self,
@@ -475,7 +486,7 @@ class LLM(Face):
         jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
         changed = threading.Event()
         batch = Batch(self._session, on_error, max_in_flight, changed.set)
-        return Completions(batch, changed, self._bridge, self._session, prompts, jobs)
+        return Completions(batch, changed, self._bridge, self._submit, prompts, jobs)
 
     def stream(
         self,
@@ -490,7 +501,7 @@ class LLM(Face):
     ) -> Stream:
         """Continue a prompt and read the output as it is made; see ``AsyncLLM.stream``."""
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return Stream(self._session, self._completion_job(prompt, params, options))
+        return Stream(self._session, self._submit, self._completion_job(prompt, params, options))
 
     def chat(
         self,
@@ -524,38 +535,35 @@ class LLM(Face):
     ) -> Stream:
         """Write the assistant's next turn and read it as it is made; see ``AsyncLLM.chat_stream``."""
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return Stream(self._session, self._chat_job(messages, params, options, tools, reasoning))
+        return Stream(self._session, self._submit, self._chat_job(messages, params, options, tools, reasoning))
 
     def score(self, prompt: Prompt, completion: Prompt, *, top_logprobs: int = 0) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens; see ``AsyncLLM.score``."""
-        ticket = self._session.submit(self._score_job(prompt, completion, top_logprobs).make())
+        ticket = self._submit(self._score_job(prompt, completion, top_logprobs))
         return _scores(ticket.request, self._wait(ticket))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generating; requests that other threads bring meanwhile queue. See ``AsyncLLM.pause``."""
-        before = self._session.phase
-        stopped = self._session.pause(mode)
+        pause = self._session.pause(mode)
         try:
-            stopped.result()
-        except (EngineStateError, EngineDeadError):
-            raise
+            pause.done.result()
         except BaseException:
-            self._session.undo_pause(before)
+            self._session.leave(pause)
             raise
 
     def resume(self) -> None:
-        """Go on after ``pause``; without effect if the engine is not paused."""
+        """Go on after ``pause``; see ``AsyncLLM.resume``."""
         self._session.resume().result()
 
     @contextmanager
     def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause for the length of a block. In a block that is paused already, the outer one resumes."""
-        before = self._session.phase
-        self.pause(mode)
+        """Pause for the length of a block; see ``AsyncLLM.paused``."""
+        pause = self._session.pause(mode, block=True)
         try:
+            pause.done.result()
             yield
         finally:
-            self._session.undo_pause(before)
+            self._session.leave(pause)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
@@ -569,12 +577,15 @@ class LLM(Face):
 
     def _start(self) -> None:
         self._session.require("start", Phase.NEW)
-        self._bridge, self._started = ThreadBridge("dsv4lite-delivery"), True
+        self._bridge = ThreadBridge("dsv4lite-delivery")
         try:
             self._session.start(self._bridge)
         except BaseException:
             self._bridge.close()
             raise
+
+    def _submit(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket:
+        return self._session.submit(job.make(), streaming=streaming, wake=wake)
 
     def _wait(self, ticket: Ticket) -> RequestOutput:
         """Wait for an output; whatever ends the wait early ends the request."""
@@ -585,4 +596,4 @@ class LLM(Face):
             raise
 
     def _run(self, job: Job) -> RequestOutput:
-        return value_of(self._wait(self._session.submit(job.make())))
+        return value_of(self._wait(self._submit(job)))

@@ -127,11 +127,12 @@ class FakeEngine:
     def memory(self) -> Any:
         return "plan"
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         self.closes += 1
         if self._thread is not None:
             self._inbox.put(self._close)
-            self._thread.join()
+            if wait:
+                self._thread.join()
 
     # ---- what tests do to it ----
 
@@ -167,7 +168,7 @@ class FakeEngine:
 
     def _put(self, command: Callable[[], None]) -> None:
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.copy()
         if self._closed or self._thread is None:
             raise EngineStateError("the engine is not running", state="closed")
         self._inbox.put(command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -113,6 +114,7 @@ class Engine:
         self._length = 0  # guesses in a row of the step that was planned last
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
         self._plan: MemoryPlan | None = None
         self._deliver: Deliver = _nobody
@@ -157,6 +159,9 @@ class Engine:
         self._deliver, self._deliver_failure = deliver, deliver_failure
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="dsv4lite-engine", daemon=True)
+        # An interpreter that finalizes while this thread is inside torch aborts the process, so the engine must end before that:
+        # after all other threads that may use it, hence no earlier than exit handlers run.
+        self._at_exit = weakref.finalize(self._thread, self._leave_interpreter)
         self._thread.start()
         try:
             ready.result()
@@ -216,25 +221,34 @@ class Engine:
         assert self._plan is not None, "start() the engine first"
         return self._plan
 
-    def close(self) -> None:
-        """End every request as aborted, free everything and join the thread; a rank that follows waits for the leader to do so.
+    def close(self, *, wait: bool = True) -> None:
+        """End every request as aborted, free everything and end the thread; a rank that follows waits for the leader to do so.
 
         May be called twice, and from any thread but the engine's. A dead engine's thread that does not come back from its step is
         left behind with what it holds.
+
+        Args:
+            wait: Join the thread. Without, it ends by itself, and the call takes no lock: a finalizer may make it.
         """
         thread = self._thread
         if thread is None:
             return
         self._inbox.put(self._close)
-        while thread.is_alive():
+        while wait and thread.is_alive():
             thread.join(_JOIN_POLL_S)
             if thread.is_alive() and self._dead is not None and time.monotonic() - self._died > _LAST_STEP_S:
                 log.warning("the engine's thread does not come back from its last step; it is left behind with what it holds")
                 return
 
+    def _leave_interpreter(self) -> None:
+        guest = self._guest
+        if guest is not None:
+            guest.leave()
+        self.close()
+
     def _put(self, command: Callable[[], None]) -> None:
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.copy()
         if self._thread is None or self._closing:
             state = "closed" if self._closing else "new"
             raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
@@ -247,6 +261,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
     def _run(self, ready: Future[None]) -> None:
+        try:
+            self._live(ready)
+        finally:
+            self._at_exit.detach()
+
+    def _live(self, ready: Future[None]) -> None:
         with ExitStack() as stack:
             try:
                 self._open(stack)
@@ -555,7 +575,7 @@ class Engine:
             self._announce(loss)
             asked = self._asked
             if asked is not None:
-                _answer(asked, error=loss)
+                _answer(asked, error=loss.copy())
             self._answer_rest()
         self._inbox.put(fail)
 
@@ -621,7 +641,8 @@ class Engine:
             if isinstance(command, partial) and command.func == self._call:
                 future: Future[Any] = command.args[1]
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(self._dead or EngineStateError("the engine was closed", state="closed"))
+                    closed = EngineStateError("the engine was closed", state="closed")
+                    future.set_exception(closed if self._dead is None else self._dead.copy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -129,6 +129,9 @@ class Scheduler:
         leader, *others = sequences
         self._waiting.add(leader)
         if request.deadline is not None:
+            if len(self._deadlines) > 2 * len(self._groups) + 8:  # most are of requests that ended before their time
+                self._deadlines = [entry for entry in self._deadlines if self._ends(entry) is not None]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, leader.seq_id, request.request_id))
         for seq in others:
             if leader.prompt_len == 1:  # nothing to share
@@ -156,11 +159,16 @@ class Scheduler:
         """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
         ends = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, first_seq_id, request_id = heapq.heappop(self._deadlines)
-            group = self._groups.get(request_id)
-            if group is not None and group.sequences[0].seq_id == first_seq_id:  # else it ended, and the id may be in use again
+            group = self._ends(heapq.heappop(self._deadlines))
+            if group is not None:
                 ends += self._end_group(group, "deadline")
         return ends
+
+    def _ends(self, deadline: tuple[float, int, str]) -> _Group | None:
+        """Return the request that a deadline ends; none if the request has ended. Its id may be in use again."""
+        _, first_seq_id, request_id = deadline
+        group = self._groups.get(request_id)
+        return group if group is not None and group.sequences[0].seq_id == first_seq_id else None
 
     def pop_expired(self) -> list[SequenceUpdate]:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
@@ -195,13 +203,13 @@ class Scheduler:
     def foresees(self, max_drafts: int) -> bool:
         """Whether the next step, of at most ``max_drafts`` guesses in a run, can be planned before the results of the last.
 
-        It can if neither has guesses. If both have as many, made on the device, it can while sequences just go on: nobody starts,
-        has a prompt to run, or waits for the host.
+        It can if neither has guesses. If both have as many, made on the device, it can while sequences just go on: none starts,
+        has a prompt to run, or waits for the host. A waiting sequence starts only if there is room for it.
         """
         guessing = [plan for plan in self._outstanding if plan.max_drafts]
         if not guessing or not max_drafts:
             return not guessing and not max_drafts
-        if self._num_unforked or (self._waiting.items and len(self._running) < self._limits.max_num_seqs):
+        if self._num_unforked or (self._waiting.items and self._has_room(self._waiting.items[0])):
             return False
         last = guessing[-1]
         if last.max_drafts != max_drafts or not last.decodes:
@@ -503,6 +511,10 @@ class Scheduler:
             self._plan(seq, end, draft)
             if draft.leaders and draft.leaders[-1] is seq:
                 self._fork(seq, draft)
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence could start if none of its prefix is cached."""
+        return len(self._running) < self._limits.max_num_seqs and self._pools.slots.num_free > 0 and self._leaves_headroom(seq)
 
     def _leaves_headroom(self, seq: Sequence) -> bool:
         """Return whether starting a sequence leaves 1 % of the pages to those that run, lest they preempt it right away."""

@@ -246,6 +246,7 @@ class Guest:
         self._host = host
         self._on_loss = on_loss
         self._lost: DSV4LiteError | None = None
+        self._left = False
         self._heard = threading.Event()
         self._follower: Follower | None = None
 
@@ -285,7 +286,13 @@ class Guest:
         try:
             self._follower.work()
         except BaseException as error:
-            raise self._explained(error) from None
+            if not (self._left and isinstance(error, Closed)):
+                raise self._explained(error) from None
+
+    def leave(self) -> None:
+        """Follow no longer, for this process ends; the leader loses a rank."""
+        self._left = True
+        self._work.hang_up()
 
     def explain(self, error: BaseException) -> BaseException:
         """Return what is behind an error."""

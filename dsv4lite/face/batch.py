@@ -66,6 +66,11 @@ class Batch:
         """Whether everything was taken."""
         return self._exhausted and not self._open and not self._ready and self._failure is None
 
+    @property
+    def forked(self) -> bool:
+        """Whether the engine is not in this process."""
+        return self._session.forked
+
     def pull(self, rows: Iterator[Prompt]) -> tuple[int, Prompt] | None:
         """Return the next row and its position, ``None`` if there is no room or no more."""
         if not self.has_room:
@@ -122,6 +127,8 @@ class Batch:
             self.close()
             raise failure
         if not self._ready:
+            if self._open:
+                self._session.require_process("as_completed")
             return None
         output = self._ready.popleft()
         if output.error is not None and self._on_error == "raise":

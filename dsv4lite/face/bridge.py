@@ -11,10 +11,12 @@ import asyncio
 import contextvars
 import heapq
 import itertools
+import logging
 import queue
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -22,8 +24,12 @@ from typing import Any, TypeVar
 
 import anyio
 
+log = logging.getLogger("dsv4lite.face")
+
 T = TypeVar("T")
 Callback = Callable[[], None]
+
+_LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a timer that is later is waited for in parts
 
 
 class Bridge(ABC):
@@ -43,7 +49,15 @@ class Bridge(ABC):
 
     @abstractmethod
     def post_later(self, seconds: float, callback: Callback) -> None:
-        """The same after a delay; forgotten if the home goes away before."""
+        """The same after a delay of any length; forgotten if the home goes away, or the bridge is closed, before."""
+
+    @abstractmethod
+    def close(self, *, wait: bool = True) -> None:
+        """Forget timers and end what the bridge has made, its thread if it has one; may be repeated.
+
+        Args:
+            wait: Until it has ended. Without, a finalizer may call this.
+        """
 
 
 class LoopBridge(Bridge):
@@ -51,6 +65,7 @@ class LoopBridge(Bridge):
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
+        self._closed = anyio.Event()
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -62,10 +77,15 @@ class LoopBridge(Bridge):
 
     def post_later(self, seconds: float, callback: Callback) -> None:
         async def wait() -> None:
-            await anyio.sleep(seconds)
-            callback()
+            with anyio.move_on_after(seconds) as timer:
+                await self._closed.wait()
+            if timer.cancelled_caught:
+                callback()
 
         self.post(lambda: self.spawn(wait))
+
+    def close(self, *, wait: bool = True) -> None:
+        self.post(self._closed.set)
 
     def run(self, callback: Callback) -> None:
         """Run ``callback`` now when called on the home thread, else post it."""
@@ -155,6 +175,8 @@ class ThreadBridge(Bridge):
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # As for the engine's thread, which ends first, being younger: this one may be inside torch, too.
+        self._at_exit = weakref.finalize(self._thread, self.close)
         self._thread.start()
 
     def post(self, callback: Callback) -> bool:
@@ -169,23 +191,31 @@ class ThreadBridge(Bridge):
         due = time.monotonic() + seconds
         self.post(lambda: heapq.heappush(self._timers, (due, next(self._order), callback)))
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Run what is posted so far and end the thread."""
         self._closed = True
         self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        while (callback := self._next()) is not None:
             try:
-                callback = self._inbox.get(timeout=wait)
+                callback()
+            except BaseException:  # requests of everyone else depend on this thread
+                log.exception("a callback failed; the thread goes on")
+            del callback  # while there is nothing to do, the thread keeps nothing alive
+        self._at_exit.detach()
+
+    def _next(self) -> Callback | None:
+        """Wait for the next callback; ``None`` is the end."""
+        while True:
+            wait = min(_LONGEST_WAIT_S, max(0.0, self._timers[0][0] - time.monotonic())) if self._timers else None
+            try:
+                return self._inbox.get(timeout=wait)
             except queue.Empty:
-                callback = heapq.heappop(self._timers)[2]
-            if callback is None:
-                return
-            callback()
+                if self._timers[0][0] <= time.monotonic():
+                    return heapq.heappop(self._timers)[2]
 
 
 def current_loop() -> LoopBridge:

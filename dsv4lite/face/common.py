@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -90,6 +91,8 @@ class Face:
         if isinstance(model, EngineConfig):
             given = {field.name: getattr(model, field.name) for field in fields(model)}
         self._session = Session(EngineConfig.from_dict({**given, **settings}))
+        # The session does not know this object: what the engine's thread holds must not keep it from being garbage.
+        weakref.finalize(self, self._session.drop).atexit = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config.model!r}, state={self.state.value!r})"

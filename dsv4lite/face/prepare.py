@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -70,12 +71,14 @@ class Options:
     def __post_init__(self) -> None:
         for name, kind, rule in (
             ("request_id", str, "must be a non-empty string, or None"),
-            ("deadline", (int, float), "must be seconds from now, or None"),
             ("cache_salt", str, "must be a string, or None"),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or value == "" or value != value):
                 raise InvalidRequestError(f"{name}={value!r} {rule}", parameter=name, value=value)
+        if self.deadline is not None and not _is_time(self.deadline):
+            rule = "must be a finite number of seconds from now, above 0, or None"
+            raise InvalidRequestError(f"deadline={_shown(self.deadline)} {rule}", parameter="deadline", value=self.deadline)
         if not isinstance(self.priority, int):
             raise InvalidRequestError(f"priority={self.priority!r} must be an integer", parameter="priority", value=self.priority)
 
@@ -100,6 +103,17 @@ class Job:
 
     make: Callable[[], Draft]
     is_long: bool
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.50}" if not isinstance(value, int) or abs(value) < 10**20 else "an integer of more than 20 digits"
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and 0 < float(value) < math.inf
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def completion_job(

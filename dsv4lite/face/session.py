@@ -19,10 +19,12 @@ import itertools
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -57,6 +59,7 @@ _HINTS = {
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
+_AT_ONCE = 64  # most requests that one call ends; it would hold up its thread, and with the lock all others, for 0.1 ms each
 _REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
 """Errors that concern a request as a whole, not one of its sequences."""
 
@@ -82,7 +85,7 @@ class EngineLike(Protocol):
     def dump_step(self, path: Path) -> Future[None]: ...
     def stats(self) -> EngineStats: ...
     def memory(self) -> MemoryPlan: ...
-    def close(self) -> None: ...
+    def close(self, *, wait: bool = True) -> None: ...
 
 
 def open_engine(config: EngineConfig) -> EngineLike:
@@ -126,12 +129,30 @@ class Ticket:
             self.wake()
 
 
+@dataclass(slots=True, eq=False)
+class Pause:
+    """A call of ``pause``, until ``resume``; or a ``paused`` block, until it is left.
+
+    Attributes:
+        block: It is a block.
+        frozen: Requests that are in the engine keep their state meanwhile; otherwise they end first, and then this is so.
+        answered: The engine was told to stand still, and ``done`` follows what it answers.
+        done: When the engine stands still.
+    """
+
+    block: bool
+    frozen: bool
+    answered: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+
 class Session:
     """One engine and the requests that are open on it. Thread-safe; see the module's text."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._phase = Phase.NEW
+        self._process: int | None = None  # which started the engine
         self._failure: EngineDeadError | None = None
         self._engine: EngineLike | None = None
         self._facts: EngineFacts | None = None
@@ -140,9 +161,11 @@ class Session:
         self._lock = threading.Lock()  # guards what follows, up to the mail; held for moments only
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
-        self._line: dict[str, Ticket] = {}  # waiting for a place, first come first served, by the engine's id
-        self._gate_open = True  # closed while pausing and paused: everyone waits in line
-        self._pausing: list[Future[None]] = []  # pauses that wait for the engine to become empty
+        self._line: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, first come first served, by the engine's id
+        self._ending: OrderedDict[Ticket, FinishReason] = OrderedDict()  # visible ones that home ends, some at a time
+        self._pauses: list[Pause] = []  # while there are any, requests wait in line
+        self._stance: Future[None] = Future()  # the engine's answer to the last order to stand still or to run
+        self._stance.set_result(None)
         self._next_sweep = _FOREVER  # when the deadlines of those in line will be looked at
         self._serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
@@ -155,15 +178,31 @@ class Session:
 
     @property
     def phase(self) -> Phase:
-        return self._phase
+        return Phase.CLOSED if self.forked else self._phase
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the engine's. The engine's thread is not in it, and any lock may be held for ever."""
+        return self._process is not None and self._process != os.getpid()
+
+    def require_process(self, call: str) -> None:
+        """Raise unless this process started the engine.
+
+        Raises:
+            EngineStateError: It is a fork of the one that did.
+        """
+        if self.forked:
+            message = f"{call}: process {self._process} started the engine, and this is a fork of it; start an engine here"
+            raise EngineStateError(message, state=Phase.CLOSED.value)
 
     def require(self, call: str, *allowed: Phase) -> None:
         """Raise unless the state is one of ``allowed``.
 
         Raises:
             EngineDeadError: The engine has failed.
-            EngineStateError: It is in another state.
+            EngineStateError: It is in another state, or in another process.
         """
+        self.require_process(call)
         phase = self._phase
         if phase in allowed:
             return
@@ -180,6 +219,7 @@ class Session:
 
     def engine(self, call: str) -> EngineLike:
         """Return the engine, for a question that it answers at once."""
+        self.require_process(call)
         with self._lock:
             return self._serving(call)
 
@@ -189,11 +229,8 @@ class Session:
         return self._engine
 
     def _death(self) -> EngineDeadError:
-        """Return a fresh exception for each who hears of the failure; a shared one would gather all their tracebacks."""
         assert self._failure is not None
-        error = EngineDeadError(str(self._failure), rank=self._failure.rank, phase=self._failure.phase)
-        error.__cause__ = self._failure.__cause__ or self._failure
-        return error
+        return self._failure.copy()
 
     # ---- start and close; these block ----
 
@@ -207,7 +244,7 @@ class Session:
         with self._lock:
             self.require("start", Phase.NEW)
             self._phase = Phase.STARTING
-            self._bridge = bridge
+            self._bridge, self._process = bridge, os.getpid()
         with self._lifecycle:
             engine: EngineLike | None = None
             try:
@@ -236,14 +273,21 @@ class Session:
 
     def begin_close(self) -> None:
         """Refuse everything from now on and end those in line. Does not block."""
+        if self.forked:
+            return
         with self._lock:
             self._phase = Phase.CLOSED
-            for ticket in list(self._line.values()):
-                self._end(ticket, "abort")
+            self._end_all(self._line.values(), "abort")
             self._give_up_pauses("closed")
+        self._end_rest()
 
     def close(self) -> None:
-        """End every open request with what it has and free the engine; waits for a start that is under way. May be repeated."""
+        """End every open request with what it has, the engine and the bridge; waits for a start that is under way.
+
+        May be repeated. In a fork of the engine's process there is nothing to close.
+        """
+        if self.forked:
+            return
         self.begin_close()
         with self._lifecycle:
             with self._lock:
@@ -253,8 +297,37 @@ class Session:
             self.drain()
             with self._lock:
                 self._in_engine.clear()  # a dead engine ends nothing
-                for ticket in list(self._visible.values()):
-                    self._end(ticket, "abort")
+                self._end_all(self._visible.values(), "abort")
+            while self._ending:
+                self.drain()
+        if self._bridge is not None:
+            self._bridge.close()
+
+    def drop(self) -> None:
+        """End the engine of an ``AsyncLLM`` or ``LLM`` that is garbage: a call that still waits would have kept it.
+
+        A finalizer calls this, in any thread and inside of anything, so that it takes no lock and does not wait.
+        """
+        phase = self.phase
+        if phase in (Phase.NEW, Phase.CLOSED):
+            return
+        self._phase = Phase.CLOSED
+        if self._engine is not None:
+            self._engine.close(wait=False)
+        if self._bridge is not None:
+            self._bridge.close(wait=False)
+        if phase is not Phase.FAILED:
+            message = f"an engine of model={self.config.model!r} was dropped without closing: use a `with` block, or `close`"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def drop_ticket(self, ticket: Ticket) -> None:
+        """End the request of a stream that is garbage; like ``drop``, for a finalizer."""
+        if ticket.done or self.forked:
+            return
+        assert self._bridge is not None
+        self._bridge.post(partial(self.abort_ticket, ticket))
+        message = f"the stream of request {ticket.request_id!r} was dropped in its block, and ends; leave the block instead"
+        warnings.warn(message, ResourceWarning, stacklevel=2)
 
     # ---- requests ----
 
@@ -267,6 +340,7 @@ class Session:
             QueueFullError: There is no place and the caller does not want to wait for one.
         """
         options = draft.options
+        self.require_process("generate")
         with self._lock:
             facts = self.facts("generate")
             if options.request_id is not None and options.request_id in self._visible:
@@ -294,51 +368,68 @@ class Session:
             return ticket
 
     def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all, with what they have; an unknown id is ignored."""
+        """End one request, or all, with what they have; an unknown id is ignored. Of many, some are ended at home, soon."""
+        if self.forked:
+            return
         self.drain()
         with self._lock:
-            tickets = list(self._visible.values()) if request_id is None else [self._visible.get(request_id)]
-            for ticket in tickets:
-                if ticket is not None:
-                    self._end(ticket, "abort")
+            if request_id is None:
+                self._abandon(None)
+                self._end_all(self._visible.values(), "abort")
+            elif request_id in self._visible:
+                self._end(self._visible[request_id], "abort")
+        self._end_rest()
 
     def abort_ticket(self, ticket: Ticket) -> None:
-        """The same for a request whose id may be someone else's by now."""
+        """End a request whose id may be another one's by now."""
+        if self.forked:
+            return
         self.drain()
         with self._lock:
             self._end(ticket, "abort")
 
     # ---- control ----
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Close the gate, deal with open requests as ``mode`` says, and stop the engine; done once it stands still."""
+    def pause(self, mode: PauseMode, *, block: bool = False) -> Pause:
+        """Let new requests wait in line, deal with open ones as ``mode`` says, and stop the engine.
+
+        Requests end first, or are ended, while no block wants them kept.
+
+        Args:
+            mode: What becomes of open requests.
+            block: The pause is over with ``leave``; otherwise with the next ``resume`` too.
+        """
         if mode not in ("keep", "wait", "abort"):
             raise InvalidRequestError(f"mode={mode!r} must be 'keep', 'wait' or 'abort'", parameter="mode", value=mode)
+        self.require_process("pause")
         with self._lock:
-            engine = self._serving("pause")
-            self._gate_open = False
+            self._serving("pause")
             if mode == "abort":
-                for ticket in list(self._visible.values()):
-                    self._end(ticket, "abort")
-            if mode == "keep" or not self._in_engine:
-                return self._freeze()
-            if self._phase is Phase.PAUSED:  # what a pause kept is now to come to its end
-                self._phase = Phase.READY
-                engine.resume()
-            done: Future[None] = Future()
-            self._pausing.append(done)
-            return done
+                self._abandon(None)
+                self._end_all(self._visible.values(), "abort")
+            pause = Pause(block=block, frozen=mode == "keep")
+            self._pauses.append(pause)
+            self._arrange()
+        self._end_rest()
+        return pause
 
     def resume(self) -> Future[None]:
-        """Open the gate and let the engine go on; pauses that are not complete are given up."""
+        """Take back all pauses that are no blocks, complete or not; the engine goes on unless there are blocks."""
+        self.require_process("resume")
         with self._lock:
-            return self._resume()
+            self._serving("resume")
+            self._give_up_pauses("resumed", blocks=False)
+            self._arrange()
+            return self._stance
 
-    def undo_pause(self, before: Phase) -> None:
-        """Return to the state ``before`` a pause for which its caller does not wait any more."""
+    def leave(self, pause: Pause) -> None:
+        """End a pause: its block was left, or its caller does not wait any more."""
+        if self.forked:
+            return
         with self._lock:
-            if before is Phase.READY and self._phase in SERVING:
-                self._resume()
+            if pause in self._pauses:
+                self._pauses.remove(pause)
+                self._arrange()
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes."""
@@ -376,11 +467,14 @@ class Session:
                 return
             self._posted = self._bridge.post(self.drain)
             self._orphaned = not self._posted
-        if self._orphaned:
-            self._abandon(None)  # the host's loop ended without closing us: nobody will ever read again
+        if self._orphaned:  # the host's loop ended without closing the engine: nothing will ever read an output again
+            with self._lock:
+                self._abandon(None)
+                for tickets in (self._visible, self._line, self._ending, self._in_engine):
+                    tickets.clear()  # what waits for them, and would keep the AsyncLLM alive, will never run again
 
     def drain(self) -> None:
-        """Give everything that was delivered to those who wait for it. Never raises."""
+        """Give everything that was delivered to those who wait for it, and end some of the requests to be ended. Never raises."""
         with self._lock:
             with self._mail_lock:
                 updates, self._mail, self._posted = self._mail, [], False
@@ -390,9 +484,16 @@ class Session:
                 self._take(update, now)
             if failure is not None and self._phase in SERVING:
                 self._die()
-            if self._pausing and not self._in_engine:
-                self._complete_pauses()
+            self._end_some()
+            if self._pauses and not self._in_engine:
+                self._arrange()
             self._pump()
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        """Have home end more requests, if there are more to be ended; not with the lock held."""
+        if self._ending:
+            self._post_drain()
 
     def _take(self, update: SequenceUpdate, now: float) -> None:
         ticket = self._in_engine.get(update.request_id)
@@ -426,9 +527,8 @@ class Session:
     def _die(self) -> None:
         self._phase = Phase.FAILED
         self._in_engine.clear()
-        for ticket in list(self._visible.values()):
-            self._end(ticket, "error", self._death())
-        self._give_up_pauses("failed", self._death())
+        self._end_all(self._visible.values(), "error")
+        self._give_up_pauses("failed")
 
     # ---- all that follows is called with the lock held ----
 
@@ -438,9 +538,9 @@ class Session:
 
     def _pump(self) -> None:
         """Hand requests to the engine while there are places, in order of arrival."""
-        while self._line and self._gate_open and self._phase is Phase.READY and len(self._in_engine) < self._places:
-            engine_id, ticket = next(iter(self._line.items()))
-            self._in_engine[engine_id] = self._line.pop(engine_id)
+        while self._line and not self._pauses and self._phase is Phase.READY and len(self._in_engine) < self._places:
+            engine_id, ticket = self._line.popitem(last=False)
+            self._in_engine[engine_id] = ticket
             try:
                 self._serving("generate").submit(ticket.request)
             except DSV4LiteError as error:
@@ -449,8 +549,24 @@ class Session:
 
     def _end(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None = None) -> None:
         """End a request for its caller at once, and tell the engine."""
-        if ticket.done:
-            return
+        if not ticket.done:
+            self._finish(ticket, reason, error)
+            self._leave(ticket)
+
+    def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason) -> None:
+        """End requests for their callers, some at once and the others at home; the engine is told by the caller of this."""
+        for ticket in list(tickets):
+            self._line.pop(ticket.request.request_id, None)
+            self._ending.setdefault(ticket, reason)
+        self._end_some()
+
+    def _end_some(self) -> None:
+        for _ in range(min(_AT_ONCE, len(self._ending))):
+            ticket, reason = self._ending.popitem(last=False)
+            if not ticket.done:
+                self._finish(ticket, reason, self._death() if reason == "error" else None)
+
+    def _finish(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None) -> None:
         try:
             deltas = ticket.collector.end(reason, error)
             output = ticket.collector.output(time.monotonic())
@@ -459,10 +575,9 @@ class Session:
         for delta in deltas:
             ticket.add(delta)
         self._settle(ticket, output)
-        self._leave(ticket)
 
     def _settle(self, ticket: Ticket, output: RequestOutput) -> None:
-        del self._visible[ticket.request_id]
+        self._visible.pop(ticket.request_id, None)  # none are left once the host's loop is gone
         ticket.future.set_result(output)
         ticket.wake()
 
@@ -490,43 +605,51 @@ class Session:
     def _sweep(self) -> None:
         with self._lock:
             self._next_sweep = _FOREVER
-            for ticket in list(self._line.values()):
+            now, late = time.monotonic(), []
+            for ticket in self._line.values():
                 deadline = ticket.request.deadline
-                if deadline is None:
-                    continue
-                if deadline <= time.monotonic():
-                    self._end(ticket, "deadline")
-                else:
+                if deadline is not None and deadline <= now:
+                    late.append(ticket)
+                elif deadline is not None:
                     self._sweep_at(deadline)
+            self._end_all(late, "deadline")
+        self._end_rest()
 
-    def _freeze(self) -> Future[None]:
-        frozen = self._serving("pause").pause()
-        self._phase = Phase.PAUSED
-        return frozen
-
-    def _resume(self) -> Future[None]:
-        resumed = self._serving("resume").resume()
-        self._phase = Phase.READY
-        self._gate_open = True
-        self._give_up_pauses("resumed")
-        self._pump()
-        return resumed
-
-    def _complete_pauses(self) -> None:
+    def _arrange(self) -> None:
+        """Let the engine stand still or go on, as the pauses want it."""
+        still = bool(self._pauses) and (not self._in_engine or self._keep_requests())
         try:
-            frozen = self._freeze()
-        except DSV4LiteError as error:  # it died or is being closed
-            self._give_up_pauses("stopped", error)
+            engine = self._serving("pause")
+            if still != (self._phase is Phase.PAUSED):
+                self._stance = engine.pause() if still else engine.resume()
+                self._phase = Phase.PAUSED if still else Phase.READY
+        except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
+            self._give_up_pauses("stopped", error=error)
             return
-        waiting, self._pausing = self._pausing, []
-        for done in waiting:
-            _copy(frozen, done)
+        for pause in self._pauses:
+            if still and not pause.answered and (pause.frozen or not self._in_engine):
+                pause.frozen = pause.answered = True
+                _copy(self._stance, pause.done)
+        self._pump()
 
-    def _give_up_pauses(self, event: str, error: DSV4LiteError | None = None) -> None:
-        waiting, self._pausing = self._pausing, []
+    def _keep_requests(self) -> bool:
+        """Return whether requests may not come to their end now: a block says so, or of other pauses the one that came last."""
+        waits = False
+        for pause in reversed(self._pauses):
+            if pause.frozen and (pause.block or not waits):
+                return True
+            waits = waits or not pause.frozen
+        return False
+
+    def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
+        """End all pauses, or those that are no blocks; what waits for them learns why."""
+        ended = [pause for pause in self._pauses if blocks or not pause.block]
+        self._pauses = [pause for pause in self._pauses if pause not in ended]
         message = f"the engine was {event} before the pause was complete"
-        for done in waiting:
-            done.set_exception(error or EngineStateError(message, state=self._phase.value))
+        for pause in ended:
+            if not pause.answered:
+                failed = self._death() if self._phase is Phase.FAILED else error
+                pause.done.set_exception(failed or EngineStateError(message, state=self._phase.value))
 
     def _queue_full(self) -> QueueFullError:
         """A place gets free every ``mean duration / requests in the engine`` seconds (Little's law)."""
@@ -559,6 +682,6 @@ def _copy(source: Future[None], target: Future[None]) -> None:
         if error is None:
             target.set_result(None)
         else:
-            target.set_exception(error)
+            target.set_exception(error.copy() if isinstance(error, EngineDeadError) else error)
 
     source.add_done_callback(settle)

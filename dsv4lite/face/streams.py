@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -73,7 +74,19 @@ class _Reader:
             return ticket.deltas.popleft(), True
         if done:
             value_of(ticket.future.result())
+        else:
+            self._session.require_process("stream")
         return None, not done
+
+    def _future(self) -> Future[RequestOutput]:
+        future = self._opened().future
+        if not future.done():
+            self._session.require_process("final")
+        return future
+
+    def __del__(self) -> None:
+        if self._ticket is not None:
+            self._session.drop_ticket(self._ticket)
 
 
 # ------------------------------------------------------------------------------------------------------------ for event loops
@@ -148,7 +161,7 @@ class AsyncStream(_Reader):
         Raises:
             RequestFailedError, EngineDeadError: The request failed.
         """
-        return value_of(await self._bridge.wait(self._opened().future))
+        return value_of(await self._bridge.wait(self._future()))
 
 
 class AsyncCompletions(AsyncIterator[RequestOutput]):
@@ -268,6 +281,12 @@ class _AsyncSource:
 # ---------------------------------------------------------------------------------------------------------------- for threads
 
 
+class SubmitNow(Protocol):
+    """Encodes, checks and submits a job. It belongs to the ``LLM``, which lives as long as what it has made can submit."""
+
+    def __call__(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket: ...
+
+
 class Stream(_Reader):
     """One request whose output is read as it is made; made by ``LLM.stream`` and ``LLM.chat_stream``.
 
@@ -275,14 +294,15 @@ class Stream(_Reader):
     is new, in order, for all ``n`` completions. A slow reader loses nothing.
     """
 
-    def __init__(self, session: Session, job: Job) -> None:
+    def __init__(self, session: Session, submit: SubmitNow, job: Job) -> None:
         super().__init__(session)
+        self._submit = submit
         self._job = job
         self._changed = threading.Event()
 
     def __enter__(self) -> Self:
         self._enter()
-        self._ticket = self._session.submit(self._job.make(), streaming=True, wake=self._changed.set)
+        self._ticket = self._submit(self._job, streaming=True, wake=self._changed.set)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -307,7 +327,7 @@ class Stream(_Reader):
         Raises:
             RequestFailedError, EngineDeadError: The request failed.
         """
-        return value_of(self._opened().future.result())
+        return value_of(self._future().result())
 
 
 class Completions(Iterator[RequestOutput]):
@@ -318,14 +338,14 @@ class Completions(Iterator[RequestOutput]):
         batch: Batch,
         changed: threading.Event,
         bridge: Bridge,
-        session: Session,
+        submit: SubmitNow,
         prompts: Iterable[Prompt],
         make_job: MakeJob,
     ) -> None:
         self._batch = batch
         self._changed = changed
         self._bridge = bridge
-        self._session = session
+        self._submit = submit
         self._rows = iter(prompts)
         self._make_job = make_job
 
@@ -337,7 +357,7 @@ class Completions(Iterator[RequestOutput]):
             self._changed.clear()
             while (row := self._batch.pull(self._rows)) is not None:
                 with self._batch.row(row[0]):
-                    self._batch.add(self._session.submit(self._make_job(*row).make()))
+                    self._batch.add(self._submit(self._make_job(*row)))
             output = self._batch.take()
             if output is not None:
                 return output
@@ -361,5 +381,5 @@ class Completions(Iterator[RequestOutput]):
 
 def _close_later(bridge: Bridge, batch: Batch) -> None:
     """Close a batch from a finalizer, which may run in any thread and inside of anything, so that it must not take a lock."""
-    if not batch.finished:
+    if not batch.finished and not batch.forked:
         bridge.post(batch.close)

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -530,7 +531,8 @@ def test_exception_in_a_step_reaches_everybody_with_its_cause(model: Path, overl
         queued = [stack.enter_context(llm.stream(SHORT, some())) for _ in range(5)]
         for stream in streams:
             next(iter(stream))
-        runner = engine_of(llm)._runner
+        engine = engine_of(llm)
+        runner = engine._runner
         if where == "launch":
             runner.launch = fail  # type: ignore[method-assign]
         else:
@@ -551,6 +553,14 @@ def test_exception_in_a_step_reaches_everybody_with_its_cause(model: Path, overl
             with pytest.raises(EngineDeadError) as error:
                 call()
             assert error.value.__cause__ is boom
+        # Each caller has an exception of its own: a shared one would gather all their tracebacks.
+        raised = []
+        for call in (engine.pause, engine.resume, engine.reset_prefix_cache):
+            with pytest.raises(EngineDeadError) as error:
+                call()
+            raised.append(error.value)
+            assert error.value.__cause__ is boom
+        assert len(set(map(id, raised))) == len({len(traceback.extract_tb(one.__traceback__)) for one in raised}) + 2 == 3
         llm.abort()
         del runner
     assert llm.state == "closed" and threading.active_count() < threads

@@ -41,6 +41,7 @@ from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless
 
 Test = Callable[[Lab], Awaitable[None]]
 MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+ENDLESS = SamplingParams(max_tokens=None, detokenize=False)  # with the model of this name a request never ends by itself
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 
 
@@ -204,6 +205,10 @@ async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
             {"request_id": 5},
             {"deadline": "soon"},
             {"deadline": math.nan},
+            {"deadline": math.inf},
+            {"deadline": 0},
+            {"deadline": -0.5},
+            {"deadline": 10**5000},
             {"priority": 1.5},
             {"cache_salt": 5},
         ):
@@ -514,7 +519,7 @@ async def test_deadline_ends_a_running_request_with_what_it_has(lab: Lab) -> Non
     async with AsyncLLM("m") as llm:
         out = await llm.generate("x", MANY, deadline=0.05)
         assert out.outputs[0].finish_reason == "deadline" and len(out.token_ids) > 0
-        assert (await llm.generate("x", MANY, deadline=-1)).outputs[0].finish_reason == "deadline"
+        assert (await llm.generate("x", MANY, deadline=1e-9)).outputs[0].finish_reason == "deadline"
 
 
 @both_loops
@@ -561,6 +566,64 @@ async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
         assert lab.engine.max_open == 3
         assert (await llm.generate("h", SamplingParams(), wait=False)).text == "h"
     assert {out.request_id: out.text for out in results} == {name: name for name in "abcdfg"} | {"e": ""}
+
+
+@both_loops
+async def test_full_queue_estimates_when_a_place_gets_free(lab: Lab) -> None:
+    """The mean duration of recent requests, by those in the engine, for each request in line and this one."""
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
+        mean = 1.0  # until there are requests to go by
+
+        async def expect(waiting: int, in_engine: int) -> None:
+            with pytest.raises(QueueFullError, match=f"in about {mean * (waiting + 1) / in_engine:.2g} s") as error:
+                await llm.generate("h", SamplingParams(), wait=False)
+            assert error.value.retry_after == pytest.approx(mean * (waiting + 1) / in_engine, rel=1e-9)
+
+        results: list[RequestOutput] = []
+        for count in range(1, 8):
+            await spawn(group, lambda: llm.generate("a", SamplingParams(max_tokens=1)), results)
+            await until(lambda count=count: len(lab.engine.submitted) == min(count, 3))  # type: ignore[misc]
+            if count >= 3:
+                await until(lambda count=count: len(llm._session._line) == count - 3)  # type: ignore[misc]
+                await expect(count - 3, 3)
+        lab.engine.step()
+        await until(lambda: len(results) == 1 and len(lab.engine.submitted) == 4)
+        mean += 0.1 * (results[0].timing.total - mean)
+        await expect(3, 3)
+        lab.engine.go()
+
+
+@both_loops
+async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) -> None:
+    """All were once ended within the call, with the lock held: 100,000 took 21 seconds."""
+    lab.held = True
+    for end in ("abort", "die", "aclose"):
+        results: list[Any] = []
+        llm = await AsyncLLM.create("m", max_num_seqs=1, max_queued_requests=1)
+        async with anyio.create_task_group() as group:
+            for _ in range(1000):
+                await spawn(group, lambda llm=llm: llm.generate("x", SamplingParams()), results)  # type: ignore[misc]
+            await until(lambda llm=llm: len(llm._session._line) == 998)  # type: ignore[misc]
+            if end == "abort":
+                llm.abort()
+                assert len(llm._session._visible) > 900
+            elif end == "die":
+                lab.engine.die(MemoryError("no more"))
+            else:
+                group.start_soon(llm.aclose)
+            most = 0
+            while len(results) < 1000:
+                before = len(results)
+                await anyio.lowlevel.checkpoint()
+                most = max(most, len(results) - before)
+            # A loop that is closed hears from a thread, at the thread's pace.
+            assert most <= 200 or end == "aclose"
+        if end == "die":
+            assert {type(error) for error in results} == {EngineDeadError} and len(set(map(id, results))) == 1000
+        else:
+            assert {out.outputs[0].finish_reason for out in results} == {"abort"}
+        await llm.aclose()
 
 
 @both_loops
@@ -933,6 +996,72 @@ async def test_paused_block_resumes_however_it_is_left(lab: Lab) -> None:
 
 
 @both_loops
+async def test_paused_blocks_may_overlap(lab: Lab) -> None:
+    """The first task to leave its block once resumed the engine inside of the other's."""
+    lab.model = endless
+    async with AsyncLLM("m") as llm, llm.stream("x", MANY) as stream:
+        for first in (0, 1):
+            blocks = [llm.paused(), llm.paused()]
+            for block in blocks:
+                await block.__aenter__()
+            await blocks[first].__aexit__(None, None, None)
+            await llm.reset_prefix_cache()
+            assert llm.state is Phase.PAUSED and lab.engine.paused
+            await blocks[1 - first].__aexit__(None, None, None)
+            await anext(stream)
+            assert llm.state is Phase.READY
+        # A call that others make does not open a block, and one made in it outlasts it.
+        async with llm.paused():
+            await llm.resume()
+            assert llm.state is Phase.PAUSED
+            await llm.pause()
+        assert llm.state is Phase.PAUSED
+        async with llm.paused():
+            pass
+        assert llm.state is Phase.PAUSED
+        await llm.resume()
+        assert llm.state is Phase.READY
+
+
+@both_loops
+async def test_paused_block_is_respected_by_pauses_that_want_requests_to_end(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group, llm.stream("x", MANY):
+        done: list[None] = []
+        async with llm.paused():
+            steps = lab.engine.steps
+            for _ in range(2):
+                await spawn(group, lambda: llm.pause("wait"), done)
+            with anyio.move_on_after(0.05) as scope:
+                async with llm.paused("wait"):
+                    pytest.fail("entered")
+            assert scope.cancelled_caught and llm.state is Phase.PAUSED
+            assert lab.engine.steps == steps and not done
+        await until(lambda: lab.engine.steps > steps)
+        assert llm.state is Phase.READY and not done
+        llm.abort()
+        await until(lambda: len(done) == 2)
+        assert llm.state is Phase.PAUSED
+
+
+@both_loops
+async def test_pause_that_is_cancelled_leaves_those_of_others(lab: Lab) -> None:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, llm.stream("x", MANY):
+        async with llm.paused("keep"):
+            with anyio.move_on_after(0.01) as scope:
+                await llm.pause("wait")
+            assert scope.cancelled_caught and llm.state is Phase.PAUSED
+        assert llm.state is Phase.READY
+        await llm.pause()
+        with anyio.move_on_after(0.01) as scope:
+            await llm.pause("wait")
+        assert scope.cancelled_caught and llm.state is Phase.PAUSED
+        await llm.resume()
+        assert llm.state is Phase.READY
+
+
+@both_loops
 async def test_pause_that_is_cancelled_is_undone(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, llm.stream("x", MANY):
@@ -952,7 +1081,7 @@ async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
         for end in (llm.resume, llm.aclose):
             pauses: list[Any] = []
             await spawn(group, functools.partial(llm.pause, "wait"), pauses)
-            await until(lambda: len(llm._session._pausing) == 1)
+            await until(lambda: len(llm._session._pauses) == 1)
             await end()
             await until(lambda pauses=pauses: len(pauses) == 1)  # type: ignore[misc]
             assert isinstance(pauses[0], EngineStateError)
@@ -1113,6 +1242,74 @@ async def test_close_completes_in_a_cancelled_scope(lab: Lab) -> None:
     assert scope.cancelled_caught and llm.state is Phase.CLOSED and not lab.engine.alive
 
 
+def test_close_completes_however_often_asyncio_itself_cancels_it(lab: Lab) -> None:
+    """The second ``task.cancel()`` once left the engine's thread to itself."""
+    proceed = threading.Event()
+
+    def slow(engine: FakeEngine) -> None:
+        end = engine._close
+        engine._close = lambda: (proceed.wait(30), end())[1]  # type: ignore[method-assign]
+
+    async def main() -> None:
+        lab.prepare = slow
+        llm = await AsyncLLM.create("m")
+
+        async def hold() -> None:
+            try:
+                await anyio.sleep(60)
+            finally:
+                await llm.aclose()
+
+        task = asyncio.create_task(hold())
+        await anyio.sleep(0.01)
+        for _ in range(4):
+            task.cancel()
+            await anyio.sleep(0.01)
+        assert not task.done() and llm.state is Phase.CLOSED
+        proceed.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not lab.engine.alive
+
+    asyncio.run(main())
+
+
+@both_loops
+async def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
+    lab.model = endless
+    llm: AsyncLLM | None = await AsyncLLM.create("m")
+    assert llm is not None
+    stream = llm.stream("x", ENDLESS)
+    await stream.__aenter__()
+    await anext(stream)
+    llm = None
+    gc.collect()
+    await anext(stream)  # what an engine has made keeps it alive
+    with pytest.warns(ResourceWarning, match="dropped") as warned:
+        del stream
+        gc.collect()
+    assert len(warned) == 2
+    await until(lambda: not lab.engine.alive)
+
+
+@both_loops
+async def test_stream_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
+    """Its request once ran to its own end, which an endless one never comes to."""
+    lab.model = endless
+    async with AsyncLLM("m") as llm:
+        stream = llm.stream("x", ENDLESS, request_id="lost")
+        await stream.__aenter__()
+        await anext(stream)
+        with pytest.warns(ResourceWarning, match="'lost' was dropped in its block"):
+            del stream
+            gc.collect()
+        await until(lambda: not lab.engine.sequences)
+        async with llm.stream("x", ENDLESS) as stream:
+            await anext(stream)
+        del stream
+        gc.collect()
+
+
 @both_loops
 async def test_two_engines_live_in_one_process(lab: Lab) -> None:
     async with AsyncLLM("one") as one, AsyncLLM("two") as two:
@@ -1205,22 +1402,28 @@ async def test_another_event_loop_is_refused(lab: Lab) -> None:
 
 @LOOPS
 def test_engine_survives_a_loop_that_ends_without_closing_it(backend: str, lab: Lab) -> None:
-    """The engine's thread must neither die nor generate for ever when its host's loop is gone; any loop may then close it."""
+    """The engine's thread must neither die nor generate for ever when its host's loop is gone; any loop may then close it.
+
+    A request that ends by itself would hide an engine that goes on.
+    """
     lab.model = endless
-    holder: list[AsyncLLM] = []
+    holder: list[Any] = []
 
     async def forget() -> None:
         llm = await AsyncLLM.create("m")
         holder.append(llm)
-        stream = llm.stream("x", MANY)
+        stream = llm.stream("x", ENDLESS)
         await stream.__aenter__()
         await anext(stream)
+        holder.append(stream)
 
     anyio.run(forget, backend=backend)
 
     async def wait_and_close() -> None:
-        await until(lambda: not lab.engine.sequences)
+        with anyio.fail_after(30):
+            await until(lambda: not lab.engine.sequences)
         assert lab.engine.alive
+        await holder[1].__aexit__(None, None, None)
         with pytest.raises(EngineStateError, match="another event loop"):
             await holder[0].generate("x")
         await holder[0].aclose()
@@ -1275,11 +1478,11 @@ async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
 # ---- states: every pair of state and method ----
 
 SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
-    "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=0),
+    "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
     "as_completed": lambda llm: llm.as_completed([]),
     "stream": lambda llm: llm.stream("x"),
-    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], deadline=0),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], deadline=1e-9),
     "chat_stream": lambda llm: llm.chat_stream([{"role": "user", "content": "x"}]),
     "score": lambda llm: llm.score("x", "y"),
     "pause": lambda llm: llm.pause(),

@@ -27,6 +27,7 @@ from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.fakes import POISON, FakeEngine, Lab, endless
 
 MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+ENDLESS = SamplingParams(max_tokens=None, detokenize=False)  # with the model of this name a request never ends by itself
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_deadlines_end_running_and_queued_requests(lab: Lab, pool: ThreadPoolExe
     with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
         futures = [pool.submit(llm.generate, "x", MANY) for _ in range(2)]
         until(lambda: len(lab.engine.submitted) == 2)
-        for deadline in (0.02, 0.01, 0):
+        for deadline in (0.02, 0.01, 1e-9):
             assert llm.generate("x", MANY, deadline=deadline).outputs[0].finish_reason == "deadline"
         with pytest.raises(QueueFullError):
             llm.generate("x", MANY, wait=False)
@@ -207,6 +208,31 @@ def test_deadlines_end_running_and_queued_requests(lab: Lab, pool: ThreadPoolExe
         assert {future.result(30).outputs[0].finish_reason for future in futures} == {"abort"}
         lab.engine.go()
         assert llm.generate("x", MANY, deadline=5).text == ""
+
+
+def test_deadline_far_away_holds_up_nothing(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    """One of 1e12 seconds, of a request in line, once ended the delivery thread: that request and all later ones hung."""
+    lab.held = True
+    with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
+        futures = [pool.submit(llm.generate, "x", SamplingParams(), deadline=deadline) for deadline in (1e12, 1e300, 1e12, 2e9)]
+        until(lambda: len(llm._session._line) == 2)
+        lab.engine.go()
+        assert [future.result(30).text for future in futures] == ["x"] * 4
+        assert llm.generate("y", SamplingParams()).text == "y"
+
+
+def test_paused_blocks_of_several_threads_overlap(lab: Lab) -> None:
+    with LLM("m") as llm:
+        first, second = llm.paused("wait"), llm.paused("abort")
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert llm.state is Phase.PAUSED
+        with pytest.raises(ZeroDivisionError), llm.paused():
+            raise ZeroDivisionError
+        assert llm.state is Phase.PAUSED
+        second.__exit__(None, None, None)
+        assert llm.state is Phase.READY
 
 
 def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
@@ -235,6 +261,20 @@ def test_close_from_another_thread_ends_open_requests(lab: Lab, pool: ThreadPool
     assert {out.outputs[0].finish_reason for out in outs} == {"abort"}
     with pytest.raises(EngineStateError, match="closed"):
         llm.generate("x")
+
+
+def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
+    lab.model = endless
+    before = threading.active_count()
+    rows = iter(LLM.create("m").as_completed([[5], [6]], SamplingParams(max_tokens=3)))
+    assert len(next(rows).token_ids) == 3  # what an engine has made keeps it alive
+    stream = LLM.create("m").stream("x", ENDLESS).__enter__()
+    next(stream)
+    with pytest.warns(ResourceWarning, match="dropped") as warned:
+        del rows, stream
+        gc.collect()
+    assert len(warned) == 3  # two engines and a stream
+    until(lambda: threading.active_count() == before)
 
 
 def test_dead_engine_fails_open_and_later_calls(lab: Lab, pool: ThreadPoolExecutor) -> None:

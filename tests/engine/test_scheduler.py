@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -800,6 +802,26 @@ def test_deadline_of_an_ended_request_does_not_touch_its_successor() -> None:
     assert h.scheduler.schedule(h.now) is not None and h.scheduler.pop_expired() == []
 
 
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    """They once stayed until their time, of every request that had one."""
+
+    class Name(str):
+        __slots__ = ("__weakref__",)
+
+    h = make()
+    scheduler, names = h.scheduler, []
+    for number in range(300):
+        name = Name(number)
+        names.append(weakref.ref(name))
+        scheduler.add(request(name, text(10), deadline=1e12 + number, max_tokens=5))
+        if number % 10:
+            scheduler.abort(name)
+        del name
+    gc.collect()
+    assert sum(name() is not None for name in names) <= 2 * 30 + 20
+    assert len(scheduler.expire(1e12 + 299)) == 30 and not scheduler.has_work()
+
+
 def test_deadlines_pass_without_a_step_too() -> None:
     h = make()
     h.add(request("a", text(10), deadline=1.0, max_tokens=5))
@@ -848,6 +870,23 @@ def test_runs_are_not_planned_behind_unchecked_guesses_when_somebody_wants_in() 
     h.add(request("b", text(20), max_tokens=60))
     assert not h.scheduler.foresees(2)
     h.drain()
+
+
+def test_runs_are_planned_behind_unchecked_guesses_while_what_waits_has_no_pages() -> None:
+    """Any waiting sequence once ended planning ahead, for as long as it waited."""
+    h = make(seqs=4, grow=16, room=4096, caching=False, drafts=2)
+    h.add(request("a", text(2500), max_tokens=60))
+    for _ in range(4):
+        h.step()
+    h.add(request("big", text(3000, 2), max_tokens=5))
+    h.add(request("small", text(20, 3), max_tokens=5))
+    while ("a", 0) not in h.ends:
+        assert h.scheduler.num_waiting == 2
+        assert h.scheduler.foresees(2)
+        h.step()
+    assert not h.scheduler.foresees(2)
+    h.drain()
+    assert list(h.ends) == [("a", 0), ("big", 0), ("small", 0)]
 
 
 def test_end_behind_unchecked_guesses_drops_what_was_planned_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from concurrent.futures import Future
 
@@ -83,6 +84,22 @@ def test_loop_bridge_runs_later_what_is_posted_for_later(backend: str, kind: typ
     anyio.run(main, backend=backend)
 
 
+@LOOPS
+def test_loop_bridge_that_is_closed_leaves_no_timer(backend: str, kind: type[LoopBridge]) -> None:
+    async def main() -> None:
+        bridge = current_loop()
+        before = anyio.get_running_tasks() if backend == "asyncio" else []
+        for seconds in (1e12, 1e300):
+            bridge.post_later(seconds, lambda: pytest.fail("ran"))
+        await anyio.sleep(0.01)
+        bridge.close()
+        bridge.close()
+        await anyio.sleep(0.01)
+        assert backend == "trio" or len(anyio.get_running_tasks()) == len(before)
+
+    anyio.run(main, backend=backend)
+
+
 def test_current_loop_needs_one() -> None:
     with pytest.raises(RuntimeError):
         current_loop()
@@ -108,3 +125,28 @@ def test_thread_bridge_runs_posts_and_timers_on_its_thread() -> None:
     assert seen == ["test-delivery", "sooner", "later"]
     assert bridge.is_gone and bridge.post(lambda: pytest.fail("ran")) is False
     assert threading.active_count() == before
+
+
+def test_thread_bridge_survives_timers_of_any_length_and_callbacks_that_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """A wait beyond ``threading.TIMEOUT_MAX``, and any exception, once ended the thread: later callbacks never ran."""
+    bridge, done, later = ThreadBridge("test-delivery"), threading.Event(), threading.Event()
+    for seconds in (1e12, 1e300, float("inf")):
+        bridge.post_later(seconds, lambda: pytest.fail("ran"))
+        bridge.post(lambda: None)
+
+    class Panic(BaseException):
+        pass
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with caplog.at_level(logging.ERROR, "dsv4lite"):
+        for error in (ZeroDivisionError("once"), Panic("twice")):
+            bridge.post(lambda error=error: fail(error))  # type: ignore[misc]
+            bridge.post_later(0.001, lambda error=error: fail(error))  # type: ignore[misc]
+        bridge.post_later(0.002, later.set)
+        bridge.post(done.set)
+        assert done.wait(30) and later.wait(30)
+    bridge.close()
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info].count("once") == 2
+    assert len(caplog.records) == 4

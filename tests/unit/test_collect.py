@@ -107,6 +107,22 @@ def test_collector_keeps_nothing_that_somebody_waits_for(params: SamplingParams,
     assert got.keep(update(100))
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bool) -> None:
+    """Drafts bring several tokens at once, and those behind the stop string have no log-probabilities either."""
+    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(1, 6)]
+    ids = [TOKENIZER.encode(letter)[0] for letter in "axbcd"]
+    got = collector(SamplingParams(stop=("b",), logprobs=1), streaming=streaming)
+    deltas = [got.push(update(*ids[:1], logprobs=tuple(entries[:1])), 11), got.push(update(*ids[1:], logprobs=tuple(entries[1:])), 12)]
+    out = got.output(13).outputs[0]
+    assert (out.text, out.token_ids, out.cumulative_logprob) == ("ax", tuple(ids[:3]), -6)
+    assert out.logprobs is not None and out.logprobs.sampled.tolist() == [-1, -2, -3]
+    assert out.logprobs.token_ids.tolist() == [[1], [2], [3]] and out.logprobs.ranks.tolist() == [1, 2, 3]
+    assert [None if d.logprobs is None else d.logprobs.sampled.tolist() for d in deltas] == (
+        [[-1], [-2, -3]] if streaming else [None, None]
+    )
+
+
 def test_collector_ignores_what_comes_after_the_end() -> None:
     got = collector(SamplingParams(stop=("b",)))
     ids = TOKENIZER.encode("ab")

@@ -1,0 +1,123 @@
+"""A host program that leaves its engines behind while they generate; see test_leaving.py.
+
+python leave.py end|exit|raise|interrupt ENGINE...      ends so, with engines of the kinds llm, async, process
+python leave.py drop ENGINE...                          forgets engines and streams, and ends when their threads have
+python leave.py fork ENGINE                             uses and drops the engine in a fork, and then in this process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import dsv4lite
+
+PROMPT = "def add(a, b):"
+LONG = dsv4lite.SamplingParams(max_tokens=4000, ignore_eos=True, temperature=0.0)
+kept: list[Any] = []
+
+
+def config(kind: str) -> dsv4lite.EngineConfig:
+    return dsv4lite.EngineConfig(
+        model=dsv4lite.tiny_model(),
+        device="cpu",
+        max_model_len=4096,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        executor="process" if kind == "process" else "thread",
+    )
+
+
+async def enter() -> None:
+    """Let a loop end with an open engine and an open stream."""
+    llm = await dsv4lite.AsyncLLM.create(config("async"))
+    stream = await llm.stream(PROMPT, LONG).__aenter__()
+    await anext(stream)
+    kept.extend((llm, stream))
+
+
+def leave_behind(kind: str, thread: bool = True) -> None:
+    """Start an engine of which a stream, and a thread, are reading."""
+    if kind == "async":
+        return asyncio.run(enter())
+    llm = dsv4lite.LLM.create(config(kind))
+    stream = llm.stream(PROMPT, LONG).__enter__()
+    next(stream)
+    if thread:
+        threading.Thread(target=llm.generate, args=(PROMPT, LONG), daemon=True).start()
+    return kept.extend((llm, stream))
+
+
+def drop(*kinds: str) -> None:
+    warnings.simplefilter("always", ResourceWarning)
+    for kind in kinds:
+        leave_behind(kind, thread=False)
+    kept.clear()
+    gc.collect()
+    while [thread for thread in threading.enumerate() if thread.name.startswith("dsv4lite-")]:
+        time.sleep(0.01)
+
+
+def refused(call: Any) -> None:
+    try:
+        call()
+    except dsv4lite.EngineStateError as error:
+        assert "fork" in str(error)
+    else:
+        raise AssertionError("a fork has no engine")
+
+
+def fork(kind: str) -> None:
+    llm = dsv4lite.LLM.create(config(kind))
+    short = dsv4lite.SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    expected = llm.generate(PROMPT, short).token_ids
+    stream = llm.stream(PROMPT, LONG).__enter__()
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a call that hangs ends the child with a status of its own
+        rows = llm.as_completed
+        for call in (
+            lambda: llm.generate(PROMPT, short), lambda: list(stream), stream.final, llm.pause, llm.resume, llm.stats,
+            lambda: rows([PROMPT]), lambda: llm.score("a", "b"), lambda: llm.paused().__enter__(),
+        ):  # fmt: skip
+            refused(call)
+        assert llm.state == "closed"
+        llm.abort()
+        stream.abort()
+        del stream, call, rows
+        llm.close()
+        del llm
+        gc.collect()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    stream.__exit__(None, None, None)
+    assert llm.generate(PROMPT, short).token_ids == expected
+    llm.close()
+
+
+def main(ending: str, *kinds: str) -> None:
+    if ending in ("drop", "fork"):
+        return {"drop": drop, "fork": fork}[ending](*kinds)
+    for kind in kinds:
+        leave_behind(kind)
+    if ending == "exit":
+        sys.exit(3)
+    if ending == "raise":
+        raise ZeroDivisionError
+    if ending == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    return None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program that is started in the background ignores it
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Programs that end, fork, or forget an engine while it generates."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import leave
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ran(*arguments: str) -> tuple[int, str]:
+    """Return the exit status of a program and what it wrote to standard error."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, leave.__file__, *arguments], capture_output=True, text=True, check=False, timeout=600, env=environment
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "kinds", "status", "last_line"),
+    [
+        ("end", ["llm"], 0, ""),
+        ("exit", ["llm", "async"], 3, ""),
+        ("raise", ["async"], 1, "ZeroDivisionError"),
+        ("interrupt", ["llm", "process"], -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_interpreter_that_ends_with_open_engines_keeps_its_exit_status(
+    ending: str, kinds: list[str], status: int, last_line: str
+) -> None:
+    """The engine's thread, inside torch while the interpreter finalized, once aborted the process: status 134."""
+    found, errors = ran(ending, *kinds)
+    assert (found, errors.strip().rpartition("\n")[2]) == (status, last_line), errors
+    assert not last_line or errors.startswith("Traceback")
+
+
+def test_engines_and_streams_that_are_dropped_end() -> None:
+    """They once generated to the end of each request, and the engines' threads and memory stayed for good."""
+    status, errors = ran("drop", "llm", "async", "process")
+    assert status == 0, errors
+    assert errors.count("ResourceWarning: an engine of") == 3 and errors.count("ResourceWarning: the stream of") == 3
+
+
+@pytest.mark.parametrize("kind", ["llm", "process"])
+def test_fork_of_the_process_has_no_engine_and_leaves_it_alone(kind: str) -> None:
+    """Calls in the fork once waited for ever for a thread that is not there."""
+    assert ran("fork", kind) == (0, "")
