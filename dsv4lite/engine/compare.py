@@ -24,8 +24,8 @@ BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
     **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "hc_enter_few", "swiglu_quantize", "latent_norms"), 2**-4),
-    **dict.fromkeys(("experts_forward", "moe_few", "moe_one", "fp8_weight_linear_quantize"), 2**-4),
-    **dict.fromkeys(("compress_step", "latent_entries"), 2**-3),
+    **dict.fromkeys(("experts_forward", "moe_few", "fp8_weight_linear_quantize"), 2**-4),
+    "compress_step": 2**-3,
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
 
@@ -57,11 +57,11 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
         return {"streams": tensors[0], "sums": tensors[1].sum(0)}
     if op == "route":
         return {"chosen": tensors[0], "weights": tensors[1]}
-    if op in ("moe_few", "moe_one"):
+    if op == "moe_few":
         return {"chosen": tensors[0], "sums": sum_experts_ref(result)}
     if op == "choose_paged":
         return {"chosen": _choices(tensors[0], *arguments[2:4])}
-    if op in ("latent_norms", "latent_entries"):
+    if op == "latent_norms":
         *query, fresh_TB = tensors
         fmt = next(a for a in arguments if isinstance(a, RowStore)).format
         rows, row_scales = fresh_TB.split([fmt.data_bytes, fmt.scale_bytes], -1)
@@ -95,7 +95,7 @@ def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     """Measure an op's outputs against those of its reference, if there is one."""
     if wanted is None:
         return tuple(_difference(op, name, tensor, None) for name, tensor in got.items())
-    if op in ("route", "moe_few", "moe_one"):  # of the rest, rows can only be compared where the experts are the same
+    if op in ("route", "moe_few"):  # of the rest, rows can only be compared where the experts are the same
         same_T = (got["chosen"] == wanted["chosen"]).all(-1)
         got, wanted = ({name: x if name == "chosen" else x[same_T] for name, x in named.items()} for named in (got, wanted))
     return tuple(_difference(op, name, tensor, wanted[name]) for name, tensor in got.items())
@@ -116,7 +116,7 @@ def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Diffe
 
 def _bad_numbers(op: str, x: Tensor) -> int:
     """Count numbers that are not finite, but for what accumulators hold where nothing has come yet: -inf."""
-    good = x < math.inf if op in ("compress", "compress_step", "latent_entries") else x.isfinite()
+    good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
     return int((~good).sum())
 
 

@@ -1,7 +1,7 @@
 """Kernels of ``compress.py``: a vector of C channels lies in rows of 64.
 
-With one token a sequence, one program does everything for it. Otherwise an entry that closes is made from its group's tokens of
-this step and what was carried from before; then programs of their own write what is carried.
+With one token a sequence, or few tokens in all, one program does everything for a sequence. Otherwise an entry that closes is made
+from its group's tokens of this step and what was carried from before; then programs of their own write what is carried.
 All pour tokens in the same order with the same operations, so how a prompt is cut changes no bit.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from dsv4lite.kernels.rows_triton import (
     hadamard_rows,
@@ -29,6 +30,7 @@ from dsv4lite.kernels.rows_triton import (
 )
 
 STAGES = 12  # how many tokens of a long group are read ahead, and one
+FEW_TOKENS = 16  # of a step, at most, in which one program takes all of a sequence's
 CARRY_ROWS = 2  # of 64 channels, in one program that writes what is carried
 _KV, _FP4_KEY, _FP8_KEY, _PLAIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -209,13 +211,16 @@ def _store_entry(
 
 
 @triton.jit
-def advance(
-    sequence, projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
+def _sequence_kernel(
+    projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
     num_copies, row_stride, page_stride, pages, eps,
     A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
     KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Take a sequence's tokens one after the other: store the entries that close, then what is carried, also before each draft."""
+    """One program per sequence takes its tokens one after the other, and stores the entries that close and what is carried."""
+    wait_for_predecessor()
+    let_successor_in()
+    sequence = tl.program_id(0)
     slot = tl.load(slots + sequence).to(tl.int64)
     length = tl.load(lens + sequence)
     position = tl.load(first + sequence)
@@ -252,20 +257,6 @@ def advance(
             guess = i + 1 + guesses - length
             if guess >= 0:
                 _store_carry(carry + guess * (A * 3 * WIDTH), at, mask, p, t, w, low_p, low_t, low_w, A, WIDTH)
-
-
-@triton.jit
-def _single_kernel(
-    projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
-    num_copies, row_stride, page_stride, pages, eps,
-    A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
-    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """One program per sequence."""
-    advance(
-        tl.program_id(0), projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
-        num_copies, row_stride, page_stride, pages, eps, A, RATIO, WIDTH, ROWS, PLACES, LOG, KIND, ROPE, GPU,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "pages"])
@@ -448,9 +439,10 @@ def compress_step_triton(
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.carry_S
     strides = (projected.stride(0), memory.stride(0), grow.stride(0), eps)
     places = (projected, ape, norm_weight, carry, memory, cos_T, sin_T)
-    if paging.singles:
+    if paging.singles or tokens <= FEW_TOKENS:
         runs = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S, grow)
-        _single_kernel[(tokens,)](*places, *runs, carry.shape[1], *strides, **entry, enable_fp_fusion=False)
+        entry |= {"enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
+        _sequence_kernel[(len(slots),)](*places, *runs, carry.shape[1], *strides, **entry)
         return
     of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens, carry.shape[1])
     grid = (triton.cdiv(tokens, ratio),)
@@ -497,7 +489,7 @@ def variants() -> list[Variant]:
         here = signature | {"memory": "*fp32" if kind == 3 else "*u8", "tokens": "i32"}
         alone = {name: kind for name, kind in here.items() if name not in ("positions", "sequences", "tokens")}
         alone, warps = alone | dict.fromkeys(("rows", "lens", "drafts"), "*i32"), _warps(width)
-        found.append(Variant(kernel=_single_kernel, signature=alone, constants=entry, num_warps=warps))
+        found.append(Variant(kernel=_sequence_kernel, signature=alone, constants=entry, num_warps=warps))
         entry = {**entry, "STAGES": min(STAGES, ratio + 1)}
         found.append(Variant(kernel=_entry_kernel, signature=here, constants=entry, num_warps=warps))
         shape |= {"ROWS": CARRY_ROWS, "STAGES": min(STAGES, ratio + 1)}

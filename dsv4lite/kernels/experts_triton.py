@@ -86,7 +86,7 @@ def _inputs(x, valid, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def tile_product(
+def _tile_product(
     x,
     valid,
     words,
@@ -161,18 +161,6 @@ def _quantize_last(
 
 
 @triton.jit
-def weighed_swiglu(both, mix, limit, ROWS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the columns of ``u``, bfloat16 [TILES * 32, rows], from those of gate and up, and each row's weight."""
-    # A thread has row bit 3 of a tile, gate or up, in its own registers.
-    gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
-    # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-    gate = tl.minimum(gate.to(tl.float32), limit)
-    up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
-    activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
-    return tl.reshape(activated, (TILES * 32, ROWS))
-
-
-@triton.jit
 def gate_up_tile(
     program,
     x,
@@ -219,7 +207,7 @@ def gate_up_tile(
         BYTES: tl.constexpr = 4096 if FP4 else 8192
         # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
         both = to_bf16(
-            tile_product(
+            _tile_product(
                 x + token[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
                 valid,
                 words,
@@ -237,7 +225,13 @@ def gate_up_tile(
             NATIVE,
         )
         mix = tl.load(weight + pair, mask=valid, other=0.0)
-        activated = weighed_swiglu(both, mix, limit, ROWS, TILES, NATIVE)
+        # A thread has row bit 3 of a tile, gate or up, in its own registers.
+        gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
+        # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+        gate = tl.minimum(gate.to(tl.float32), limit)
+        up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+        activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+        activated = tl.reshape(activated, (TILES * 32, ROWS))
         column = program * (TILES * 32) + tl.arange(0, TILES * 32)
         tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
         SHARERS: tl.constexpr = 4 // TILES
@@ -324,7 +318,7 @@ def down_tile(
             while counted < CHUNKS:
                 counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
         # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
-        out = tile_product(
+        out = _tile_product(
             u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
             valid,
             u_words + block * (CHUNKS * ROWS) + row,

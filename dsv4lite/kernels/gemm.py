@@ -3,7 +3,7 @@
 Library GEMMs pick their kernel, and so their order of summation, from the number of rows. With ``row_tile`` every product runs
 in tiles of exactly that many rows (the last one padded), so that a row's result is a function of the row alone. The kernels keep
 one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` the last two
-products of many rows are the library's on every device, and single rows and up to eight rows have kernels of their own.
+products of many rows are the library's on every device, and single rows have kernels of their own.
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
@@ -161,13 +161,11 @@ def fp8_weight_linear_quantize(
     """
     few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_BLOCK == 0
     if few and x_MGK.dtype == torch.bfloat16 and use_triton(x_MGK):
-        from dsv4lite.kernels import gemm_few_triton, gemm_row_triton
+        from dsv4lite.kernels.gemm_row_triton import groups_row, takes_groups
         from dsv4lite.kernels.gemm_triton import fp8_weight_linear_quantize_triton
 
-        if row_tile is None and gemm_row_triton.takes_groups(x_MGK, w_codes, w_scales):
-            return gemm_row_triton.groups_row(x_MGK, w_codes, w_scales)
-        if row_tile is None and gemm_few_triton.takes_groups(x_MGK, w_codes, w_scales):
-            return gemm_few_triton.groups_few(x_MGK, w_codes, w_scales)
+        if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
+            return groups_row(x_MGK, w_codes, w_scales)
         return fp8_weight_linear_quantize_triton(x_MGK, w_codes, w_scales)
     return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
 
@@ -226,13 +224,11 @@ def pair_linear(
         The product of quantized rows and weights in the dtype of ``x``, and the plain product in float32.
     """
     if use_triton(x_MK) and 0 < len(x_MK) <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16:
-        from dsv4lite.kernels import gemm_few_triton, gemm_row_triton
         from dsv4lite.kernels.gemm_pair_triton import pair_linear_triton
+        from dsv4lite.kernels.gemm_row_triton import pair_row, takes_pair
 
-        if row_tile is None and gemm_row_triton.takes_pair(x_MK, w_codes, w_scales, w_NK):
-            return gemm_row_triton.pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
-        if row_tile is None and gemm_few_triton.takes_pair(x_MK, w_codes, w_scales, w_NK):
-            return gemm_few_triton.pair_few(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
+        if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
+            return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
         return pair_linear_triton(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
     quantized = fp8_linear(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
     return quantized, float_linear(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]

@@ -56,7 +56,7 @@ def _columns_of(strip: Strip, inputs: int) -> int:
 
 
 @triton.jit
-def strip(
+def _strip(
     x, xs, w, ws, first, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, FP8_X: tl.constexpr,
     FP8_W: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _row_kernel(x, xs, w, ws, out, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS:
     wait_for_predecessor()
     first = tl.program_id(0).to(tl.int64) * OUTS
     # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
-    y = strip(x, xs, w, ws, first, K, OUTS, COLUMNS, True, True)
+    y = _strip(x, xs, w, ws, first, K, OUTS, COLUMNS, True, True)
     let_successor_in()
     if out.dtype.element_ty == tl.bfloat16:
         y = to_bf16(y, GPU)
@@ -98,12 +98,12 @@ def _row_pair_kernel(
     program = tl.program_id(0).to(tl.int64)
     if program < plain:
         first = program * OUTS
-        y = strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
+        y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
         let_successor_in()
         tl.store(out + first + tl.arange(0, OUTS), y)
     else:
         first = (program - plain) * OUTS
-        y = strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
+        y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         let_successor_in()
         tl.store(fp8_out + first + tl.arange(0, OUTS), to_bf16(y, GPU))
 
@@ -116,7 +116,7 @@ def _row_groups_kernel(
     wait_for_predecessor()
     first = tl.program_id(0).to(tl.int64) * OUTS
     # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
-    y = strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, False, True)
+    y = _strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, False, True)
     let_successor_in()
     tl.store(numbers + first + tl.arange(0, OUTS), y)
     tl.debug_barrier()  # all threads have written when one of them says so

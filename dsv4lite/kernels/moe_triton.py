@@ -12,7 +12,7 @@ from dsv4lite.kernels.dispatch import Variant
 
 
 @triton.jit
-def score(logit, GPU: tl.constexpr):
+def _score(logit, GPU: tl.constexpr):
     # Reference: scores = softplus(logits_TE).sqrt(), with the device library's functions, which torch uses, too.
     if GPU:
         tail = libdevice.log1p(libdevice.exp(-tl.abs(logit)))
@@ -56,27 +56,6 @@ def best_experts(
 
 
 @triton.jit
-def weigh_experts(
-    ids, picked, token, here, positions, route_scale, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """Return experts, weights made of their scores, and their places in the row, [TOKENS, TOP_TILE]; padding has no experts."""
-    at = tl.arange(0, ids.shape[1])
-    used = here[:, None] & (at < TOP_K)[None, :]
-    # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
-    other = ids[:, None, :]
-    before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
-    place = tl.sum(before.to(tl.int32), 2)
-    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
-    total = tl.where(here, _row_sums(tl.where(used, picked, 0.0)), 1.0)
-    weight = tl.div_rn(picked, tl.zeros_like(picked) + total[:, None]) * route_scale
-    if PADDED:
-        padding = (tl.load(positions + token, mask=here, other=0) < 0)[:, None]
-        ids = tl.where(padding, EXPERTS, ids)
-        weight = tl.where(padding, 0.0, weight)
-    return ids, weight, place
-
-
-@triton.jit
 def route_rows(
     token, here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
@@ -92,12 +71,24 @@ def route_rows(
     else:
         expert = tl.arange(0, BLOCK)[None, :]
         inside = expert < EXPERTS
-        selection = score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
+        selection = _score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
         if BIASED:
             selection += tl.load(bias + expert, mask=inside, other=0.0)
         ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
-    picked = score(tl.load(logits + ids, mask=used, other=0.0), GPU)
-    return weigh_experts(ids, picked, token, here, positions, route_scale, EXPERTS, TOP_K, PADDED)
+    picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+    at = tl.arange(0, ids.shape[1])
+    # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
+    other = ids[:, None, :]
+    before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
+    place = tl.sum(before.to(tl.int32), 2)
+    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
+    total = tl.where(here, _row_sums(tl.where(used, picked, 0.0)), 1.0)
+    weight = tl.div_rn(picked, tl.zeros_like(picked) + total[:, None]) * route_scale
+    if PADDED:
+        padding = (tl.load(positions + token, mask=here, other=0) < 0)[:, None]
+        ids = tl.where(padding, EXPERTS, ids)
+        weight = tl.where(padding, 0.0, weight)
+    return ids, weight, place
 
 
 @triton.jit

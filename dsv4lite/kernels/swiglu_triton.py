@@ -16,17 +16,6 @@ _GROUPS = 4  # of one program
 
 
 @triton.jit
-def swiglu_codes(gate, up, limit, NATIVE: tl.constexpr):
-    """Return the codes of groups [GROUPS, 128] of activated channels, and the float32 bits of their scales [GROUPS]."""
-    # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), GROUP)
-    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
-    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
-    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up, NATIVE).to(tl.float32)
-    bits = fp8_scale_bits(y)
-    return e4m3_bytes(fp8_scaled(y, bits), NATIVE), bits
-
-
-@triton.jit
 def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
     """Activate and quantize groups [GROUPS] of 128 channels of a token."""
     if ALIGNED:
@@ -37,8 +26,12 @@ def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: 
     row = h + token * 2 * width + column
     gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
-    quantized, bits = swiglu_codes(gate, up, limit, NATIVE)
-    tl.store(codes + token * width + column, quantized, mask=inside)
+    # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), GROUP)
+    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
+    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up, NATIVE).to(tl.float32)
+    bits = fp8_scale_bits(y)
+    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 
 

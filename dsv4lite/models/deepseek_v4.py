@@ -23,7 +23,6 @@ from dsv4lite.kernels.hc import HcWeights, hc_head_norm
 from dsv4lite.kernels.heads import head_norms
 from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
 from dsv4lite.kernels.latent import latent_norms
-from dsv4lite.kernels.latent_entries import latent_entries
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard
@@ -165,14 +164,8 @@ class Attention(nn.Module):
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, projected = self._enter(x_TD, rounded)
-        # Which numbers are rounded otherwise must not depend on how many tokens there are.
-        together = projected is not None and self.numerics.quantized and not self.numerics.deterministic
-        qr_scales: Tensor | None
-        if together and projected is not None:
-            qr_TR, qr_scales, fresh_TB = self._enter_together(latent, projected, angles, batch, cache)
-        else:
-            norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
-            qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
+        norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
+        qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
         chooses = self.kind == "csa" and batch.max_tokens > c.most_unselected
         heads, index_heads = (self.heads, c.head_dim), c.index_heads if chooses else 0
         query = self._queries(qr_TR, qr_scales, prod(heads) + index_heads * c.index_dim, x_TD.dtype)
@@ -183,13 +176,13 @@ class Attention(nn.Module):
         else:
             q_THC, iq_THC = head_norms(query, *heads, index_heads, c.index_dim, *angles, c.norm_eps, fp4=self.numerics.quantized)
         del query
-        if self.ratio and not together:
-            projected = self._compress_paged(x_TD, projected, batch, cache)
+        if self.ratio:
+            projected = self._compress_paged(x_TD, projected, batch, cache, chooses)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
             assert isinstance(cache.keys, RowStore) and projected is not None
             count = batch.max_tokens // self.ratio
-            weights = (projected[:, -c.index_heads :], cache.keys, paging, c.index_topk, count, self._index_scale)
+            weights = (projected, cache.keys, paging, c.index_topk, count, self._index_scale)
             selected_TK = choose_paged(iq_THC, *weights)
         return paged_attention(
             q_THC,
@@ -232,35 +225,22 @@ class Attention(nn.Module):
         rows = None if self.numerics.deterministic else columns
         return rounded_linear((qr_TR, qr_scales), self.wq_b, dtype, rows=rows)[:, :columns]
 
-    def _enter_together(
-        self, latent: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor], batch: PagedBatch, cache: LayerCache
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do ``latent_norms`` and ``_compress_paged`` at once, for few tokens."""
-        c, pool, window = self.config, self.compressor, cache.window
-        assert isinstance(window, RowStore) and isinstance(cache.entries, RowStore) and cache.carry is not None
-        latents = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps, window, batch.paging, c.window)
-        group = (projected, *batch.group_rope_T[self.ratio], self.ratio)
-        entries = (pool.ape, pool.norm, cache.carry, cache.entries)
-        if self.kind != "csa":
-            return latent_entries(*latents, *group, *entries)
-        key_pool = self.key_compressor
-        assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
-        return latent_entries(*latents, *group, *entries, key_pool.ape, key_pool.norm, cache.key_carry, cache.keys)
-
-    def _compress_paged(self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache) -> Tensor | None:
-        """Store the entries that close and the index keys of a csa layer; return what weights of index heads come from."""
+    def _compress_paged(
+        self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache, chooses: bool
+    ) -> Tensor | None:
+        """Store the entries that close and index keys; if the layer chooses, return what weights of index heads come from."""
         group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
         assert isinstance(cache.entries, RowStore) and cache.carry is not None
         if projected is None:
             projected = linear(x_TD, self.compress_in, torch.float32)
         width = self.compressor.columns
         self.compressor.step(projected[:, : 2 * width], cache.carry, cache.entries, *group)
-        if self.kind != "csa":
-            return None
-        assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
-        part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-        self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
-        return projected[:, -self.config.index_heads :].contiguous()  # nobody needs the rest of so many rows
+        if self.kind == "csa":
+            assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
+            part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
+            self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
+        # A copy, so that the rest of so many rows is not kept.
+        return projected[:, -self.config.index_heads :].contiguous() if chooses else None
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns

@@ -15,7 +15,6 @@ from dsv4lite.kernels.exchange import TokenRows
 from dsv4lite.kernels.experts import can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.moe import Copies, route, take_copies
 from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
-from dsv4lite.kernels.moe_one import Shared, moe_one, suits_one
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.kernels.wide_experts import wide_experts_forward
@@ -324,21 +323,14 @@ class MoE(nn.Module):
             copies=None if self.map is None else self.map.copies(counted=own == slice(None) or self.share.mesh.ep.rank == 0),
         )
         tiles = (experts.w13.tiles, experts.w2.tiles)
-        whole = self.share.leads and self.share.mesh.ep.size == 1 and self.map is None
-        if whole and shared.w13.scale is not None and suits_one(len(x_TD), shared.width):
-            both = Shared(shared.w13.weight, shared.w13.scale, shared.w2.weight, shared.w2.scale)
-            given = (x_TD, *rounded, self.gate.weight, router, both, *tiles, c.swiglu_limit, shared.w2.row_tile)
-            parts = moe_one(*given, held=held)
-            chosen_TK = parts.chosen_TK
-        elif suits_few(len(x_TD), c.experts_per_token):
-            h_TI, logits_TE = self._first(x_TD, rounded)
+        h_TI, logits_TE = self._first(x_TD, rounded)
+        if suits_few(len(x_TD), c.experts_per_token):
             down = (shared.w2.weight, shared.w2.scale)
             parts = moe_few(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, shared.w2.row_tile, held=held)
             chosen_TK = parts.chosen_TK
             if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
                 chosen_TK, _ = self._route(logits_TE, token_ids_T, positions_T)
         else:
-            h_TI, logits_TE = self._first(x_TD, rounded)
             shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
             chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
             slots_TK = held.own_slots(chosen_TK, experts.count)

@@ -13,7 +13,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.compress_triton import compress_step_triton, entry_sizes, memory_of, variants  # noqa: E402
+from dsv4lite.kernels.compress_triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of, variants  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -90,9 +90,10 @@ def assert_same_rows(ours: RowStore, theirs: RowStore) -> None:
         assert different <= 2e-3, different
 
 
+@pytest.mark.parametrize("more", [0, FEW_TOKENS], ids=["few", "many"])
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES)
-def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool) -> None:
-    turns = turns_of(ratio)
+def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, more: int) -> None:
+    turns = [(lens, padding if singles else padding + more, singles) for lens, padding, singles in turns_of(ratio)]
     tokens = max(sum(turn[0][i] for turn in turns) for i in range(3))
     ours, theirs = (Run(ratio, fmt, transformed, 3, tokens) for _ in range(2))
     for turn in turns:
@@ -109,7 +110,7 @@ def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool) -> 
 def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     total = 3 * ratio + 2
     whole, parts, singles = (Run(ratio, fmt, transformed, 1, total) for _ in range(3))
-    whole.step([total], 0, False)
+    whole.step([total], FEW_TOKENS, False)
     for length in (ratio - 1, 2, ratio, 1):
         parts.step([length], 1, False)
     parts.step([total - parts.starts[0]], 0, False)
@@ -120,16 +121,18 @@ def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> 
         assert torch.equal(other.store.memory, whole.store.memory)
 
 
+@pytest.mark.parametrize("paddings", [(1, 1, 1), (1, FEW_TOKENS, 1)], ids=["few", "both"])
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:2] + CASES[4:5])
-def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool) -> None:
-    """Whatever was drafted and rejected, accumulators and entries have the bits of single tokens."""
+def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool, paddings: tuple[int, ...]) -> None:
+    """Whatever was drafted and rejected, in steps of few tokens or many, all state has the bits of single tokens."""
     ours, singles, theirs = (Run(ratio, fmt, transformed, 3, 3 * ratio) for _ in range(3))
     for run in (ours, singles, theirs):
         run.step([ratio - 1, 2, 1], 0, False, reference=run is theirs)
-    for drafts, rejected in (([2, 1, 0], [1, 0, 0]), ([2, 2, 2], [0, 1, 2]), ([1, 0, 2], [1, 0, 0])):
+    guesses = (([2, 1, 0], [1, 0, 0]), ([2, 2, 2], [0, 1, 2]), ([1, 0, 2], [1, 0, 0]))
+    for (drafts, rejected), padding in zip(guesses, paddings, strict=True):
         lens = [count + 1 for count in drafts]
         for run in (ours, theirs):
-            run.step(lens, 1, False, reference=run is theirs, drafts=drafts)
+            run.step(lens, padding, False, reference=run is theirs, drafts=drafts)
         torch.testing.assert_close(ours.carry, theirs.carry, rtol=4e-6, atol=2e-6 * float(ours.projected.abs().max()))
         for run in (ours, theirs):
             run.take_back(rejected)
@@ -147,8 +150,8 @@ def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transforme
 def test_entries_of_many_sequences_close_side_by_side(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     ours, theirs = (Run(ratio, fmt, transformed, 5, ratio) for _ in range(2))
     for run, reference in ((ours, False), (theirs, True)):
-        run.step([ratio - 1] * 5, 0, False, reference=reference)
-        run.step([1] * 5, 1, False, reference=reference)
+        run.step([ratio - 1] * 5, FEW_TOKENS, False, reference=reference)
+        run.step([1] * 5, FEW_TOKENS, False, reference=reference)
     assert (ours.store.memory != theirs.store.memory).float().mean() <= 2e-3
     assert (ours.store.memory != 0xA5).any(-1).sum() == 5  # a page each
 

@@ -134,6 +134,13 @@ def test_fixed_orders_of_summation_do_without(monkeypatch: pytest.MonkeyPatch) -
     for got, fixed in ((16, pair_linear_triton), (None, pair_row)):
         both = zip(pair_linear(x, *rounded, w, ws, plain, got), fixed(x, *rounded, w, ws, plain), strict=True)  # type: ignore[operator]
         assert all(torch.equal(a, b) for a, b in both)
+    several = random(2, 256).bfloat16()
+    both = zip(
+        pair_linear(several, *quantize_fp8(several, 128), w, ws, plain),
+        pair_linear_triton(several, *quantize_fp8(several, 128), w, ws, plain),
+        strict=True,
+    )
+    assert all(torch.equal(a, b) for a, b in both)
     for tile, fixed in ((16, fp8_weight_linear_quantize_triton), (None, groups_row)):
         quantized = zip(fp8_weight_linear_quantize(grouped, g, gs, tile), fixed(grouped, g, gs), strict=True)  # type: ignore[operator]
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in quantized)

@@ -88,7 +88,7 @@ def summed(parts: ExpertSum) -> Tensor:
     return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, parts.shared_TD)
 
 
-@pytest.mark.parametrize(("tokens", "padding", "hashed"), [(1, 0, False), (7, 3, True), (16, 0, False)])
+@pytest.mark.parametrize(("tokens", "padding", "hashed"), [(1, 0, False), (1, 0, True), (7, 3, True), (16, 0, False)])
 @pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SIZES)
 def test_launches_have_the_bits_of_each_part_alone(
     count: int, hidden: int, width: int, top_k: int, tokens: int, padding: int, hashed: bool

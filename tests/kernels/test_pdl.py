@@ -51,11 +51,11 @@ def test_steps_of_few_tokens_are_launched_early() -> None:
     found = {name for module in MODULES for name, _ in launched_early(module)}
     assert found >= {
         "_enter_few_kernel",
-        "_latent_entries_kernel",
+        "_latent_kernel",
         "_fp8_kernel",
         "_attend_few_kernel",
         "_merge_kernel",
-        "_moe_one_kernel",
+        "_prepare_kernel",
     }
 
 
