@@ -19,6 +19,7 @@ Abort and deadline are not errors: they are finish reasons. Cancellation of the 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -182,3 +183,20 @@ def near_match(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _Shortener(reprlib.Repr):
+    """Prints any value, shortened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print integers of more than 4,300 digits."""
+        return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for an error's message, shortened. It never raises, whatever a caller gave."""
+    return _Shortener().repr(value)
