@@ -433,8 +433,9 @@ def _function(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     function: object = entry.get("function") if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _malformed(f"{where} has no 'function' with a 'name'", entry)
-    if not isinstance(function.get("parameters") or {}, Mapping):
-        raise _malformed(f"the parameters of {where} must be a JSON schema, not {shown(function['parameters'])}", entry)
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties") or {}, Mapping):
+        raise _malformed(f"the parameters of {where} must be the JSON schema of an object, not {shown(schema)}", entry)
     return function
 
 
