@@ -185,18 +185,14 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class _Shortener(reprlib.Repr):
-    """Prints any value, shortened."""
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for an error's message, shortened. It never raises, whatever a caller gave."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 100
-
-    def repr_int(self, x: int, level: int) -> str:
+    def integer(x: int, level: int) -> str:
         """Python refuses to print integers of more than 4,300 digits."""
         return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
 
-
-def shown(value: object) -> str:
-    """Return the ``repr`` of a value for an error's message, shortened. It never raises, whatever a caller gave."""
-    return _Shortener().repr(value)
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    short.repr_int = integer  # type: ignore[method-assign]
+    return short.repr(value)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -234,8 +234,8 @@ class AsyncLLM(Face):
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
             reasoning: How hard to think before the answer; ``"none"`` is not to.
-            allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By default
-                they are text, and a tool's result cannot close its own tag.
+            allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
+                default they are text, and a tool's result cannot close its own tag.
             request_id: As in ``generate``, like all that follow.
             priority: Smaller runs earlier.
             deadline: Seconds from now.
@@ -275,16 +275,17 @@ class AsyncLLM(Face):
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         self._check("chat_stream")
-        return AsyncStream(self._session, self._bridge, self._submit, self._chat_job(messages, params, options, tools, reasoning, allow_special))
+        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
+        return AsyncStream(self._session, self._bridge, self._submit, job)
 
     async def score(
         self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
     ) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens, as decoding with ``params`` records them.
 
-        With ``logprobs_mode="raw"``, and without ``params``, they are of the model's own distribution. With ``"processed"`` they are
-        of the one that ``params`` sample from: penalties, bias, masks, temperature and truncation included; a token that could not
-        have been sampled has -inf. With ``deterministic=True`` they equal those of decoding bit for bit.
+        With ``logprobs_mode="raw"``, and without ``params``, they are of the model's own distribution. With ``"processed"`` they
+        are of the one that ``params`` sample from: penalties, bias, masks, temperature and truncation included; a token that could
+        not have been sampled has -inf. With ``deterministic=True`` they equal those of decoding bit for bit.
 
         Args:
             prompt: What comes before; not scored, at least one token.
@@ -319,9 +320,10 @@ class AsyncLLM(Face):
         """
         self._check("score_batch")
         _check_prompts(pairs, (Iterable, AsyncIterable), "pairs")
+        rows: Any = pairs  # two prompts each
         jobs, signal = self._score_jobs(pairs, params, top_logprobs), Signal(self._bridge)
         batch = Batch(self._session, "raise", None, signal)
-        async with AsyncCompletions(batch, signal, self._bridge, self._submit, pairs, jobs) as outputs:
+        async with AsyncCompletions(batch, signal, self._bridge, self._submit, rows, jobs) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
 
@@ -561,9 +563,7 @@ class LLM(Face):
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         return Stream(self._session, self._chat_job(messages, params, options, tools, reasoning, allow_special))
 
-    def score(
-        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
-    ) -> Logprobs:
+    def score(self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens; see ``AsyncLLM.score``."""
         return _scores(self._wait(self._session.submit(self._score_job(prompt, completion, params, top_logprobs).make())))
 
@@ -573,9 +573,10 @@ class LLM(Face):
         """Score many pairs of prompt and completion; see ``AsyncLLM.score_batch``."""
         self._session.require("score_batch", *SERVING)
         _check_prompts(pairs, (Iterable,), "pairs")
+        rows: Any = pairs  # two prompts each
         jobs, changed = self._score_jobs(pairs, params, top_logprobs), threading.Event()
         batch = Batch(self._session, "raise", None, changed.set)
-        with Completions(batch, changed, self._bridge, self._session, pairs, jobs) as outputs:
+        with Completions(batch, changed, self._bridge, self._session, rows, jobs) as outputs:
             found = {output.index: _scores(output) for output in outputs}
         return [found[index] for index in sorted(found)]
 

@@ -55,9 +55,7 @@ def reference_workspace(model: V4Config, tokens: int, sequences: int, listed: in
     return tokens * per_token + rows + _sampling(model, sequences, listed)
 
 
-def paged_workspace(
-    model: V4Config, numerics: Numerics, *, tokens: int, sequences: int, longest: int, listed: int = 0
-) -> int:
+def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequences: int, longest: int, listed: int = 0) -> int:
     """Return the bytes that hold any step on paged state: ``SMALL_BLOCKS``, and the rest in one piece.
 
     Args:

@@ -8,8 +8,8 @@ The order in which a row's logits are processed:
     4. temperature    of sampled rows; greedy rows take the best token here
     5. min_p, top_k, top_p, each on what the one before has left
 
-``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3. ``score`` runs
-the same stages for tokens that are given.
+``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3. ``score``
+runs the same stages for tokens that are given.
 
 Some of this state lives on the device and follows the sampled ids without the host (output counts), so that a step can run before
 the host knows the previous token. The rest needs the token on the host (``accept``): grammars, bad words of several tokens, and a

@@ -174,16 +174,17 @@ class Face:
     def _score_jobs(self, pairs: object, params: BatchParams, top_logprobs: int) -> MakeJob:
         choose = _params_of_rows(pairs, params)
 
-        def job(index: int, pair: Any) -> Job:
-            if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
-                message = f"pair {index} must be (prompt, completion), not {shown(pair)}"
-                raise InvalidRequestError(message, parameter="pairs", value=pair)
-            return self._score_job(*pair, choose(index), top_logprobs, index)
+        def job(index: int, prompt: Any) -> Job:
+            if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or len(prompt) != 2:
+                message = f"pair {index} must be (prompt, completion), not {shown(prompt)}"
+                raise InvalidRequestError(message, parameter="pairs", value=prompt)
+            before, after = prompt
+            return self._score_job(before, after, choose(index), top_logprobs, index)
 
         return job
 
 
-def _params_of_rows(rows: object, params: BatchParams) -> Callable[[int], SamplingParams | None]:
+def _params_of_rows(rows: object, params: Any) -> Callable[[int], SamplingParams | None]:
     """Return what finds the settings of a row, given its number.
 
     Raises:
@@ -194,7 +195,7 @@ def _params_of_rows(rows: object, params: BatchParams) -> Callable[[int], Sampli
     if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
         message = f"params={shown(params)} must be SamplingParams, a sequence with one for each row, or None"
         raise InvalidRequestError(message, parameter="params", value=params)
-    each = tuple(params)
+    each: tuple[SamplingParams | None, ...] = tuple(params)
     if isinstance(rows, Sized) and len(rows) != len(each):
         message = f"params has {len(each)} entries for {len(rows)} prompts; give one for each, or one for all"
         raise InvalidRequestError(message, parameter="params", value=len(each))

@@ -149,7 +149,7 @@ def chat_job(
     Raises:
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed.
     """
-    if not isinstance(allow_special, bool):
+    if allow_special not in (True, False):
         message = f"allow_special={shown(allow_special)} must be True or False"
         raise InvalidRequestError(message, parameter="allow_special", value=allow_special)
     efforts, tokenizer = REFRESHED if facts.model_config.dspark else PREVIEW, facts.tokenizer

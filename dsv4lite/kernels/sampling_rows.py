@@ -170,7 +170,7 @@ def sample_rows(
         needs: What the rows ask for.
         run: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which behind a sequence's first
             row is the guess of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
-        given: int32 [R], tokens to score instead of sampled ones, which are neither drawn, counted nor remembered: leave ``DRAWS`` and
+        given: int32 [R], tokens to score instead of sampled ones. Nothing is drawn, counted or remembered: leave ``DRAWS`` and
             ``NUCLEI`` out of ``needs``. The score of a row that failed is NaN.
 
     Returns:

@@ -230,9 +230,7 @@ class _Turn:
             yield from block.parts
 
 
-def _turns(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, escape_results: bool
-) -> list[_Turn]:
+def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, escape_results: bool) -> list[_Turn]:
     """Check the messages and merge neighbouring user and tool messages into turns."""
     if not _is_list(messages):
         raise _malformed(f"messages must be a list of messages, not {type(messages).__name__}", messages)

@@ -94,8 +94,8 @@ def test_limits_of_a_request_are_settings(tmp_path: Path) -> None:
     with opened(folder, max_completions=2, max_logprobs=3) as llm:
         out = llm.generate(PROMPT, SamplingParams(n=2, max_tokens=2, logprobs=3, prompt_logprobs=3))
         assert len(out.outputs) == 2
-        for params, setting in (({"n": 3}, "max_completions"), ({"logprobs": 4}, "max_logprobs"), ({"prompt_logprobs": 4}, "max_lo")):
-            with pytest.raises(InvalidRequestError, match=setting):
+        for params in ({"n": 3}, {"logprobs": 4}, {"prompt_logprobs": 4}):
+            with pytest.raises(InvalidRequestError, match="max_completions" if "n" in params else "max_logprobs"):
                 llm.generate(PROMPT, SamplingParams(max_tokens=2, **params))  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="max_logprobs"):
             llm.score(PROMPT, PROMPT, top_logprobs=4)

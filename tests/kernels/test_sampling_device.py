@@ -218,9 +218,7 @@ def test_scores_of_given_tokens_are_those_of_sampling(settings: dict[str, object
 def test_score_of_a_row_that_failed_is_nan() -> None:
     engine = Engine(one={})
     params = SamplingParams(logprobs=0, logprobs_mode="processed")
-    request = Request(
-        request_id="given", prompt_token_ids=(*PROMPT, 8, 9), params=params, score_from=len(PROMPT), generate=False
-    )
+    request = Request(request_id="given", prompt_token_ids=(*PROMPT, 8, 9), params=params, score_from=len(PROMPT), generate=False)
     engine.samplers[0].add(9, request, 0)
     engine.device.add(9)
     rows = normal(2, seed=1)

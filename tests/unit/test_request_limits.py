@@ -43,9 +43,7 @@ def test_seed_has_64_bits() -> None:
             SamplingParams(seed=seed)
 
 
-@pytest.mark.parametrize(
-    "name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-)
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_numbers_beyond_floats_are_invalid(name: str) -> None:
     """``math.isfinite`` raises OverflowError for such an integer."""
     with pytest.raises(InvalidRequestError, match=f"{name}=<an integer of 1329 bits>"):
@@ -88,8 +86,10 @@ def test_settings_are_copies() -> None:
     before = pickle.loads(pickle.dumps(params))
     for value in given.values():
         value.clear()
-    assert params == before == SamplingParams(
-        stop=("x",), stop_token_ids=(3,), bad_words_ids=((4, 5),), logit_bias={6: 1.0}, allowed_token_ids=(6, 7)
+    assert (
+        params
+        == before
+        == SamplingParams(stop=("x",), stop_token_ids=(3,), bad_words_ids=((4, 5),), logit_bias={6: 1.0}, allowed_token_ids=(6, 7))
     )
     assert hash(params) == hash(before) and params.replace(n=2).logit_bias == {6: 1.0}
     with pytest.raises(TypeError):
