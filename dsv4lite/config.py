@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import pickletools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from dsv4lite.errors import ConfigError, UnsupportedError, near_match
+from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
 from dsv4lite.speculation import Drafter, check_speculative
 
@@ -63,13 +65,24 @@ def local_rank() -> int | None:
     return int(told) if told.isdecimal() else None
 
 
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+_SIZES: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_completions"), (1, _INT32_MAX)),
+    **dict.fromkeys(("max_model_len", "rebalance_steps"), (1, _INT32_MAX)),
+    **dict.fromkeys(("max_logprobs", "redundant_experts"), (0, _INT32_MAX)),
+    "kv_cache_memory_bytes": (1, _INT64_MAX),
+    "prefix_checkpoint_tokens": (256, _INT32_MAX),
+    "seed": (-(2**63), 2**64 - 1),
+    **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), (1, _INT32_MAX)),
+}
+"""The least and the largest value of every setting that is an integer."""
+_OPTIONAL_SIZES = ("max_model_len", "kv_cache_memory_bytes", "redundant_experts")
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (bool,), "True or False") for name in ("enable_prefix_caching", "deterministic")),
     *(
         (name, (str, os.PathLike, type(None)), "a string or None")
         for name in ("revision", "tokenizer", "compile_cache_dir", "dump_dir")
     ),
-    *((name, (int,), "an integer") for name in ("seed", "prefix_checkpoint_tokens")),
     ("device", (str,), "a string such as 'auto', 'cpu' or 'cuda:0'"),
     ("gpu_memory_utilization", (int, float), "a number"),
     ("hf_overrides", (Mapping,), "a mapping"),
@@ -94,6 +107,8 @@ class EngineConfig:
         gpu_memory_utilization: Fraction of the device's memory that weights and state may take together.
         kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On CPU the default is 1 GiB.
         max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.
+        max_completions: Most completions of one request (``n``).
+        max_logprobs: Most best tokens that a request may list at each position (``logprobs``, ``prompt_logprobs``).
         enable_prefix_caching: Share the state of equal prompt prefixes.
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
         speculative: Who guesses tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
@@ -138,6 +153,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     max_queued_requests: int = 10_000
+    max_completions: int = 1024
+    max_logprobs: int = 64
     enable_prefix_caching: bool = True
     prefix_checkpoint_tokens: int = 2048
     speculative: Speculative = None
@@ -164,7 +181,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
-            raise ConfigError(f"model={self.model!r} must be a folder or a hub id")
+            raise ConfigError(f"model={shown(self.model)} must be a folder or a hub id")
         object.__setattr__(self, "model", str(self.model))
         for name, options in (
             ("dtype", ("auto", "float32", "bfloat16")),
@@ -175,39 +192,42 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value not in options:
-                raise ConfigError(f"{name}={value!r} must be one of {options}{near_match(str(value), options)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
-        self._check_ranks()
-        for name in ("max_model_len", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1, or None")
+                hint = near_match(value, options) if isinstance(value, str) else ""
+                raise ConfigError(f"{name}={shown(value)} must be one of {options}{hint}")
         for name, kinds, rule in _KINDS:
-            if not isinstance(getattr(self, name), kinds):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise ConfigError(f"{name}={shown(value)} must be {rule}")
+        for name in ("model", "revision", "tokenizer", "compile_cache_dir", "dump_dir", "device"):
+            if "\0" in str(getattr(self, name)):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} contains a NUL character")
+        for name, (least, most) in _SIZES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_SIZES:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                optional = ", or None" if name in _OPTIONAL_SIZES else ""
+                limit = f"of at least {least}" if isinstance(value, int) and value < least else f"from {least} to {most}"
+                raise ConfigError(f"{name}={shown(value)} must be an integer {limit}{optional}")
+        self._check_ranks()
+        object.__setattr__(self, "hf_overrides", copy.deepcopy(dict(self.hf_overrides)))
         if not (self.progress is True or self.progress is False or callable(self.progress)):
-            raise ConfigError(f"progress={self.progress!r} must be True, False or a callable")
+            raise ConfigError(f"progress={shown(self.progress)} must be True, False or a callable")
         check_speculative(self.speculative)
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
-        if self.prefix_checkpoint_tokens < 256 or self.prefix_checkpoint_tokens % 256:
+            raise ConfigError(f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be in (0, 1]")
+        if self.prefix_checkpoint_tokens % 256:
             raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
 
     def _check_ranks(self) -> None:
-        for name, least in (("redundant_experts", 0), ("rebalance_steps", 1)):
-            value = getattr(self, name)
-            if (value is not None or least) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
         if self.redundant_experts is not None and self.layout.ep == 1:
             raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
         self._check_dispatcher()
         for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= threading.TIMEOUT_MAX:
+                most = int(threading.TIMEOUT_MAX)
+                raise ConfigError(f"{name}={shown(value)} must be a positive number of seconds, at most {most}")
         layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
         if len(given) == 2:
             raise ConfigError("device_mesh and process_group are two ways to name the host's ranks; give one of them")
@@ -269,8 +289,11 @@ class EngineConfig:
         Raises:
             ConfigError: For an unknown key, with a near match, or a value out of range.
         """
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"settings={shown(settings)} must be a mapping")
         names = [f.name for f in fields(cls)]
         for key in settings:
             if key not in names:
-                raise ConfigError(f"unknown engine setting {key!r}{near_match(key, names)}")
+                hint = near_match(key, names) if isinstance(key, str) else ""
+                raise ConfigError(f"unknown engine setting {shown(key)}{hint}")
         return cls(**settings)

@@ -19,9 +19,9 @@ Abort and deadline are not errors: they are finish reasons. Cancellation of the 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -191,16 +191,15 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class _Short(Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 4, 100, 100
-        self.maxlist = self.maxtuple = self.maxdict = 8
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for an error's message, shortened. It never raises, whatever a caller gave."""
 
-    def repr_int(self, x: int, level: int) -> str:
+    def integer(x: int, level: int) -> str:
+        """Python refuses to print integers of more than 4,300 digits."""
         return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
 
-
-def shown(value: object) -> str:
-    """Return the ``repr`` of any value for a message, shortened."""
-    return _Short().repr(value)
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 4, 100, 100
+    short.maxlist = short.maxtuple = short.maxdict = 8
+    short.repr_int = integer  # type: ignore[method-assign]
+    return short.repr(value)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -23,25 +23,22 @@ from dsv4lite.face.common import BatchParams, EngineSettings, Face, Model
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool
 from dsv4lite.face.session import SERVING, PauseMode, Ticket
 from dsv4lite.face.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
-from dsv4lite.request import Logprobs, Phase, Prompt, Request, RequestOutput, SamplingParams
+from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 
 
-def _scores(request: Request, output: RequestOutput) -> Logprobs:
+def _scores(output: RequestOutput) -> Logprobs:
     """Return the log-probabilities of a scored completion; one that was aborted has too few."""
-    logprobs = value_of(output).prompt_logprobs
-    assert request.score_from is not None
-    wanted = len(request.prompt_token_ids) - request.score_from
-    known = 0 if logprobs is None else len(logprobs)
-    if logprobs is None or known < wanted:
-        reason = output.outputs[0].finish_reason
-        raise RequestFailedError(f"scoring ended after {known} of {wanted} tokens: {reason}", output=output)
+    logprobs, reason = value_of(output).prompt_logprobs, output.outputs[0].finish_reason
+    if logprobs is None or reason != "stop":
+        known = 0 if logprobs is None else len(logprobs)
+        raise RequestFailedError(f"scoring ended after {known} tokens: {reason}", output=output)
     return logprobs
 
 
-def _check_prompts(prompts: object, kinds: tuple[type, ...]) -> None:
+def _check_prompts(prompts: object, kinds: tuple[type, ...], name: str = "prompts") -> None:
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, kinds):
-        message = f"prompts must be an iterable of prompts, not {type(prompts).__name__}; put a single prompt into a list"
-        raise InvalidRequestError(message, parameter="prompts", value=prompts)
+        message = f"{name} must be an iterable of {name}, not {type(prompts).__name__}; put a single one into a list"
+        raise InvalidRequestError(message, parameter=name, value=prompts)
 
 
 # ---------------------------------------------------------------------------------------------------------- for event loops
@@ -233,6 +230,7 @@ class AsyncLLM(Face):
         *,
         tools: Sequence[Tool] | None = None,
         reasoning: Reasoning = "none",
+        allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -246,6 +244,8 @@ class AsyncLLM(Face):
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
             reasoning: How hard to think before the answer; ``"none"`` is not to.
+            allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
+                default they are text, and a tool's result cannot close its own tag.
             request_id: As in ``generate``, like all that follow.
             priority: Smaller runs earlier.
             deadline: Seconds from now.
@@ -260,7 +260,7 @@ class AsyncLLM(Face):
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         self._check("chat")
-        return await self._run(self._chat_job(messages, params, options, tools, reasoning))
+        return await self._run(self._chat_job(messages, params, options, tools, reasoning, allow_special))
 
     def chat_stream(
         self,
@@ -269,6 +269,7 @@ class AsyncLLM(Face):
         *,
         tools: Sequence[Tool] | None = None,
         reasoning: Reasoning = "none",
+        allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -284,23 +285,57 @@ class AsyncLLM(Face):
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         self._check("chat_stream")
-        return AsyncStream(self._session, self._bridge, self._submit, self._chat_job(messages, params, options, tools, reasoning))
+        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
+        return AsyncStream(self._session, self._bridge, self._submit, job)
 
-    async def score(self, prompt: Prompt, completion: Prompt, *, top_logprobs: int = 0) -> Logprobs:
-        """Return the log-probabilities of a given completion's tokens, by the model's own distribution.
+    async def score(
+        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
+    ) -> Logprobs:
+        """Return the log-probabilities of a given completion's tokens, as decoding with ``params`` records them.
+
+        With ``logprobs_mode="raw"``, and without ``params``, they are of the model's own distribution. With ``"processed"`` they
+        are of the one that ``params`` sample from: penalties, bias, masks, temperature and truncation included; a token that could
+        not have been sampled has -inf. With ``deterministic=True`` they equal those of decoding bit for bit.
 
         Args:
             prompt: What comes before; not scored, at least one token.
             completion: Text or token ids. Text is encoded on its own, without regard to the prompt's last characters.
-            top_logprobs: Also return that many best tokens at each position.
+            params: Those that the completion was sampled with; what does not concern log-probabilities is ignored.
+            top_logprobs: Also return that many best tokens at each position, and at least ``params.logprobs``.
 
         Raises:
             InvalidRequestError: One of the two is empty or malformed, or they do not fit.
+            UnsupportedError: ``params`` want processed values under ``structured_outputs``.
             RequestFailedError: The request failed or was aborted.
         """
         self._check("score")
-        ticket = await self._submit(self._score_job(prompt, completion, top_logprobs))
-        return _scores(ticket.request, await self._wait(ticket))
+        return _scores(await self._wait(await self._submit(self._score_job(prompt, completion, params, top_logprobs))))
+
+    async def score_batch(
+        self,
+        pairs: Iterable[tuple[Prompt, Prompt]] | AsyncIterable[tuple[Prompt, Prompt]],
+        params: BatchParams = None,
+        *,
+        top_logprobs: int = 0,
+    ) -> list[Logprobs]:
+        """Score many pairs of prompt and completion; see ``score``. The first that fails is raised, and the rest aborted.
+
+        Args:
+            pairs: Any iterable, asynchronous or not; see ``as_completed``.
+            params: One for all pairs, or a sequence with one for each.
+            top_logprobs: As in ``score``.
+
+        Returns:
+            One for each pair, in order.
+        """
+        self._check("score_batch")
+        _check_prompts(pairs, (Iterable, AsyncIterable), "pairs")
+        rows: Any = pairs  # two prompts each
+        jobs, signal = self._score_jobs(pairs, params, top_logprobs), Signal(self._bridge)
+        batch = Batch(self._session, "raise", None, signal)
+        async with AsyncCompletions(batch, signal, self._bridge, self._submit, rows, jobs) as outputs:
+            found = {output.index: _scores(output) async for output in outputs}
+        return [found[index] for index in sorted(found)]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generating; requests that come meanwhile queue. Returns once the engine stands still, at once if it does already.
@@ -510,6 +545,7 @@ class LLM(Face):
         *,
         tools: Sequence[Tool] | None = None,
         reasoning: Reasoning = "none",
+        allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -518,7 +554,7 @@ class LLM(Face):
     ) -> RequestOutput:
         """Write the assistant's next turn of a conversation; see ``AsyncLLM.chat``."""
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return self._run(self._chat_job(messages, params, options, tools, reasoning))
+        return self._run(self._chat_job(messages, params, options, tools, reasoning, allow_special))
 
     def chat_stream(
         self,
@@ -527,6 +563,7 @@ class LLM(Face):
         *,
         tools: Sequence[Tool] | None = None,
         reasoning: Reasoning = "none",
+        allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -535,12 +572,25 @@ class LLM(Face):
     ) -> Stream:
         """Write the assistant's next turn and read it as it is made; see ``AsyncLLM.chat_stream``."""
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return Stream(self._session, self._submit, self._chat_job(messages, params, options, tools, reasoning))
+        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
+        return Stream(self._session, self._submit, job)
 
-    def score(self, prompt: Prompt, completion: Prompt, *, top_logprobs: int = 0) -> Logprobs:
+    def score(self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens; see ``AsyncLLM.score``."""
-        ticket = self._submit(self._score_job(prompt, completion, top_logprobs))
-        return _scores(ticket.request, self._wait(ticket))
+        return _scores(self._wait(self._submit(self._score_job(prompt, completion, params, top_logprobs))))
+
+    def score_batch(
+        self, pairs: Iterable[tuple[Prompt, Prompt]], params: BatchParams = None, *, top_logprobs: int = 0
+    ) -> list[Logprobs]:
+        """Score many pairs of prompt and completion; see ``AsyncLLM.score_batch``."""
+        self._session.require("score_batch", *SERVING)
+        _check_prompts(pairs, (Iterable,), "pairs")
+        rows: Any = pairs  # two prompts each
+        jobs, changed = self._score_jobs(pairs, params, top_logprobs), threading.Event()
+        batch = Batch(self._session, "raise", None, changed.set)
+        with Completions(batch, changed, self._bridge, self._submit, rows, jobs) as outputs:
+            found = {output.index: _scores(output) for output in outputs}
+        return [found[index] for index in sorted(found)]
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generating; requests that other threads bring meanwhile queue. See ``AsyncLLM.pause``."""

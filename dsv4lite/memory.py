@@ -207,9 +207,10 @@ def _working(
     """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each guess."""
     tokens, sequences, local = config.max_num_batched_tokens, config.max_num_seqs, share.local(model)
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
-    workspace, graphs = reference_workspace(local, tokens, sampled), 0
+    listed = config.max_logprobs
+    workspace, graphs = reference_workspace(local, tokens, sampled, listed), 0
     if numerics.paged:
-        workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest)
+        workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest, listed=listed)
         graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
     if numerics.paged and drafting.max_drafts:
         graphs += drafting_bytes(local, numerics, sequences=sequences, rows=sampled, own=drafting.own is not None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match
+from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
 
 if TYPE_CHECKING:
     import torch
@@ -21,23 +21,76 @@ LogprobsMode = Literal["raw", "processed"]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 
 
+INT32_MAX = 2**31 - 1
+SEED_RANGE = (-(2**63), 2**64 - 1)
+
+
 def _require(ok: bool, parameter: str, value: object, rule: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{parameter}={value!r}: {rule}", parameter=parameter, value=value)
+        raise InvalidRequestError(f"{parameter}={shown(value)}: {rule}", parameter=parameter, value=value)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_count(value: object, least: int = 0) -> bool:
+    """Whether a value is an integer that int32 holds, and at least ``least``. Token ids are counts, too."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= INT32_MAX
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number that a float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return False
+
+
+def is_unicode(value: str) -> bool:
+    """Whether a string can be encoded: it has no lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
     good = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     _require(good, parameter, value, "must be a sequence")
     return tuple(value)  # type: ignore[arg-type]  # checked one line before
+
+
+class LogitBias(Mapping[int, float]):
+    """The caller's ``logit_bias``, checked and copied: it can be pickled and hashed, and never changes."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, given: object) -> None:
+        _require(isinstance(given, Mapping), "logit_bias", given, "must map token ids to numbers")
+        entries = dict(given)  # type: ignore[call-overload]  # checked one line before
+        for token, bias in entries.items():
+            _require(_is_count(token), "logit_bias", token, f"keys must be token ids, at most {INT32_MAX}")
+            _require(is_number(bias), "logit_bias", bias, f"the bias of token {token} must be a finite number")
+        self._entries: dict[int, float] = entries
+
+    def __getitem__(self, token: int) -> float:
+        return self._entries[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
 
 
 def _as_structured(value: object) -> StructuredOutputs:
@@ -57,7 +110,8 @@ class SamplingParams:
     token or the context limit. ``None`` in place of a ``SamplingParams`` means the checkpoint's ``generation_config.json``.
 
     Attributes:
-        n: Completions per prompt; they share the prompt's KV and differ in their random draws.
+        n: Completions per prompt; they share the prompt's KV and differ in their random draws. At most the engine's
+            ``max_completions``.
         max_tokens: Most tokens to generate; ``None`` runs to ``max_model_len``.
         min_tokens: End-of-sequence and ``stop_token_ids`` are not sampled before that many tokens.
         temperature: 0 is greedy.
@@ -67,7 +121,7 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of every token generated so far, in [-2, 2].
         frequency_penalty: The same, times the number of occurrences, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, > 0.
-        seed: Makes the draws repeatable: they depend on (seed, completion index, position) alone.
+        seed: Makes the draws repeatable: they depend on (seed, completion index, position) alone. From -2**63 to 2**64 - 1.
         stop: Strings that end the completion; they may span token borders.
         stop_token_ids: Token ids that end it, besides end-of-sequence.
         include_stop_str_in_output: Keep the matched stop string in the text.
@@ -75,8 +129,9 @@ class SamplingParams:
         bad_words_ids: Token sequences that must not be generated.
         logit_bias: Added to logits, by token id.
         allowed_token_ids: Only these may be sampled.
-        logprobs: Return log-probabilities of the sampled token and of this many best tokens; 0 for the sampled one only.
-        prompt_logprobs: The same for the prompt's tokens.
+        logprobs: Return log-probabilities of the sampled token and of this many best tokens; 0 for the sampled one only. At most
+            the engine's ``max_logprobs``.
+        prompt_logprobs: The same for the prompt's tokens, which nothing has sampled: always of the model's own distribution.
         logprobs_mode: ``raw``: the model's distribution; ``processed``: the one that was sampled from.
         structured_outputs: Constrain the text to a JSON schema, a regex, a choice or a grammar.
         thinking_budget: Most tokens inside ``<think>``; then ``</think>`` is forced.
@@ -121,6 +176,8 @@ class SamplingParams:
         put(self, "bad_words_ids", tuple(_as_tuple("bad_words_ids", word) for word in self.bad_words_ids))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", LogitBias(self.logit_bias))
         if self.structured_outputs is not None:
             put(self, "structured_outputs", _as_structured(self.structured_outputs))
         for name in ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "detokenize", "skip_special_tokens"):
@@ -130,15 +187,15 @@ class SamplingParams:
         self._check_tokens()
 
     def _check_lengths(self) -> None:
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "must be an integer of at least 1")
-        _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
+        _require(_is_count(self.n, 1), "n", self.n, f"must be an integer from 1 to {INT32_MAX}")
+        _require(_is_count(self.min_tokens), "min_tokens", self.min_tokens, f"must be an integer from 0 to {INT32_MAX}")
         if self.max_tokens is not None:
-            good = _is_int(self.max_tokens) and self.max_tokens >= 1
-            _require(good, "max_tokens", self.max_tokens, "must be at least 1, or None")
+            rule = f"must be an integer from 1 to {INT32_MAX}, or None"
+            _require(_is_count(self.max_tokens, 1), "max_tokens", self.max_tokens, rule)
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
             value = getattr(self, name)
-            _require(value is None or (_is_int(value) and value >= 0), name, value, "must be an integer of at least 0, or None")
+            _require(value is None or _is_count(value), name, value, f"must be an integer from 0 to {INT32_MAX}, or None")
         _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode", self.logprobs_mode, "must be 'raw' or 'processed'")
         _require(self.detokenize or not self.stop, "stop", self.stop, "stop strings need detokenize=True")
         _require(
@@ -150,39 +207,26 @@ class SamplingParams:
 
     def _check_distribution(self) -> None:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _require(_is_number(getattr(self, name)), name, getattr(self, name), "must be a finite number")
+            _require(is_number(getattr(self, name)), name, getattr(self, name), "must be a finite number")
         _require(self.temperature >= 0, "temperature", self.temperature, "must be at least 0; 0 is greedy")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be at least 0; 0 keeps every token")
+        _require(_is_count(self.top_k), "top_k", self.top_k, f"must be an integer from 0 to {INT32_MAX}; 0 keeps every token")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "must be in [-2, 2]")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "must be in [-2, 2]")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0; 1 is neutral")
-        _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "must be an integer or None")
+        good = self.seed is None or (_is_int(self.seed) and SEED_RANGE[0] <= self.seed <= SEED_RANGE[1])
+        _require(good, "seed", self.seed, "must be an integer from -2**63 to 2**64 - 1, or None")
 
     def _check_tokens(self) -> None:
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
-        good = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
-        _require(good, "stop_token_ids", self.stop_token_ids, "must be token ids")
-        _require(
-            all(word and all(_is_int(t) and t >= 0 for t in word) for word in self.bad_words_ids),
-            "bad_words_ids",
-            self.bad_words_ids,
-            "must be non-empty sequences of token ids",
-        )
-        if self.logit_bias is not None:
-            _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "must map token ids to numbers")
-            for token, bias in self.logit_bias.items():
-                _require(_is_int(token) and token >= 0, "logit_bias", token, "keys must be token ids")
-                _require(_is_number(bias), "logit_bias", bias, f"the bias of token {token} must be a finite number")
-        if self.allowed_token_ids is not None:
-            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", self.allowed_token_ids, "must not be empty")
-            _require(
-                all(_is_int(t) and t >= 0 for t in self.allowed_token_ids),
-                "allowed_token_ids",
-                self.allowed_token_ids,
-                "must be token ids",
-            )
+        _require(all(map(is_unicode, self.stop)), "stop", self.stop, "has lone surrogates, which no text has")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            _require(all(map(_is_count, ids or ())), name, ids, f"must be token ids, at most {INT32_MAX}")
+        _require(self.allowed_token_ids != (), "allowed_token_ids", self.allowed_token_ids, "must not be empty")
+        good = all(word and all(map(_is_count, word)) for word in self.bad_words_ids)
+        _require(good, "bad_words_ids", self.bad_words_ids, f"must be non-empty sequences of token ids, at most {INT32_MAX}")
 
     @property
     def greedy_sampling(self) -> bool:
@@ -208,7 +252,12 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
-        """Read the fields of a ``generation_config.json`` that concern sampling; ``do_sample=false`` is greedy."""
+        """Read the fields of a ``generation_config.json`` that concern sampling; ``do_sample=false`` is greedy.
+
+        Raises:
+            InvalidRequestError: For a value out of range.
+        """
+        _require(isinstance(config, Mapping), "config", config, "must be a mapping")
         known = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
         settings = {k: v for k, v in config.items() if k in known and v is not None}
         if config.get("max_new_tokens") is not None:
@@ -216,8 +265,8 @@ class SamplingParams:
         if not config.get("do_sample", True):
             settings["temperature"] = 0.0
         eos = config.get("eos_token_id")
-        if isinstance(eos, (list, tuple)):
-            settings["stop_token_ids"] = tuple(eos)
+        if eos is not None:
+            settings["stop_token_ids"] = (eos,) if _is_int(eos) else eos
         return cls(**settings)
 
     @classmethod
@@ -225,23 +274,20 @@ class SamplingParams:
         """Translate the sampling part of an OpenAI-style request body; keys that do not concern sampling are ignored.
 
         Raises:
-            InvalidRequestError: For a value out of range.
+            InvalidRequestError: For a value that is malformed or out of range.
         """
+        _require(isinstance(body, Mapping), "body", body, "must be a mapping")
         names = {f.name for f in fields(cls)}
         settings: dict[str, Any] = {k: v for k, v in body.items() if k in names and v is not None}
         if body.get("max_completion_tokens") is not None:
             settings["max_tokens"] = body["max_completion_tokens"]
-        if isinstance(body.get("stop"), str):
-            settings["stop"] = (body["stop"],)
         if isinstance(settings.get("logprobs"), bool):
-            settings["logprobs"] = int(body.get("top_logprobs") or 0) if settings["logprobs"] else None
-        if body.get("logit_bias"):
-            settings["logit_bias"] = {int(k): float(v) for k, v in body["logit_bias"].items()}
-        response = body.get("response_format") or {}
-        if response.get("type") == "json_schema":
-            settings["structured_outputs"] = {"json": response["json_schema"]["schema"]}
-        elif response.get("type") == "json_object":
-            settings["structured_outputs"] = {"json": {"type": "object"}}
+            settings["logprobs"] = (body.get("top_logprobs") or 0) if settings["logprobs"] else None
+        if settings.get("logit_bias") is not None:
+            settings["logit_bias"] = _openai_bias(settings["logit_bias"])
+        schema = _openai_schema(body.get("response_format"))
+        if schema is not None:
+            settings["structured_outputs"] = {"json": schema}
         return cls(**settings)
 
     @classmethod
@@ -251,11 +297,42 @@ class SamplingParams:
         Raises:
             InvalidRequestError: For an unknown key, with a near match, or a value out of range.
         """
+        _require(isinstance(settings, Mapping), "settings", settings, "must be a mapping")
         names = [f.name for f in fields(cls)]
         for key in settings:
             if key not in names:
-                raise InvalidRequestError(f"unknown sampling parameter {key!r}{near_match(key, names)}", parameter=key)
+                name = key if isinstance(key, str) else shown(key)
+                raise InvalidRequestError(f"unknown sampling parameter {shown(key)}{near_match(name, names)}", parameter=name)
         return cls(**settings)
+
+
+def _openai_bias(given: object) -> dict[int, Any]:
+    """Return a ``logit_bias`` whose keys are decimal text, as JSON has them."""
+    if not isinstance(given, Mapping):
+        return given  # type: ignore[return-value]  # SamplingParams says what is wrong
+    bias = {}
+    for key, value in given.items():
+        try:
+            bias[int(key) if isinstance(key, str) else key] = value
+        except ValueError:
+            _require(False, "logit_bias", key, "keys must be token ids")
+    return bias
+
+
+def _openai_schema(response: object) -> object:
+    """Return the JSON schema that a ``response_format`` asks for, ``None`` if it asks for text."""
+    if response is None:
+        return None
+    rule = "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
+    kind = response.get("type") if isinstance(response, Mapping) else None
+    _require(kind in ("text", "json_object", "json_schema"), "response_format", response, rule)
+    assert isinstance(response, Mapping)
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    named = response.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    _require(schema is not None, "response_format", response, rule)
+    return schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -550,12 +627,18 @@ class Phase(enum.StrEnum):
 
 
 def check_request(
-    prompt_token_ids: Sequence[int], params: SamplingParams, *, vocab_size: int, max_model_len: int, max_logprobs: int | None = None
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    max_logprobs: int,
+    max_completions: int,
 ) -> None:
-    """Check a request against the limits of the model.
+    """Check a request against the limits of the model and of the engine.
 
     Raises:
-        InvalidRequestError: For an empty prompt, or an id that the vocabulary does not have.
+        InvalidRequestError: For an empty prompt, an id that the vocabulary does not have, or more than the engine's settings allow.
         ContextLengthError: When the prompt leaves no room for a single token, or ``max_tokens`` does not fit.
     """
     length = len(prompt_token_ids)
@@ -563,7 +646,7 @@ def check_request(
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
     for t in prompt_token_ids:
         if not _is_int(t) or not 0 <= t < vocab_size:
-            message = f"prompt token id {t!r} is outside the vocabulary [0, {vocab_size})"
+            message = f"prompt token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
             raise InvalidRequestError(message, parameter="prompt", value=t)
     if length >= max_model_len:
         raise ContextLengthError(
@@ -579,13 +662,23 @@ def check_request(
             limit=max_model_len,
             parameter="max_tokens",
         )
-    limit = vocab_size if max_logprobs is None else min(max_logprobs, vocab_size)
+    rule = f"must be at most {max_completions}, the engine's max_completions; split the request, or raise that setting"
+    _require(params.n <= max_completions, "n", params.n, rule)
+    limit = min(max_logprobs, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
-        _require(value is None or value <= limit, name, value, f"must be at most {limit}")
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        for t in getattr(params, name) or ():
+        rule = f"must be at most {limit}: the engine's max_logprobs, or the size of the vocabulary"
+        _require(value is None or value <= limit, name, value, rule)
+    check_token_ids(params, vocab_size)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Check that the vocabulary has the token ids of some settings.
+
+    Raises:
+        InvalidRequestError: It has not.
+    """
+    words = {"bad_words_ids": (t for word in params.bad_words_ids for t in word)}
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_ids"):
+        for t in words.get(name) or getattr(params, name) or ():
             _require(t < vocab_size, name, t, f"is outside the vocabulary [0, {vocab_size})")
-    for word in params.bad_words_ids:
-        for t in word:
-            _require(t < vocab_size, "bad_words_ids", t, f"is outside the vocabulary [0, {vocab_size})")

@@ -24,7 +24,8 @@ _BF16, _FLOAT, _INT = 2, 4, 4
 _SAMPLING = (
     12  # copies of the logits, at most: penalties and masks, noise, sorted tokens with their ids and masses, log-probabilities
 )
-_SCORED_ROWS = 64  # at least: prompt tokens are scored 128 rows at a time, of half as many copies
+SCORED_ROWS = 64  # prompt tokens whose logits exist at a time while they are scored
+_LISTED = 10  # words of each listed best token: keys and ids while they are ranked, ids and values
 # Largest block of rows that one expert multiplies: each expert may leave one such block almost empty.
 _EXPERT_ROWS = 64
 _SELECT_BINS, _SELECT_SEGMENT = 2 * 256, 4096  # histograms of scores too many for one program
@@ -35,15 +36,26 @@ _GAPS = 1.2  # what the allocator takes for each byte that lives: blocks of othe
 _GRAPH_SEGMENTS = (20 + 2) * MIB  # the least that the allocator takes for a graph's large and small tensors
 
 
-def reference_workspace(model: V4Config, tokens: int, sequences: int) -> int:
+def _sampling(model: V4Config, sequences: int, listed: int) -> int:
+    """Return what sampling from the rows of some sequences takes, or scoring ``SCORED_ROWS`` prompt tokens.
+
+    Args:
+        model: Sizes.
+        sequences: Most rows that are sampled from.
+        listed: Most best tokens of a row that are listed.
+    """
+    return _FLOAT * (_SAMPLING * model.vocab_size + _LISTED * min(listed, model.vocab_size)) * max(sequences, SCORED_ROWS)
+
+
+def reference_workspace(model: V4Config, tokens: int, sequences: int, listed: int = 0) -> int:
     """Estimate what a step of the references takes: streams and float32 copies, queries, expert inputs, gathered rows, logits."""
     per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
     per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
     rows = 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
-    return tokens * per_token + rows + 4 * 3 * model.vocab_size * sequences
+    return tokens * per_token + rows + _sampling(model, sequences, listed)
 
 
-def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
+def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequences: int, longest: int, listed: int = 0) -> int:
     """Return the bytes that hold any step on paged state: ``SMALL_BLOCKS``, and the rest in one piece.
 
     Args:
@@ -53,11 +65,12 @@ def paged_workspace(model: V4Config, numerics: Numerics, *, tokens: int, sequenc
         tokens: Most tokens of a step.
         sequences: Most sequences that sample in a step.
         longest: Most tokens of a sequence.
+        listed: Most best tokens that are listed at a position.
     """
     few: list[int] = []
     if not numerics.deterministic:
         few = [_split_attention(model, numerics, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
-    sampling = tokens * _held(model, numerics) + _SAMPLING * _FLOAT * model.vocab_size * max(sequences, _SCORED_ROWS)
+    sampling = tokens * _held(model, numerics) + _sampling(model, sequences, listed)
     live = max(_model_pass(model, numerics, tokens, longest), sampling, *few)
     library = not numerics.deterministic or numerics.dtype == torch.float32
     return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if library else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
-from dsv4lite.request import FinishReason, Logprobs, Request, SequenceUpdate, TokenLogprob
+from dsv4lite.request import FinishReason, Logprobs, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.tokenizer import Tokenizer
 
 REFUSED, POISON = 4000, 4001
@@ -45,8 +45,9 @@ class FakeInfo:
     tokenizer: Tokenizer
     vocab_size: int = 4096
     max_model_len: int = 200_000
-    max_logprobs: int = 4096
-    generation_config: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.5, "max_new_tokens": 7})
+    max_logprobs: int = 64
+    max_completions: int = 1024
+    default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
     model_config: FakeModelConfig = field(default_factory=FakeModelConfig)
 
 

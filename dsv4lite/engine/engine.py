@@ -35,7 +35,7 @@ from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, Un
 from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
-from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from dsv4lite.speculation import Drafting
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
@@ -58,8 +58,9 @@ class EngineInfo:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    max_completions: int
     tokenizer: Tokenizer
-    generation_config: Mapping[str, Any]
+    default_params: SamplingParams
     model_config: V4Config
 
 
@@ -349,9 +350,10 @@ class Engine:
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
-            max_logprobs=vocab_size,
+            max_logprobs=self.config.max_logprobs,
+            max_completions=self.config.max_completions,
             tokenizer=tokenizer,
-            generation_config=survey.generation_config,
+            default_params=survey.default_params,
             model_config=survey.model,
         )
 

@@ -24,11 +24,12 @@ from dsv4lite.engine.sampler import Sampler
 from dsv4lite.engine.sampling_device import DeviceSampler
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
-from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.models.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, adapts, check_speculative
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class Survey:
     Attributes:
         plan: What it would hold.
         model: Sizes of the model.
-        generation_config: Of the checkpoint.
+        default_params: Of requests without any, from the checkpoint's ``generation_config.json``.
         folder: Of the checkpoint.
         own: The model's own drafter.
         facts: What has to be the same on all ranks.
@@ -56,7 +57,7 @@ class Survey:
 
     plan: MemoryPlan
     model: V4Config
-    generation_config: Mapping[str, Any]
+    default_params: SamplingParams
     folder: str
     own: MTP | DSpark | None
     facts: Mapping[str, str]
@@ -92,7 +93,7 @@ class Prospect:
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
             model=source.model,
-            generation_config=source.generation_config,
+            default_params=_default_params(source),
             folder=str(source.folder),
             facts=_facts(config, source, device) if several else {},
         )
@@ -165,6 +166,16 @@ class Prospect:
             if explained is error:
                 raise
             raise explained from error
+
+
+def _default_params(source: ModelSource) -> SamplingParams:
+    """Read ``generation_config.json`` once, so that what is wrong with it is found before anything is loaded."""
+    try:
+        params = SamplingParams.from_generation_config(source.generation_config)
+        check_token_ids(params, source.model.vocab_size)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"cannot use {source.folder}/generation_config.json", problems=[str(error)]) from error
+    return params
 
 
 class Alone:

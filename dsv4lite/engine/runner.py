@@ -35,13 +35,13 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
 from dsv4lite.request import Logprobs, Request
+from dsv4lite.workspace import SCORED_ROWS
 
 log = logging.getLogger("dsv4lite.engine")
 
 _WARM_UP_TOKENS = (1, 2, 9, 16, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
 # Up to so many pairs of token and expert, and so many for each expert, experts have kernels of their own.
 _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
-SCORE_ROWS = 128  # prompt positions whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class Flight:
 
     Attributes:
         samples: Tokens of the sequences that sample, on the device.
-        scores: Log-probabilities of prompt tokens, by sequence.
+        scores: Log-probabilities of prompt tokens, by sequence, on ranks that sample.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
         drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
     """
@@ -347,7 +347,7 @@ class Runner:
             plan=plan,
             samples=samples,
             drafts=self._draft(plan, shape, batch, streams_TND, rows, samples),
-            scores={s.seq_id: self._score(s, streams_TND, first_row[s.seq_id]) for s in plan.sequences if s.score is not None},
+            scores=self._scores(plan, streams_TND, first_row),
             routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
         )
 
@@ -482,20 +482,37 @@ class Runner:
         self._remember(plan, sampling)
         return samples
 
-    def _score(self, sequence: SequencePlan, streams_TND: Tensor, first_row: int) -> Logprobs:
-        """Score the prompt tokens that follow positions ``sequence.score``."""
-        assert sequence.score is not None
-        request = self._requests[sequence.seq_id]
-        begin, end = sequence.score
-        parts = []
-        for start in range(begin, end, SCORE_ROWS):
-            stop = min(start + SCORE_ROWS, end)
-            rows = slice(first_row + start - sequence.start, first_row + stop - sequence.start)
-            target_ids = request.prompt_token_ids[start + 1 : stop + 1]
-            targets = torch.tensor(target_ids, dtype=torch.int64, device=streams_TND.device)
-            parts.append(token_logprobs(self.model.logits(streams_TND[rows]), targets, request.params.prompt_logprobs or 0))
-        values, ranks, top_ids, top_values = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
-        return Logprobs(sampled=values, ranks=ranks.int(), token_ids=top_ids.int(), values=top_values)
+    def _scores(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> dict[int, Logprobs]:
+        """Score the prompt tokens that follow positions ``score`` of each sequence; on a rank that does not sample, take part."""
+        found = {}
+        for s in plan.sequences:
+            if s.score is None:
+                continue
+            parts = []
+            for start in range(*s.score, SCORED_ROWS):  # what rows take beside the logits is in the memory plan for so many
+                stop = min(start + SCORED_ROWS, s.score[1])
+                row = first_row[s.seq_id] - s.start
+                logits = self.model.logits(streams_TND[row + start : row + stop])
+                if self.sampler is not None:
+                    parts.append([x.cpu() for x in self._score(s, logits, start + 1, stop + 1)])
+            if parts:
+                request = self._requests[s.seq_id]
+                values, ranks, top_ids, top_values = (torch.cat(column) for column in zip(*parts, strict=True))
+                mode = "raw" if request.generate else request.params.logprobs_mode
+                found[s.seq_id] = Logprobs(sampled=values, ranks=ranks, token_ids=top_ids, values=top_values, mode=mode)
+        return found
+
+    def _score(self, sequence: SequencePlan, logits: Tensor, begin: int, end: int) -> tuple[Tensor, ...]:
+        """Score the prompt tokens ``[begin, end)``: by the model's own distribution, or as decoding with the request's settings."""
+        assert self.sampler is not None
+        request, seq_id = self._requests[sequence.seq_id], sequence.seq_id
+        token_ids, params = request.prompt_token_ids[begin:end], request.params
+        if request.generate or params.logprobs_mode == "raw":
+            targets = send(torch.tensor(token_ids, dtype=torch.int64, device="cpu"), logits.device)
+            return token_logprobs(logits, targets, min(params.prompt_logprobs or 0, logits.shape[1]))
+        if self._sampling is not None:
+            return self._sampling.score(logits, sequence, begin, token_ids)
+        return self.sampler.score(logits, seq_id, begin, token_ids)
 
     def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None

@@ -8,7 +8,8 @@ The order in which a row's logits are processed:
     4. temperature    of sampled rows; greedy rows take the best token here
     5. min_p, top_k, top_p, each on what the one before has left
 
-``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3.
+``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3. ``score``
+runs the same stages for tokens that are given.
 
 Some of this state lives on the device and follows the sampled ids without the host (output counts), so that a step can run before
 the host knows the previous token. The rest needs the token on the host (``accept``): grammars, bad words of several tokens, and a
@@ -99,6 +100,8 @@ class Sampler:
             matcher = self._grammars.compile(params.structured_outputs)
         penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
+        if not request.generate:  # what is scored is the output
+            request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
         bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
         look_back = max((len(word) - 1 for word in bad_words), default=0)
         prompt = request.prompt_token_ids
@@ -244,6 +247,32 @@ class Sampler:
             top_values=top_values,
             download=Download((token_ids, finite, feasible, ranks, top_ids.flatten()), (logprobs, top_values.flatten())),
         )
+
+    def score(self, logits: Tensor, seq_id: int, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Score given tokens by the distributions that ``sample`` would have drawn them from; they count as the sequence's output.
+
+        Args:
+            logits: float32 [T, V], not modified.
+            seq_id: Of the sequence.
+            position: Index of the first token within prompt and output.
+            token_ids: T tokens, the ones after those that were scored before.
+
+        Returns:
+            What ``sampling.token_logprobs`` returns, with as many best tokens as the request wants.
+        """
+        rows, sequence = len(token_ids), self._sequences[seq_id]
+        stack = self._stack_of((seq_id,) * rows)
+        runs, positions = Runs.of(stack.seq_ids, (*token_ids[:-1], UNKNOWN)), range(position, position + rows)
+        processed, _ = self._constrain(self._edit(logits, stack, runs, positions), stack.hosted, runs, positions)
+        if stack.draws is not None:
+            processed = self._truncate(processed, sampling.argmax_finite(processed)[0], stack.draws)
+        given = send(torch.tensor(token_ids, dtype=torch.int64, device="cpu"), self._device)
+        if stack.penalties is not None:
+            place = (stack.penalties.count_rows, given)
+            self._occurrences.output_counts.index_put_(place, torch.ones_like(given, dtype=torch.int32), accumulate=True)
+        for token_id in token_ids:
+            self.accept(seq_id, token_id)
+        return sampling.token_logprobs(processed, given, min(sequence.params.logprobs or 0, self._vocab_size))
 
     def _stacked(self, seq_ids: tuple[int, ...]) -> Stack:
         """Stack the settings of a batch, or return the last stack while the same sequences run on."""

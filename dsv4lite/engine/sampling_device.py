@@ -15,7 +15,7 @@ from dsv4lite.engine.sampling_state import send
 from dsv4lite.engine.sampling_table import SlotTable
 from dsv4lite.engine.step import UNKNOWN, SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows
+from dsv4lite.kernels.sampling_rows import HEADER, Needs, RowSpace, sample_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,30 @@ class DeviceSampler:
         nowhere = torch.empty(len(drafting), dtype=torch.int64, device=logits.device)
         best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
         return sample_rows(logits, best, slots, positions, drafting, nowhere, self._space, needs)[0].long()
+
+    def score(self, logits: Tensor, sequence: SequencePlan, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Score given tokens of a sequence with the kernels that sample them; see ``Sampler.score``."""
+        seq_id = sequence.seq_id
+        if seq_id not in self._table:
+            return self._sampler.score(logits, seq_id, position, token_ids)
+        self._last = None  # the line of the slot is written here
+        self._table.seat([sequence])
+        needs = self._table.needs((seq_id,)) & ~(Needs.DRAWS | Needs.NUCLEI)
+        nowhere, num_best = torch.empty(0, dtype=torch.int64, device=self._device), self._table.num_logprobs(seq_id)
+        most, parts = len(self._space.state), []
+        for start in range(0, len(token_ids), most):
+            rows = logits[start : start + most].clone() if len(logits) > most else logits
+            given, every = token_ids[start : start + most], range(len(rows))
+            before = [position + start - 1 + i for i in every]
+            columns = [[sequence.slot for _ in every], before, [0, *given[:-1]], list(every), list(given)]
+            slots, positions, seen, places, ids = send(torch.tensor(columns, dtype=torch.int32, device="cpu"), self._device)
+            settings, best = self._table.settings, argmax_finite(rows)
+            out = sample_rows(rows, best, slots, positions, settings, nowhere, self._space, needs, (seen, places), ids)
+            self._table.count(seq_id, ids)
+            listed = out[HEADER : HEADER + 2 * num_best].view(num_best, 2, len(rows))
+            ids_TK, values_TK = listed.permute(1, 2, 0).contiguous()
+            parts.append((out[4].view(torch.float32), out[3], ids_TK, values_TK.view(torch.float32)))
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> RowSamples:
         """Sample the next tokens of some sequences.

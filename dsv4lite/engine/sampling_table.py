@@ -32,6 +32,7 @@ class _Settings:
     elsewhere: bool
     line: list[float] | None = None
     held: tuple[Tensor, ...] = ()
+    occurrences: Tensor | None = None
 
 
 class SlotTable:
@@ -107,6 +108,12 @@ class SlotTable:
             needs = needs if settings is None else needs | settings.needs
         return needs
 
+    def count(self, seq_id: int, token_ids: Tensor) -> None:
+        """Count tokens, int32 [T], that a seated sequence was given; those that it samples are counted where they are sampled."""
+        counts = self._sequences[seq_id].occurrences
+        if counts is not None:
+            counts.index_add_(0, token_ids, torch.ones_like(token_ids))
+
     def seat(self, sequences: Sequence[SequencePlan]) -> None:
         """Write the lines of those sequences of the next step that were not where they are now."""
         new = [(s.slot, s.seq_id) for s in sequences if self._seated.get(s.slot) != s.seq_id]
@@ -162,7 +169,8 @@ class SlotTable:
         if state.penalised:
             line[Column.REPETITION] = clamp_repetition(params.repetition_penalty)
             line[Column.FREQUENCY], line[Column.PRESENCE] = params.frequency_penalty, params.presence_penalty
-            line[Column.OCCURRENCES] = self._hold(settings, self._occurrences(state))
+            settings.occurrences = self._occurrences(state)
+            line[Column.OCCURRENCES] = self._hold(settings, settings.occurrences)
         if state.forbidden is not None or params.logit_bias:
             line[Column.EDITS] = self._hold(settings, self._edits(state))
         if _holds_back(state):

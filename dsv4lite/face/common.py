@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -19,7 +19,7 @@ from dsv4lite.config import (
     ReplicaPlacement,
     Speculative,
 )
-from dsv4lite.errors import InvalidRequestError
+from dsv4lite.errors import InvalidRequestError, shown
 from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
 from dsv4lite.face.session import Session
 from dsv4lite.face.streams import MakeJob
@@ -49,6 +49,8 @@ class EngineSettings(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     max_queued_requests: int
+    max_completions: int
+    max_logprobs: int
     enable_prefix_caching: bool
     prefix_checkpoint_tokens: int
     speculative: Speculative
@@ -147,19 +149,11 @@ class Face:
     def _batch_jobs(
         self, prompts: object, params: BatchParams, priority: int, deadline: float | None, cache_salt: str | None
     ) -> MakeJob:
-        each = None if params is None or isinstance(params, SamplingParams) else params
-        common = params if params is None or isinstance(params, SamplingParams) else None
-        if each is not None and isinstance(prompts, Sized) and len(prompts) != len(each):
-            message = f"params has {len(each)} entries for {len(prompts)} prompts; give one for each, or one for all"
-            raise InvalidRequestError(message, parameter="params", value=len(each))
+        choose = _params_of_rows(prompts, params)
 
         def job(index: int, prompt: Prompt) -> Job:
-            if each is not None and index >= len(each):
-                message = f"params has {len(each)} entries and there are more prompts; give one for each, or one for all"
-                raise InvalidRequestError(message, parameter="params", value=len(each))
-            own = common if each is None else each[index]
             options = Options(priority=priority, deadline=deadline, cache_salt=cache_salt, index=index)
-            return self._completion_job(prompt, own, options)
+            return self._completion_job(prompt, choose(index), options)
 
         return job
 
@@ -170,8 +164,49 @@ class Face:
         options: Options,
         tools: Sequence[Tool] | None,
         reasoning: Reasoning,
+        allow_special: bool,
     ) -> Job:
-        return chat_job(self._session.facts("chat"), messages, params, options, tools=tools, reasoning=reasoning)
+        facts = self._session.facts("chat")
+        return chat_job(facts, messages, params, options, tools=tools, reasoning=reasoning, allow_special=allow_special)
 
-    def _score_job(self, prompt: Prompt, completion: Prompt, top_logprobs: int) -> Job:
-        return score_job(self._session.facts("score"), prompt, completion, top_logprobs, Options())
+    def _score_job(
+        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None, top_logprobs: int, index: int = 0
+    ) -> Job:
+        return score_job(self._session.facts("score"), prompt, completion, params, top_logprobs, Options(index=index))
+
+    def _score_jobs(self, pairs: object, params: BatchParams, top_logprobs: int) -> MakeJob:
+        choose = _params_of_rows(pairs, params)
+
+        def job(index: int, prompt: Any) -> Job:
+            if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or len(prompt) != 2:
+                message = f"pair {index} must be (prompt, completion), not {shown(prompt)}"
+                raise InvalidRequestError(message, parameter="pairs", value=prompt)
+            before, after = prompt
+            return self._score_job(before, after, choose(index), top_logprobs, index)
+
+        return job
+
+
+def _params_of_rows(rows: object, params: Any) -> Callable[[int], SamplingParams | None]:
+    """Return what finds the settings of a row, given its number.
+
+    Raises:
+        InvalidRequestError: There is not one for each row.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return lambda index: params
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        message = f"params={shown(params)} must be SamplingParams, a sequence with one for each row, or None"
+        raise InvalidRequestError(message, parameter="params", value=params)
+    each: tuple[SamplingParams | None, ...] = tuple(params)
+    if isinstance(rows, Sized) and len(rows) != len(each):
+        message = f"params has {len(each)} entries for {len(rows)} prompts; give one for each, or one for all"
+        raise InvalidRequestError(message, parameter="params", value=len(each))
+
+    def choose(index: int) -> SamplingParams | None:
+        if index >= len(each):
+            message = f"params has {len(each)} entries and there are more prompts; give one for each, or one for all"
+            raise InvalidRequestError(message, parameter="params", value=len(each))
+        return each[index]
+
+    return choose

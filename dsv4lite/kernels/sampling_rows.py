@@ -152,6 +152,7 @@ def sample_rows(
     space: RowSpace,
     needs: Needs,
     run: tuple[Tensor, Tensor] | None = None,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Sample one token for each row, and count it; there are kernels only.
 
@@ -169,6 +170,8 @@ def sample_rows(
         needs: What the rows ask for.
         run: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which behind a sequence's first
             row is the guess of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
+        given: int32 [R], tokens to score instead of sampled ones. Nothing is drawn, counted or remembered: leave ``DRAWS`` and
+            ``NUCLEI`` out of ``needs``. The score of a row that failed is NaN.
 
     Returns:
         int32 [HEADER + 2 BEST, R]: token, whether the logits are finite, whether settings leave a token, the token's rank and its
@@ -177,4 +180,4 @@ def sample_rows(
     """
     from dsv4lite.kernels.sampling_rows_triton import sample_rows_triton
 
-    return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run)
+    return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run, given)

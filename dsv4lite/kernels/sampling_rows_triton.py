@@ -576,6 +576,7 @@ def sample_rows_triton(
     space: RowSpace,
     needs: Needs,
     run: tuple[Tensor, Tensor] | None = None,
+    given: Tensor | None = None,
 ) -> Tensor:
     """See ``sampling_rows.sample_rows``."""
     (rows, vocabulary), device = logits.shape, logits.device
@@ -615,8 +616,12 @@ def sample_rows_triton(
     if needs & (Needs.SEARCHES | Needs.NUCLEI):
         block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocabulary))
         _search_kernel[(rows,)](*source, *common, last, vocabulary, BLOCK=block, num_warps=16, enable_fp_fusion=False)
-    ending = (top, best_ids, finite.view(torch.uint8), *placed, last_token, out, last, rows, vocabulary)
-    _finish_kernel[(rows,)](*ending, num_warps=1, enable_fp_fusion=False)
+    if given is None:
+        ending = (top, best_ids, finite.view(torch.uint8), *placed, last_token, out, last, rows, vocabulary)
+        _finish_kernel[(rows,)](*ending, num_warps=1, enable_fp_fusion=False)
+    else:
+        out[0] = given
+        out[4].view(torch.float32).fill_(float("nan"))
     if Needs.SCORES in needs:
         _score_kernel[grid](*source, *common, space.partial, out, arrivals, last, vocabulary, pieces, rows, **shape, **options)
     if Needs.LISTS in needs:

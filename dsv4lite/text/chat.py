@@ -1,19 +1,21 @@
 """DeepSeek-V4's chat format: messages in, the prompt's text out.
 
 The release has no template; the prompt is built by code. The constant texts below and every separator are part of what the model
-was trained on. Pure functions: encode the returned string with special tokens recognised and without adding BOS.
+was trained on. Pure functions. ``encode_messages`` returns the official text; ``render_messages`` returns the same text in parts,
+which tell the template from what messages and tools say, so that only the template writes control tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dsv4lite.errors import InvalidRequestError, near_match
-from dsv4lite.text.tokenizer import BOS, EOS
+from dsv4lite.errors import InvalidRequestError, near_match, shown
+from dsv4lite.text.tokenizer import BOS, EOS, Content
 
 USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
 THINK, END_THINK = "<think>", "</think>"
@@ -92,11 +94,13 @@ class Efforts:
         """
         if reasoning == "none":
             return None
+        if not isinstance(reasoning, str | None):
+            raise InvalidRequestError(f"reasoning={shown(reasoning)} must be a string", parameter="reasoning", value=reasoning)
         wanted = "high" if reasoning is None else reasoning
         effort = self.aliases.get(wanted, wanted)
         if effort not in self.texts:
             known = ["none", *self.texts, *self.aliases]
-            message = f"reasoning={reasoning!r} is not one of {', '.join(known)}{near_match(str(reasoning), known)}"
+            message = f"reasoning={reasoning!r} is not one of {', '.join(known)}{near_match(wanted, known)}"
             raise InvalidRequestError(message, parameter="reasoning", value=reasoning)
         return effort
 
@@ -113,6 +117,10 @@ REFRESHED = Efforts(
 """Efforts of the refreshed releases (0731 and later), one level further up; their configuration has ``dspark_block_size``."""
 
 
+Parts = tuple[str, ...]
+_RESULT_END = re.compile("</(?=tool_result)", re.IGNORECASE)
+
+
 def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -122,6 +130,32 @@ def encode_messages(
     system_opens: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
+    """Return the prompt of a conversation as the official encoder writes it; encode it with special tokens, without adding BOS.
+
+    Control tokens that are written in a message or a tool act as such. See ``render_messages`` for the arguments and errors.
+    """
+    parts = render_messages(
+        messages,
+        reasoning=reasoning,
+        drop_thinking=drop_thinking,
+        efforts=efforts,
+        system_opens=system_opens,
+        tools=tools,
+        escape_results=False,
+    )
+    return "".join(parts)
+
+
+def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    reasoning: str | None = "none",
+    drop_thinking: bool = True,
+    efforts: Efforts = PREVIEW,
+    system_opens: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    escape_results: bool = True,
+) -> Parts:
     """Return the prompt of a conversation, from BOS to the header of the turn that the model continues.
 
     Args:
@@ -135,28 +169,32 @@ def encode_messages(
         efforts: ``PREVIEW`` or ``REFRESHED``, by the checkpoint's release.
         system_opens: Let a system message that is last, or directly before an assistant message, open the assistant's turn.
         tools: Added to the first system message, which is created in front if there is none.
+        escape_results: Write ``</tool_result`` inside a tool's result as ``<\\/tool_result``, so that it cannot close its own tag.
+
+    Returns:
+        Parts of the text, in order. What comes from messages and tools is ``Content``; see ``Tokenizer.encode_parts``.
 
     Raises:
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the text names the index.
     """
     effort = efforts.resolve(reasoning)
     thinking = effort is not None
-    turns = _turns(messages, tools)
+    turns = _turns(messages, tools, escape_results)
     keep_all = not drop_thinking or any(turn.has_tools for turn in turns)
     last = _last_question(turns)
     if thinking and not keep_all:
         turns = [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
         last = _last_question(turns)
-    text = [BOS, "" if effort is None else efforts.texts[effort]]
+    text: list[str] = [BOS, "" if effort is None else efforts.texts[effort]]
     for i, turn in enumerate(turns):
         if turn.role == "assistant" and thinking and (keep_all or i > last) and not (i > 0 and turns[i - 1].task):
             text += [turn.reasoning, END_THINK]
-        text.append(turn.text)
+        text += turn.parts()
         following = turns[i + 1].role if i + 1 < len(turns) else None
         if following in (None, "assistant", "latest_reminder"):
             opens = system_opens and turn.role == "system" and following != "latest_reminder"
             text.append(_header(turn, opens, thinking, thinking and (keep_all or i >= last)))
-    return "".join(text)
+    return tuple(text)
 
 
 # ---- messages to turns ----
@@ -166,7 +204,7 @@ def encode_messages(
 class _Block:
     """One message of a user turn; ``call_id`` is ``None`` for what the user wrote, and a tool call's id for its result."""
 
-    text: str
+    parts: Parts
     call_id: str | None = None
 
 
@@ -178,22 +216,28 @@ class _Turn:
     """
 
     role: str
-    body: str = ""
+    body: Parts = ()
     reasoning: str = ""
     task: str | None = None
     has_tools: bool = False
     blocks: list[_Block] = field(default_factory=list)
     call_order: Mapping[str, int] | None = None
 
-    @property
-    def text(self) -> str:
-        return USER + "\n\n".join(block.text for block in self.blocks) if self.role == "user" else self.body
+    def parts(self) -> Iterator[str]:
+        yield from self.body
+        for i, block in enumerate(self.blocks):
+            yield "\n\n" if i else USER
+            yield from block.parts
 
 
-def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[_Turn]:
+def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, escape_results: bool) -> list[_Turn]:
     """Check the messages and merge neighbouring user and tool messages into turns."""
+    if not _is_list(messages):
+        raise _malformed(f"messages must be a list of messages, not {type(messages).__name__}", messages)
     if not messages:
         raise _malformed("messages is empty", messages)
+    if not (tools is None or _is_list(tools)):
+        raise _malformed(f"the request's tools must be a list, not {type(tools).__name__}", tools)
     roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
     tools_at = roles.index("system") if tools and "system" in roles else None
     turns: list[_Turn] = []
@@ -202,14 +246,14 @@ def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
     for i, (role, message) in enumerate(zip(roles, messages)):
         where = f"messages[{i}]"
         if role in ("user", "tool"):
-            _add_block(turns, message, where)
+            _add_block(turns, message, where, escape_results)
             continue
         if role == "assistant":
             turn = _assistant(message, where)
         elif role == "latest_reminder":
-            turn = _Turn(role=role, body=REMINDER + _content(message, where))
+            turn = _Turn(role=role, body=(REMINDER, _content(message, where)))
         elif i == tools_at:
-            turn = _system({**message, "tools": [*(message.get("tools") or ()), *(tools or ())]}, where)
+            turn = _system({**message, "tools": [*_list(message, "tools", where), *(tools or ())]}, where)
         else:
             turn = _system(message, where)
         turn.task = _task(message, where)
@@ -218,14 +262,16 @@ def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
     return turns
 
 
-def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str) -> None:
+def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str, escape_results: bool) -> None:
     """Append a user or tool message to the open user turn, or open one. A task closes its turn to further user messages."""
     is_result = message["role"] == "tool"
     if is_result:
         text = _content(message, where, placeholders=True)
-        block = _Block(text=f"<tool_result>{text}</tool_result>", call_id=message.get("tool_call_id") or "")
+        if escape_results:
+            text = Content(_RESULT_END.sub(r"<\\/", text))
+        block = _Block(parts=("<tool_result>", text, "</tool_result>"), call_id=_text(message, "tool_call_id", where))
     else:
-        block = _Block(text=_content(message, where))
+        block = _Block(parts=(_content(message, where),))
     task = None if is_result else _task(message, where)
     if turns and turns[-1].role == "user" and (is_result or turns[-1].task is None):
         turns[-1].blocks.append(block)
@@ -247,42 +293,41 @@ def _sort_results(turns: Sequence[_Turn]) -> None:
 def _system(message: Mapping[str, Any], where: str) -> _Turn:
     """Render a system or developer message with its tools and response format."""
     role: str = message["role"]
-    body = USER + _content(message, where) if role == "developer" else _content(message, where, optional=True)
-    if message.get("tools"):
-        schemas = [json_text(_function(tool, f"tools[{i}] of {where}")) for i, tool in enumerate(message["tools"])]
-        body += "\n\n" + TOOLS.replace("%TOOLS%", "\n".join(schemas))
+    body: list[str] = [USER, _content(message, where)] if role == "developer" else [_content(message, where, optional=True)]
+    tools = _list(message, "tools", where)
+    if tools:
+        places = [f"tools[{i}] of {where}" for i in range(len(tools))]
+        schemas = [_json(_function(tool, place), place) for tool, place in zip(tools, places, strict=True)]
+        before, after = TOOLS.split("%TOOLS%")
+        body += ["\n\n" + before, Content("\n".join(schemas)), after]
     if message.get("response_format"):
-        body += "\n\n" + RESPONSE_FORMAT + json_text(message["response_format"])
-    return _Turn(role=role, body=body, has_tools=bool(message.get("tools")))
+        body += ["\n\n" + RESPONSE_FORMAT, _json(message["response_format"], f"the response_format of {where}")]
+    return _Turn(role=role, body=tuple(body), has_tools=bool(tools))
 
 
 def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     """Render an assistant message."""
-    calls = message.get("tool_calls") or ()
+    calls = _list(message, "tool_calls", where)
     if not calls and "content" not in message and "reasoning_content" not in message:
         raise _malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
-    body = _content(message, where, optional=True)
+    body: list[str] = [_content(message, where, optional=True)]
     order: dict[str, int] = {}
-    invokes = []
     for i, call in enumerate(calls):
-        function = _function(call, f"tool_calls[{i}] of {where}")
-        invokes.append(_invoke(function, f"tool_calls[{i}] of {where}"))
-        id = call.get("id") or function.get("id")
+        place = f"tool_calls[{i}] of {where}"
+        function = _function(call, place)
+        body += ["\n" if i else f"\n\n<{DSML}tool_calls>\n", *_invoke(function, place)]
+        id = _text(call, "id", place) or _text(function, "id", place)
         if id:
             order[id] = i
-    if invokes:
-        body += f"\n\n<{DSML}tool_calls>\n" + "\n".join(invokes) + f"\n</{DSML}tool_calls>"
+    if calls:
+        body.append(f"\n</{DSML}tool_calls>")
     if not message.get("wo_eos"):
-        body += EOS
-    return _Turn(
-        role="assistant",
-        body=body,
-        reasoning=message.get("reasoning_content") or "",
-        call_order=order if invokes else None,
-    )
+        body.append(EOS)
+    reasoning = Content(_text(message, "reasoning_content", where))
+    return _Turn(role="assistant", body=tuple(body), reasoning=reasoning, call_order=order if calls else None)
 
 
-def _invoke(function: Mapping[str, Any], where: str) -> str:
+def _invoke(function: Mapping[str, Any], where: str) -> Iterator[str]:
     """Write one tool call. Strings are raw, everything else is JSON; arguments that are no JSON object become one string."""
     if "arguments" not in function:
         raise _malformed(f"the function of {where} has no 'arguments'", function)
@@ -295,13 +340,17 @@ def _invoke(function: Mapping[str, Any], where: str) -> str:
             arguments = None
     if not isinstance(arguments, Mapping):
         arguments = {"arguments": given}
-    lines = [
-        f'<{DSML}parameter name="{name}" string="true">{value}</{DSML}parameter>'
-        if isinstance(value, str)
-        else f'<{DSML}parameter name="{name}" string="false">{json_text(value)}</{DSML}parameter>'
-        for name, value in arguments.items()
-    ]
-    return f'<{DSML}invoke name="{function["name"]}">\n' + "\n".join(lines) + f"\n</{DSML}invoke>"
+    yield f'<{DSML}invoke name="'
+    yield Content(function["name"])
+    yield '">\n'
+    for i, (name, value) in enumerate(arguments.items()):
+        is_text = isinstance(value, str)
+        yield ("\n" if i else "") + f'<{DSML}parameter name="'
+        yield Content(name) if isinstance(name, str) else _json(name, where)
+        yield f'" string="{"true" if is_text else "false"}">'
+        yield Content(value) if is_text else _json(value, where)
+        yield f"</{DSML}parameter>"
+    yield f"\n</{DSML}invoke>"
 
 
 def _header(turn: _Turn, opens: bool, thinking: bool, reasons: bool) -> str:
@@ -328,6 +377,13 @@ def json_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _json(value: object, where: str) -> Content:
+    try:
+        return Content(json_text(value))
+    except (TypeError, ValueError, RecursionError) as error:  # no JSON value, a cycle, a huge integer, too deep
+        raise _malformed(f"{where} cannot be written as JSON: {error}", value) from error
+
+
 def _malformed(problem: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(problem, parameter="messages", value=value)
 
@@ -337,26 +393,51 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         raise _malformed(f"{where} is not a mapping with a 'role'", message)
     role: str = message["role"]
     if role not in ROLES:
-        raise _malformed(f"{where} has the unknown role {role!r}{near_match(str(role), ROLES)}", role)
+        hint = near_match(role, ROLES) if isinstance(role, str) else ""
+        raise _malformed(f"{where} has the unknown role {shown(role)}{hint}", role)
     return role
 
 
 def _task(message: Mapping[str, Any], where: str) -> str | None:
     task: str | None = message.get("task")
     if task is not None and task not in TASKS:
-        raise _malformed(f"{where} has the unknown task {task!r}{near_match(str(task), TASKS)}", task)
+        hint = near_match(task, TASKS) if isinstance(task, str) else ""
+        raise _malformed(f"{where} has the unknown task {shown(task)}{hint}", task)
     return task
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _list(message: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+    """Return a field that is a list, or nothing."""
+    found: Any = message.get(name) or ()
+    if not _is_list(found):
+        raise _malformed(f"the {name} of {where} must be a list, not {type(found).__name__}", found)
+    return found  # type: ignore[no-any-return]  # checked two lines before
+
+
+def _text(message: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field that is a string, or the empty string."""
+    found: object = message.get(name) or ""
+    if not isinstance(found, str):
+        raise _malformed(f"the {name} of {where} must be a string, not {shown(found)}", found)
+    return found
 
 
 def _function(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the ``function`` of a tool definition or tool call."""
     function: object = entry.get("function") if isinstance(entry, Mapping) else None
-    if not isinstance(function, Mapping) or "name" not in function:
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _malformed(f"{where} has no 'function' with a 'name'", entry)
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties") or {}, Mapping):
+        raise _malformed(f"the parameters of {where} must be the JSON schema of an object, not {shown(schema)}", entry)
     return function
 
 
-def _content(message: Mapping[str, Any], where: str, *, optional: bool = False, placeholders: bool = False) -> str:
+def _content(message: Mapping[str, Any], where: str, *, optional: bool = False, placeholders: bool = False) -> Content:
     """Return a message's content as text.
 
     Args:
@@ -367,18 +448,18 @@ def _content(message: Mapping[str, Any], where: str, *, optional: bool = False, 
     """
     content: object = message.get("content")
     if isinstance(content, str):
-        return content
+        return Content(content)
     if content is None and optional:
-        return ""
+        return Content()
     if not isinstance(content, Sequence):
         raise _malformed(f"{where} ({message['role']}) needs a string as 'content', not {type(content).__name__}", content)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text":
-            texts.append(str(part.get("text", "")))
+            texts.append(_text(part, "text", f"part {i} of {where}"))
         elif placeholders and kind is not None:
-            texts.append(f"[Unsupported {kind}]")
+            texts.append(f"[Unsupported {kind if isinstance(kind, str) else shown(kind)}]")
         else:
             raise _malformed(f"part {i} of {where} is not text", part)
-    return "\n\n".join(texts)
+    return Content("\n\n".join(texts))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ from dsv4lite.text.scan import Scanner
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
+
+
+class Content(str):
+    """Text in which control tokens are only text; see ``Tokenizer.encode_parts``."""
+
+    __slots__ = ()
 
 
 class Tokenizer:
@@ -65,6 +73,8 @@ class Tokenizer:
         self._bytes = _byte_table(vocabulary)
         self.vocab_size = len(self._bytes)
         self.added_ids = frozenset(added)
+        longest_first = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if added else "(?!)")
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.bos_token_id = None if bos_token is None else vocabulary.get(bos_token)
         self.eos_token_id = None if eos_token is None else vocabulary.get(eos_token)
@@ -112,12 +122,14 @@ class Tokenizer:
             )
         return cls(backend, **named, add_bos_token=add_bos)
 
-    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Return the token ids of ``text``; special tokens written in it become their ids.
+    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = True) -> list[int]:
+        """Return the token ids of ``text``.
 
         Args:
             text: Any text; a rendered chat already contains its BOS token.
             add_bos: Put the BOS token first unless the text begins with it.
+            allow_special: Added tokens written in the text, such as ``<｜User｜>``, become their ids; else they are encoded like
+                any other text, and no id is one of ``added_ids``.
 
         Raises:
             InvalidRequestError: ``text`` is not a string of Unicode characters, or there is no BOS token to add.
@@ -126,11 +138,40 @@ class Tokenizer:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # not a str, or one with lone surrogates
             raise InvalidRequestError("the text to encode must be a str without surrogates", parameter="prompt") from error
+        if not allow_special and not self.added_ids.isdisjoint(ids):
+            ids = self._encode_plain(text)
         if not add_bos:
             return ids
         if self.bos_token_id is None:
             raise InvalidRequestError("this tokenizer has no BOS token to add", parameter="add_bos", value=add_bos)
         return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
+
+    def encode_parts(self, parts: Iterable[str]) -> list[int]:
+        """Return the token ids of a template and its contents, one after the other.
+
+        Added tokens become their ids where a part that is not ``Content`` contains them. What lies between two of them is encoded
+        as one text: the ids are those of ``encode`` of the joined parts, unless ``Content`` contains an added token.
+
+        Raises:
+            InvalidRequestError: A part is not a string of Unicode characters.
+        """
+        pieces: list[tuple[bool, str]] = []
+        for part in parts:
+            split = [part] if isinstance(part, Content) else self._added.split(part)
+            pieces += [(place % 2 == 1, piece) for place, piece in enumerate(split)]
+        ids: list[int] = []
+        for is_control, group in groupby(pieces, key=lambda piece: piece[0]):
+            text = "".join(piece for _, piece in group)
+            ids += self.encode(text, allow_special=is_control)
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Encode without looking for added tokens, which the library cannot do at once."""
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+        return [token.id for word, _ in words for token in backend.model.tokenize(word)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

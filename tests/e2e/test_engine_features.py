@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with opened(model) as llm:
+    with opened(model, max_logprobs=VOCAB) as llm:
         yield llm
 
 

@@ -127,7 +127,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         logprobs = scores(cpu, tokens)
     if dtype == "float32":
         return Reference(folder, dtype, tokens, logprobs)
-    with opened(folder, dtype="float32") as exact, opened(folder, dtype=dtype, max_num_seqs=32) as rounded:
+    listed = {"max_logprobs": VOCAB, "max_num_seqs": 32}
+    with opened(folder, dtype="float32", **listed) as exact, opened(folder, dtype=dtype, **listed) as rounded:
         apart = (torch.cat(scores(rounded, tokens)) - torch.cat(logprobs)).abs()
         every = (distributions(rounded, tokens) - distributions(exact, tokens)).abs()
         others = greedy(rounded)

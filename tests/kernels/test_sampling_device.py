@@ -172,3 +172,56 @@ def test_a_sequence_that_left_is_forgotten() -> None:
     engine.device.remove(0)
     engine.device.remove(0)
     assert engine.device.prepare([plan, plan._replace(seq_id=1, slot=0)]).hosted == (0,)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "frequency_penalty": 0.4},
+        {"top_p": 0.7, "min_p": 0.01, "logit_bias": {5: 3.0}},
+        {"top_k": 150, "min_tokens": 4, "allowed_token_ids": tuple(range(180))},
+        {"bad_words_ids": ((3, 4), (9,))},
+    ],
+    ids=str,
+)
+def test_scores_of_given_tokens_are_those_of_sampling(settings: dict[str, object]) -> None:
+    """More tokens than rows fit at once, in two calls, beside a sequence that samples between them."""
+    params = SamplingParams(**settings, logprobs=3, logprobs_mode="processed")  # type: ignore[arg-type]
+    count, first = 9, 5
+    rows = normal(count, seed=3)
+    engine = Engine(one={**settings, "logprobs": 3, "logprobs_mode": "processed"}, other={"repetition_penalty": 1.2})
+    sampled = [engine.step(rows[i : i + 1], ["one"])[0]["one"] for i in range(count)]
+    tokens = tuple(one.token_id for one in sampled)
+
+    scorer = Engine(other={"repetition_penalty": 1.2}, spare={})
+    scorer.device = DeviceSampler(scorer.samplers[0], slots=8, rows=4, vocab_size=V, device=DEVICE)
+    scorer.device.add(0)
+    request = Request(
+        request_id="given", prompt_token_ids=PROMPT + tokens, params=params, eos_token_id=1, score_from=len(PROMPT), generate=False
+    )
+    scorer.samplers[0].add(9, request, 0)
+    scorer.device.add(9)
+    plan = SequencePlan(9, 3, 0, (0,), (), 0, (), False)
+    found = []
+    for begin, end in ((0, first), (first, count)):
+        found.append(scorer.device.score(rows[begin:end].clone(), plan, len(PROMPT) + begin, tokens[begin:end]))
+        ours, theirs = scorer.step(normal(1, seed=begin), ["other"])
+        assert ours["other"].token_id == theirs["other"].token_id
+    values, ranks, ids, listed = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+    expected = [one.logprob for one in sampled]
+    assert values.tolist() == [one.logprob for one in expected] and ranks.tolist() == [one.rank for one in expected]
+    assert torch.equal(ids, torch.stack([one.token_ids for one in expected]))
+    assert torch.equal(listed, torch.stack([one.values for one in expected]))
+
+
+def test_score_of_a_row_that_failed_is_nan() -> None:
+    engine = Engine(one={})
+    params = SamplingParams(logprobs=0, logprobs_mode="processed")
+    request = Request(request_id="given", prompt_token_ids=(*PROMPT, 8, 9), params=params, score_from=len(PROMPT), generate=False)
+    engine.samplers[0].add(9, request, 0)
+    engine.device.add(9)
+    rows = normal(2, seed=1)
+    rows[1, 4] = torch.nan
+    values, *_ = engine.device.score(rows, SequencePlan(9, 2, 0, (0,), (), 0, (), False), len(PROMPT), (8, 9))
+    assert values.isnan().tolist() == [False, True]

@@ -1,0 +1,152 @@
+"""Scores of given completions are what decoding with the same parameters records, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from dsv4lite.errors import InvalidRequestError, UnsupportedError
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.request import Logprobs, SamplingParams
+from dsv4lite.workspace import SCORED_ROWS
+from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, write_model
+
+VOCAB = SMALL["vocab_size"]
+PROMPT, OTHER, LONG = prompts_of((37, 5, 300), VOCAB, seed=8)
+LETTERS = tuple(range(FIRST_LETTER, VOCAB))
+NEUTRAL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 4, "logprobs": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with opened(model, deterministic=True) as llm:
+        yield llm
+
+
+def same(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
+    assert ours is not None and theirs is not None
+    names = ("sampled", "ranks", "token_ids", "values")
+    return ours.mode == theirs.mode and all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"top_k": 9},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "top_p": 0.95},
+        {"logit_bias": dict.fromkeys(LETTERS[:20], 3.5)},
+        {"allowed_token_ids": LETTERS[3:60:2]},
+        {"min_tokens": 10, "stop_token_ids": LETTERS[:30], "top_k": 50},
+        {"bad_words_ids": ((LETTERS[0],), *((a, b) for a in LETTERS[:20] for b in LETTERS[:20])), "top_k": 20},
+        {"thinking_budget": 4},
+    ],
+    ids=str,
+)
+def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: str, settings: dict[str, Any]) -> None:
+    params = SamplingParams(**{**NEUTRAL, **settings}, logprobs_mode=mode)  # type: ignore[arg-type]
+    prompt = [*PROMPT, llm.tokenizer.token_id("<think>") or 0] if "thinking_budget" in settings else PROMPT
+    completion = llm.generate(prompt, params).outputs[0]
+    assert same(llm.score(prompt, completion.token_ids, params), completion.logprobs)
+
+
+def test_rollout_is_reproduced_whatever_else_runs(llm: LLM) -> None:
+    """Completions longer than the rows that are scored at a time, several of a prompt, beside others."""
+    params = SamplingParams.for_rollout(
+        n=3, seed=5, max_tokens=2 * SCORED_ROWS + 7, ignore_eos=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1
+    )
+    outs = llm.generate_batch([PROMPT, LONG], params)
+    pairs = [(prompt, one.token_ids) for prompt, out in zip((PROMPT, LONG), outs, strict=True) for one in out.outputs]
+    scores = llm.score_batch(pairs, params)
+    assert [len(score) for score in scores] == [2 * SCORED_ROWS + 7] * 6
+    assert all(same(score, one.logprobs) for score, one in zip(scores, (c for out in outs for c in out.outputs), strict=True))
+
+
+def test_chunks_and_overlap_do_not_change_processed_scores(model: Path, llm: LLM) -> None:
+    params = SamplingParams(
+        **{**NEUTRAL, "max_tokens": 90}, logprobs_mode="processed", top_k=12, repetition_penalty=1.2, frequency_penalty=0.2
+    )
+    completion = llm.generate(PROMPT, params).outputs[0]
+    for overlap in (False, True):
+        with opened(model, deterministic=True, max_num_batched_tokens=16, overlap=overlap) as other:
+            assert same(other.score(PROMPT, completion.token_ids, params), completion.logprobs)
+
+
+def test_token_that_could_not_be_sampled_has_no_probability(llm: LLM) -> None:
+    params = SamplingParams(allowed_token_ids=LETTERS[:5], logprobs_mode="processed")
+    scores = llm.score(PROMPT, [LETTERS[0], LETTERS[9], LETTERS[1]], params).sampled
+    assert scores[1] == -torch.inf and scores[[0, 2]].isfinite().all()
+
+
+def test_score_without_parameters_is_raw(llm: LLM) -> None:
+    plain = llm.score(PROMPT, OTHER)
+    assert plain.mode == "raw" and plain.token_ids.shape == (len(OTHER), 0)
+    hot = SamplingParams(temperature=2.0, top_k=1, structured_outputs={"regex": "a"})
+    assert same(plain, llm.score(PROMPT, OTHER, hot)), "raw values do not depend on how tokens are sampled"
+    assert llm.score(PROMPT, OTHER, SamplingParams(logprobs=2), top_logprobs=4).token_ids.shape == (len(OTHER), 4)
+    assert llm.score(PROMPT, OTHER, SamplingParams(logprobs=4), top_logprobs=2).token_ids.shape == (len(OTHER), 4)
+
+
+def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
+    grammar = SamplingParams(structured_outputs={"regex": "a"}, logprobs_mode="processed")
+    with pytest.raises(UnsupportedError, match=r"structured_outputs.*raw"):
+        llm.score(PROMPT, OTHER, grammar)
+    for wrong in (-1, 65, 10**400, "3"):
+        with pytest.raises(InvalidRequestError, match="logprobs"):
+            llm.score(PROMPT, OTHER, top_logprobs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="params must be SamplingParams"):
+        llm.score(PROMPT, OTHER, {"temperature": 1})  # type: ignore[arg-type]
+
+
+def test_batch_takes_parameters_for_each_pair(llm: LLM) -> None:
+    pairs = [(PROMPT, OTHER), (OTHER, PROMPT), (LONG, OTHER)]
+    each = [SamplingParams(temperature=t, logprobs_mode="processed") for t in (0.5, 1.0, 2.0)]
+    scores = llm.score_batch((pair for pair in pairs), each)
+    assert all(same(score, llm.score(*pair, params)) for score, pair, params in zip(scores, pairs, each, strict=True))
+    assert llm.score_batch([]) == []
+    with pytest.raises(InvalidRequestError, match="2 entries for 3"):
+        llm.score_batch(pairs, each[:2])
+    for wrong in ([(PROMPT,)], ["ab"], [PROMPT], [5]):
+        with pytest.raises(InvalidRequestError, match=r"pair 0 must be|must be a str"):
+            llm.score_batch(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.score_batch([(PROMPT, OTHER), (PROMPT, [])])
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_batch_scores_in_both_loops(model: Path, llm: LLM, backend: str) -> None:
+    pairs = [(PROMPT, OTHER), (OTHER, PROMPT)]
+    params = SamplingParams(top_p=0.9, logprobs_mode="processed")
+    expected = llm.score_batch(pairs, params, top_logprobs=2)
+
+    async def main() -> None:
+        async def slowly() -> Any:
+            for pair in pairs:
+                await anyio.sleep(0)
+                yield pair
+
+        async with AsyncLLM(str(model), **{**MODEST, "deterministic": True}) as mine:
+            for given in (pairs, slowly()):
+                found = await mine.score_batch(given, params, top_logprobs=2)
+                assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+            assert same(await mine.score(PROMPT, OTHER, params, top_logprobs=2), expected[0])
+
+    anyio.run(main, backend=backend)
