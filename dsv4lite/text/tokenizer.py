@@ -94,12 +94,14 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer in {str(folder)!r} contradicts its configuration", problems=problems)
         return cls(backend, **named, add_bos_token=bool(config.get("add_bos_token", False)))
 
-    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Return the token ids of ``text``; special tokens written in it become their ids.
+    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = True) -> list[int]:
+        """Return the token ids of ``text``.
 
         Args:
             text: Any text; a rendered chat already contains its BOS token.
             add_bos: Put the BOS token first unless the text begins with it.
+            allow_special: Added tokens written in the text, such as ``<｜User｜>``, become their ids; else they are encoded like
+                any other text, and no id is one of ``added_ids``.
 
         Raises:
             InvalidRequestError: ``text`` is not a string of Unicode characters, or there is no BOS token to add.
@@ -108,11 +110,21 @@ class Tokenizer:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # not a str, or one with lone surrogates
             raise InvalidRequestError("the text to encode must be a str without surrogates", parameter="prompt") from error
+        if not allow_special and not self.added_ids.isdisjoint(ids):
+            ids = self._encode_plain(text)
         if not add_bos:
             return ids
         if self.bos_token_id is None:
             raise InvalidRequestError("this tokenizer has no BOS token to add", parameter="add_bos", value=add_bos)
         return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Encode without looking for added tokens, which the library cannot do at once."""
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+        return [token.id for word, _ in words for token in backend.model.tokenize(word)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
