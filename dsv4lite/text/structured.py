@@ -227,6 +227,7 @@ class GrammarCompiler:
     def _grammar(self, spec: StructuredOutputs) -> str:
         """Return a specification in llguidance's own terms."""
         if spec.json is not None:
+            assert isinstance(spec.json, str)
             return self._matcher_type.grammar_from_json_schema(spec.json, defaults={"whitespace_pattern": WHITESPACE})
         if spec.grammar is not None:
             return self._matcher_type.grammar_from_lark(spec.grammar)
