@@ -22,11 +22,14 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
 from dsv4lite.engine.pages import Pools
+from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler, software
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, Replicas
 from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.sampler import rehearse
+from dsv4lite.engine.sampling_state import failed
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.serve import Guest
 from dsv4lite.engine.speculator import Guesses, SpeculationStats
@@ -134,9 +137,9 @@ class Engine:
         self._in_flight: deque[Flight | JointFlight] = deque()
         self._routed: dict[int, _Routed] = {}
         self._guesses: Guesses | None = None
-        self._no_grammars = ""
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
+        self._preparing: Preparing
         self._recorder: StepRecorder | None = None
         self._crew: Alone | Ranks | Guest
         self._guest: Guest | None = None
@@ -308,8 +311,9 @@ class Engine:
         require_fit(plan)
         vocab_size = survey.model.vocab_size
         tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=vocab_size)
-        grammars, self._no_grammars = grammar_compiler(tokenizer, vocab_size)
-        self._runner = crew.load(plan, grammars, progress_of(config))
+        grammars, problem = grammar_compiler(tokenizer, vocab_size)
+        runner = self._runner = crew.load(plan, grammars, progress_of(config))
+        self._preparing = Preparing(grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True)))
         if isinstance(self._runner, Runner):
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
         drafting = drafting_of(config, survey)
@@ -384,9 +388,11 @@ class Engine:
 
     def _drain(self) -> None:
         """Run what others have asked for; wait for it when there is nothing else to do."""
-        block, timeout = not self._scheduler.has_work(), None
-        if self._paused and not block:
-            block, timeout = True, _PAUSED_POLL_S
+        block, preparing, timeout = not self._scheduler.has_work(), self._preparing.num_waiting > 0, None
+        if preparing:
+            self._outbox += self._preparing.expire(time.monotonic())
+        if preparing or (self._paused and not block):
+            block, timeout = block or self._paused, _PAUSED_POLL_S
         if block and not self._in_flight:
             if self._guesses is not None:
                 self._guesses.interrupt(idle=True)
@@ -491,7 +497,7 @@ class Engine:
             step_s=self._step_s,
             host_s=self._host_s,
             num_running=counts.num_running,
-            num_waiting=counts.num_waiting,
+            num_waiting=counts.num_waiting + self._preparing.num_waiting,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
@@ -507,33 +513,46 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- commands
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, *, prepared: bool = False) -> None:
+        """Take in a request. One whose grammar is still to be compiled comes a second time, ``prepared``, when that is done."""
+        ended: set[int] = set()
         try:
-            if request.params.structured_outputs is not None and self._no_grammars:
-                raise UnsupportedError(self._no_grammars)
-            self._scheduler.add(request)
-        except DSV4LiteError as error:
-            self._refuse(request, error)
+            if prepared:
+                found = self._preparing.finish(request)
+                if found is None:
+                    return
+                _, ended = found  # who keeps the grammar has it compiled once
+            elif not self._preparing.begin(request):
+                return
+            self._admit(request)
+        except Exception as error:
+            told = error if isinstance(error, DSV4LiteError) else failed(error)
+            self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=told))
             return
+        for index in ended:
+            for update in self._scheduler.abort(request.request_id, index=index):
+                self._farewell(update)  # which was told when it ended
+
+    def _admit(self, request: Request) -> None:
+        """Give a request to scheduler and runner; if that raises, neither knows of it."""
+        rehearse(request, self.info.vocab_size)
+        self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
         try:
             for sequence in sequences:
                 self._runner.add(sequence.seq_id, request, sequence.index)
-        except DSV4LiteError as error:  # a grammar that does not compile
+        except Exception:
             for update in self._scheduler.abort(request.request_id):
                 self._farewell(update)
-            self._refuse(request, error)
-            return
+            raise
         if request.params.return_routed_experts:
             leader = _Routed()
             self._routed[sequences[0].seq_id] = leader
             self._routed.update({s.seq_id: _Routed(shared=(leader, len(request.prompt_token_ids) - 1)) for s in sequences[1:]})
 
-    def _refuse(self, request: Request, error: DSV4LiteError) -> None:
-        self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=error))
-
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
+        self._outbox += self._preparing.end(request_id, reason, index)
         self._tell(self._scheduler.abort(request_id, reason, index=index))
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
@@ -587,7 +606,7 @@ class Engine:
 
     def _close(self) -> None:
         self._settle()
-        self._tell(self._scheduler.abort(None, "abort"))
+        self._abort(None, "abort", None)
         self._publish()
         self._closing = True
 
@@ -626,7 +645,7 @@ class Engine:
         self._in_flight.clear()
         self._routed.clear()
         self._guest = None
-        for part in ("_runner", "_crew", "_scheduler", "_recorder"):  # a guest has not all of them
+        for part in ("_runner", "_crew", "_scheduler", "_preparing", "_recorder"):  # a guest has not all of them
             vars(self).pop(part, None)
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it

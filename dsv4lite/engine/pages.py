@@ -179,7 +179,7 @@ class PrefixChain:
     def __init__(self, token_ids: list[int], *, epoch: int, salt: str | None) -> None:
         self.epoch = epoch
         self._token_ids = token_ids
-        seed = epoch.to_bytes(8, "little") + (b"-" if salt is None else b"+" + salt.encode())
+        seed = epoch.to_bytes(8, "little") + (b"-" if salt is None else b"+" + salt.encode("utf-8", "surrogatepass"))
         self._keys = [hashlib.blake2b(seed, digest_size=_KEY_BYTES).digest()]
 
     def key(self, num_pages: int) -> bytes:

@@ -30,7 +30,7 @@ from dsv4lite.parallel.meet import HostRank, HostRanks, lead
 from dsv4lite.parallel.mesh import Mesh, open_store
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.request import Logprobs, Request
-from dsv4lite.text.structured import GrammarCompiler
+from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -197,6 +197,13 @@ class Ranks:
         return found
 
     # ----------------------------------------------------------------------------------------------------- a runner's methods
+
+    def prepare(self, grammar: StructuredOutputs) -> None:
+        """Let the ranks that sample compile a grammar while the leader does so, too: in the step that needs it, all would wait."""
+        for replica in range(self._layout.dp):
+            process = self._processes.get(self._layout.reporter(replica))
+            if process is not None:
+                self._send(process.work, Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""

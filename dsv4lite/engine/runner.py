@@ -35,6 +35,7 @@ from dsv4lite.models.deepseek_v4 import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
 from dsv4lite.request import Logprobs, Request
+from dsv4lite.text.structured import StructuredOutputs
 from dsv4lite.workspace import SCORED_ROWS
 
 log = logging.getLogger("dsv4lite.engine")
@@ -124,6 +125,11 @@ class Runner:
         self.hosted: set[int] = set()
         self.warmed = ""
         self.step_costs: StepCosts | None = None
+
+    def prepare(self, grammar: StructuredOutputs) -> None:
+        """Begin to compile a grammar of which a sequence will have need."""
+        if self.sampler is not None:
+            self.sampler.prepare(grammar)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""

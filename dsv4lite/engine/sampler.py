@@ -19,7 +19,9 @@ thinking budget about to run out. ``needs_host`` names the sequences that must w
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,14 +31,53 @@ from torch import Tensor
 from dsv4lite.engine.samples import Download, Samples
 from dsv4lite.engine.sampling_runs import Runs
 from dsv4lite.engine.sampling_stack import Draws, Scores, Stack, Stacker
-from dsv4lite.engine.sampling_state import Occurrences, SequenceState, Thinking, random_stream, send
+from dsv4lite.engine.sampling_state import Occurrences, SequenceState, Thinking, failed, random_stream, send
 from dsv4lite.engine.step import UNKNOWN
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels import sampling
 from dsv4lite.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from dsv4lite.text.structured import GrammarCompiler
+    from llguidance import LLMatcher
+
+    from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
+
+PREPARED_GRAMMARS = 64
+"""Grammars that are compiled for sequences to come, the latest ones."""
+
+
+def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
+    """Return what is kept of one of a request's sequences before its first token: nothing on the device, and no grammar."""
+    if not request.generate:  # the tokens that are scored count as output
+        request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
+    params, prompt = request.params, request.prompt_token_ids
+    stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
+    bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
+    look_back = max((len(word) - 1 for word in bad_words), default=0)
+    return SequenceState(
+        params=params,
+        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.request_id),
+        stop_ids=tuple(sorted(stop_ids)),
+        stops_from=len(prompt) + params.min_tokens,
+        prompt=prompt,
+        penalised=params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0,
+        bad_words=bad_words,
+        tail=prompt[max(0, len(prompt) - look_back) :],
+        thinking=Thinking.of(request),
+    )
+
+
+def rehearse(request: Request, vocab_size: int) -> None:
+    """Turn a request's settings into tensors as its steps will, on the CPU.
+
+    What cannot be done fails here, where only the request knows of it, and not in a step that it shares with others.
+    """
+    state = state_of(request, 0, 0)
+    if state.restricted:
+        state.forbidden = state.never(vocab_size)
+    if state.penalised:
+        state.count_row = 0
+    Stacker([state], vocab_size, torch.device("cpu")).stack((0,))
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -70,6 +111,7 @@ class Sampler:
         self._default_seed = default_seed
         self._grammars = grammars
         self._sequences: dict[int, SequenceState] = {}
+        self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
         self._occurrences = Occurrences(vocab_size, self._device)
         self._stack: Stack | None = None
         self._draft_stack: Stack | None = None
@@ -89,45 +131,36 @@ class Sampler:
             request: Already checked against the vocabulary.
             index: Which of the request's ``n`` sequences.
 
-        Raises:
-            InvalidRequestError: For ``structured_outputs`` that do not compile.
+        What turns out to be wrong with it fails its first token.
         """
         assert seq_id not in self._sequences
-        params = request.params
-        matcher = None
-        if params.structured_outputs is not None:
-            assert self._grammars is not None and not isinstance(params.structured_outputs, Mapping)
-            matcher = self._grammars.compile(params.structured_outputs)
-        penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
-        if not request.generate:  # what is scored is the output
-            request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
-        bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
-        look_back = max((len(word) - 1 for word in bad_words), default=0)
-        prompt = request.prompt_token_ids
-        self._sequences[seq_id] = SequenceState(
-            params=params,
-            stream=random_stream(params.seed, index, default_seed=self._default_seed, request_id=request.request_id),
-            forbidden=self._forbidden(params),
-            stop_ids=tuple(sorted(stop_ids)),
-            stops_from=len(prompt) + params.min_tokens,
-            prompt=prompt,
-            penalised=penalised,
-            bad_words=bad_words,
-            tail=prompt[max(0, len(prompt) - look_back) :],
-            matcher=matcher,
-            thinking=Thinking.of(request),
-        )
+        try:
+            state, grammar = state_of(request, index, self._default_seed), request.params.structured_outputs
+            if grammar is not None:
+                assert self._grammars is not None and not isinstance(grammar, Mapping)
+                state.compiled = self._grammars.begin(grammar)
+        except Exception as error:  # the leader has looked at it before; whatever this rank makes of it is no reason to end
+            state = state_of(replace(request, params=SamplingParams()), index, self._default_seed)
+            state.failure = failed(error)
+        self._sequences[seq_id] = state
 
-    def _forbidden(self, params: SamplingParams) -> Tensor | None:
-        """Return what never changes: all but the allowed ids, and bad words of one token."""
-        single = [word[0] for word in params.bad_words_ids if len(word) == 1]
-        if params.allowed_token_ids is None and not single:
-            return None
-        forbidden = torch.full((self._vocab_size,), params.allowed_token_ids is not None, dtype=torch.bool, device="cpu")
-        forbidden[list(params.allowed_token_ids or ())] = False
-        forbidden[single] = True
-        return send(forbidden, self._device)
+    def prepare(self, grammar: StructuredOutputs) -> None:
+        """Begin to compile a grammar of which a sequence will have need."""
+        if self._grammars is not None:
+            self._prepared.append(self._grammars.begin(grammar))
+
+    def _start(self, sequence: SequenceState) -> None:
+        """Take what a sequence is sampled with, which it does not have while it waits for its first token."""
+        if sequence.penalised and sequence.count_row is None:
+            sequence.count_row = self._occurrences.take(sequence.prompt)
+        if sequence.restricted and sequence.forbidden is None:
+            sequence.forbidden = send(sequence.never(self._vocab_size), self._device)
+        if sequence.compiled is not None and sequence.matcher is None and sequence.failure is None:
+            assert self._grammars is not None
+            try:
+                sequence.matcher = self._grammars.matcher(sequence.compiled)
+            except Exception as error:
+                sequence.failure = failed(error)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence and everything kept for it; unknown ones are ignored."""
@@ -148,7 +181,7 @@ class Sampler:
     def needs_host(self, seq_id: int) -> bool:
         """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
         sequence = self._sequences[seq_id]
-        if sequence.matcher is not None or sequence.bad_words:
+        if sequence.compiled is not None or sequence.bad_words:
             return True
         return sequence.thinking is not None and sequence.thinking.may_exhaust_next
 
@@ -283,8 +316,7 @@ class Sampler:
     def _stack_of(self, seq_ids: tuple[int, ...]) -> Stack:
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for sequence in sequences:
-            if sequence.penalised and sequence.count_row is None:
-                sequence.count_row = self._occurrences.take(sequence.prompt)
+            self._start(sequence)
         return Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
 
     def _places(self, positions: Sequence[int]) -> Tensor:
@@ -382,8 +414,8 @@ class Sampler:
             return token_id, None, None
         try:
             return None, state.forbidden_next(position, self._vocab_size), None
-        except RequestFailedError as error:
-            return None, None, error
+        except Exception as error:
+            return None, None, failed(error)
 
     @staticmethod
     def _truncate(logits: Tensor, top: Tensor, draws: Draws) -> Tensor:

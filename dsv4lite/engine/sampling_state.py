@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import Request, SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from dsv4lite.text.structured import GrammarMatcher
 
 
@@ -79,34 +82,50 @@ class SequenceState:
 
     Attributes:
         stream: Name of its random stream.
-        forbidden: bool [V], tokens it may never sample, or ``None``.
         stop_ids: Tokens it may not sample before position ``stops_from``.
         prompt: Its tokens.
         penalised: Whether what it has said matters.
         count_row: Its row of ``Occurrences``, from its first token on.
         bad_words: Those of at least two tokens.
         tail: The last tokens of prompt and output, as many as the longest bad word looks back.
-        failure: Why the grammar gave up.
+        compiled: Its grammar, perhaps still being compiled.
+        matcher: Where it stands in its grammar, from its first token on.
+        forbidden: bool [V] on the device, tokens it may never sample, from its first token on, or ``None``.
+        failure: Why nothing can be sampled for it.
     """
 
     params: SamplingParams
     stream: tuple[int, int]
-    forbidden: Tensor | None
     stop_ids: tuple[int, ...]
     stops_from: int
     prompt: tuple[int, ...]
     penalised: bool
     bad_words: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
-    matcher: GrammarMatcher | None
     thinking: Thinking | None
+    compiled: Future[LLMatcher] | None = None
+    matcher: GrammarMatcher | None = None
+    forbidden: Tensor | None = None
     count_row: int | None = None
     failure: RequestFailedError | None = None
 
     @property
     def hosted(self) -> bool:
         """Whether the host decides at every step what may come next."""
-        return self.matcher is not None or self.thinking is not None or bool(self.bad_words)
+        return self.compiled is not None or self.thinking is not None or bool(self.bad_words) or self.failure is not None
+
+    @property
+    def restricted(self) -> bool:
+        """Whether there are tokens that it may never sample."""
+        return self.params.allowed_token_ids is not None or any(len(word) == 1 for word in self.params.bad_words_ids)
+
+    def never(self, vocab_size: int) -> Tensor:
+        """Return what never changes, bool [V] on the CPU: all but the allowed ids, and bad words of one token."""
+        allowed = self.params.allowed_token_ids
+        forbidden = torch.full((vocab_size,), allowed is not None, dtype=torch.bool, device="cpu")
+        forbidden[list(allowed or ())] = False
+        forbidden[[word[0] for word in self.params.bad_words_ids if len(word) == 1]] = True
+        return forbidden
 
     def fork(self) -> SequenceState:
         """Return a copy that can look ahead along drafts."""
@@ -125,8 +144,8 @@ class SequenceState:
         if self.matcher is not None and self.failure is None and not self.matcher.is_terminated():
             try:
                 self.matcher.accept(token_id)
-            except RequestFailedError as error:
-                self.failure = error
+            except Exception as error:
+                self.failure = failed(error)
 
     def forced_token(self) -> int | None:
         """The only token that may come next, if the thinking budget decides it."""
@@ -159,6 +178,15 @@ class SequenceState:
         else:
             return None
         return with_tokens(forbidden, banned)
+
+
+def failed(error: Exception) -> RequestFailedError:
+    """Return the error of one request whose own settings are behind an exception."""
+    if isinstance(error, RequestFailedError):
+        return error
+    failure = RequestFailedError(f"the request failed, other requests are unaffected: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ class SlotTable:
         drawn, ranked = not params.greedy_sampling, 0 < params.top_k < self._vocab_size
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         processed = num_logprobs >= 0 and params.logprobs_mode == "processed"
-        edited = state.penalised or state.forbidden is not None or bool(params.logit_bias) or _holds_back(state)
+        edited = state.penalised or state.restricted or bool(params.logit_bias) or _holds_back(state)
         wanted = {
             Needs.EDITS: edited,
             Needs.DRAWS: drawn and not ranked,
@@ -171,7 +171,7 @@ class SlotTable:
             line[Column.FREQUENCY], line[Column.PRESENCE] = params.frequency_penalty, params.presence_penalty
             settings.occurrences = self._occurrences(state)
             line[Column.OCCURRENCES] = self._hold(settings, settings.occurrences)
-        if state.forbidden is not None or params.logit_bias:
+        if state.restricted or params.logit_bias:
             line[Column.EDITS] = self._hold(settings, self._edits(state))
         if _holds_back(state):
             line[Column.STOPS] = self._hold(
@@ -199,7 +199,7 @@ class SlotTable:
             values = torch.tensor([clamp_bias(value) for value in bias.values()], dtype=torch.float32, device="cpu")
             token_ids = torch.tensor(list(bias), dtype=torch.int64, device="cpu")
             edits.index_copy_(0, send(token_ids, self._device), send(values, self._device))
-        return edits if state.forbidden is None else edits.masked_fill_(state.forbidden, -math.inf)
+        return edits.masked_fill_(send(state.never(self._vocab_size), self._device), -math.inf) if state.restricted else edits
 
 
 def _holds_back(state: SequenceState) -> bool:

@@ -19,7 +19,7 @@ from dsv4lite.engine.intake import append
 from dsv4lite.engine.limits import SchedulerLimits, SchedulerStats
 from dsv4lite.engine.micro_batches import choose_group, tokens_of_step
 from dsv4lite.engine.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
-from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, make_sequences, needs_host
+from dsv4lite.engine.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 from dsv4lite.errors import CapacityError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
@@ -92,7 +92,7 @@ class Scheduler:
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, Sequence] = {}
         self._running = SequenceQueue()
-        self._waiting = SequenceQueue()
+        self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # their last step left window pages behind
         self._deadlines: list[tuple[float, int, str]] = []
@@ -138,7 +138,7 @@ class Scheduler:
                 self._waiting.add(seq)
             else:
                 seq.state = State.UNFORKED
-                leader.unforked.append(seq)
+                leader.unforked[seq] = None
                 self._num_unforked += 1
 
     def abort(
@@ -209,7 +209,7 @@ class Scheduler:
         guessing = [plan for plan in self._outstanding if plan.max_drafts]
         if not guessing or not max_drafts:
             return not guessing and not max_drafts
-        if self._num_unforked or (self._waiting.items and self._has_room(self._waiting.items[0])):
+        if self._num_unforked or (self._waiting and self._has_room(self._waiting.first())):
             return False
         last = guessing[-1]
         if last.max_drafts != max_drafts or not last.decodes:
@@ -476,7 +476,7 @@ class Scheduler:
 
     def _fork(self, leader: Sequence, draft: StepDraft) -> None:
         """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
-        children, leader.unforked = leader.unforked, []
+        children, leader.unforked = leader.unforked, {}
         self._num_unforked -= len(children)
         for child in children:
             if len(self._running) >= self._limits.max_num_seqs or not self._holdings.fork(leader, child, draft.moves):
@@ -489,9 +489,8 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, strictly in order, while there is room for them."""
-        waiting = self._waiting.items
-        while waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
-            seq = waiting[0]
+        while self._waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
+            seq = self._waiting.first()
             if seq.in_flight or not self._holdings.take_slot(seq):
                 return
             checkpoint = self._holdings.attach_prefix(seq)
@@ -506,7 +505,7 @@ class Scheduler:
                 seq.cached_tokens = seq.num_computed
             self._prompt_tokens += len(seq.tokens)
             self._cached_tokens += seq.num_computed
-            self._waiting.remove(seq)
+            self._waiting.pop()
             self._run(seq)
             self._plan(seq, end, draft)
             if draft.leaders and draft.leaders[-1] is seq:
@@ -577,17 +576,17 @@ class Scheduler:
         if seq.state is State.RUNNING:
             self._running.remove(seq)
             self._holdings.release(seq)
-        elif seq.state is State.WAITING:
-            self._waiting.remove(seq)
         elif seq.state is State.UNFORKED:
-            group.sequences[0].unforked.remove(seq)
+            del group.sequences[0].unforked[seq]
             self._num_unforked -= 1
         for child in seq.unforked:
             self._enqueue(child)
         self._num_unforked -= len(seq.unforked)
-        seq.unforked = []
+        seq.unforked = {}
         self._holdings.drop_pending(seq)
-        seq.state = State.ENDED
+        waited, seq.state = seq.state is State.WAITING, State.ENDED
+        if waited:
+            self._waiting.leave(seq)
         del self._live[seq.seq_id]
         group.open -= 1
         if not group.open:
@@ -613,23 +612,23 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every id is free, or held or cached by exactly those who think so, and every sequence in its one place."""
-        running = self._running.items
+        running, waiting = self._running.items, list(self._waiting)
         self._holdings.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
         assert len(unforked) == self._num_unforked
         for members, state in (
             (running, State.RUNNING),
-            (self._waiting.items, State.WAITING),
+            (waiting, State.WAITING),
             (unforked, State.UNFORKED),
             (retired, State.RETIRED),
         ):
             for seq in members:
                 assert seq.state is state and self._live.get(seq.seq_id) is seq, f"sequence {seq.seq_id} is not {state.name}"
-        places = Counter(seq.seq_id for members in (running, self._waiting.items, unforked, retired) for seq in members)
+        places = Counter(seq.seq_id for members in (running, waiting, unforked, retired) for seq in members)
         assert places == Counter(self._live.keys()), "a sequence is lost or in two places"
-        for queue in (running, self._waiting.items):
-            assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
+        assert running == sorted(running, key=lambda seq: seq.order), "a queue is out of order"
+        assert len(waiting) == len(self._waiting), "the number of waiting sequences is wrong"
         for seq in self._live.values():
             most = min(2, len(self._outstanding))
             assert 0 <= seq.in_flight <= most, f"sequence {seq.seq_id} has {seq.in_flight} tokens in flight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Sequence:
     kept_border: int = 0
     rolling: Checkpoint | None = None
     pending: tuple[Checkpoint, bool] | None = None
-    unforked: list[Sequence] = field(default_factory=list)
+    unforked: dict[Sequence, None] = field(default_factory=dict)
     cached_tokens: int = 0
     started: float | None = None
     quiet_until: int = 0
@@ -232,6 +233,52 @@ class SequenceQueue:
         i = bisect_left(self.items, seq.order, key=_ORDER)
         assert self.items[i] is seq
         del self.items[i]
+
+
+class WaitingQueue:
+    """Waiting sequences, the first by (priority, arrival) at hand. Any of them may end: it is left where it is, and passed over.
+
+    To end all of many takes a time in proportion to their number; to take each out of a sorted list would take its square.
+    """
+
+    __slots__ = ("_entries", "_size")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, float, int], Sequence]] = []  # a heap
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the sequences in no particular order."""
+        return (seq for _, seq in self._entries if seq.state is State.WAITING)
+
+    def add(self, seq: Sequence) -> None:
+        """Insert a sequence, whose state is ``WAITING``."""
+        heapq.heappush(self._entries, (seq.order, seq))
+        self._size += 1
+
+    def first(self) -> Sequence:
+        """Return the first sequence, of at least one."""
+        while self._entries[0][1].state is not State.WAITING:
+            heapq.heappop(self._entries)
+        return self._entries[0][1]
+
+    def pop(self) -> Sequence:
+        """Take out the first sequence, of at least one."""
+        seq = self.first()
+        heapq.heappop(self._entries)
+        self._size -= 1
+        return seq
+
+    def leave(self, seq: Sequence) -> None:
+        """Note that a sequence has ended."""
+        assert seq.state is State.ENDED
+        self._size -= 1
+        if 2 * self._size < len(self._entries):
+            self._entries = [entry for entry in self._entries if entry[1].state is State.WAITING]
+            heapq.heapify(self._entries)
 
 
 _ORDER = attrgetter("order")

@@ -76,7 +76,7 @@ class Ready:
 
 
 _VERDICT_S = 3.0  # how long to wait for the leader to say who was lost
-Change = tuple[Literal["add", "remove", "accept"], tuple[Any, ...]]
+Change = tuple[Literal["prepare", "add", "remove", "accept"], tuple[Any, ...]]
 """A method of ``Runner`` and its arguments."""
 
 
@@ -87,7 +87,7 @@ class Step:
     Attributes:
         changes: Since the last step, in order.
         plan: For the rank's replica; ``None`` if it has nothing to do but to take part with its experts.
-        shape: Of the step of all replicas, where they share experts.
+        shape: Of the step of all replicas, where they share experts. Without plan and shape there are only the changes.
     """
 
     changes: tuple[Change, ...]
@@ -213,8 +213,8 @@ class Follower:
         for method, arguments in step.changes:
             getattr(runner, method)(*arguments)
         if step.plan is None:
-            assert step.shape is not None, "a replica that shares nothing is left alone while it has nothing to do"
-            runner.take_part(step.shape)
+            if step.shape is not None:
+                runner.take_part(step.shape)
             return None
         return runner.launch(self._reader.read(step.plan), shape=step.shape)
 

@@ -7,11 +7,15 @@ match, and end-of-sequence is allowed exactly where the text is complete.
 from __future__ import annotations
 
 import json as jsonlib
+import re
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -23,19 +27,41 @@ if TYPE_CHECKING:
 
 CACHED_GRAMMARS = 64
 """Compiled grammars that a compiler keeps, the latest used ones."""
+
+# llguidance recurses on the native stack, and compares properties pair by pair. The limits keep its stack below 2 MiB (it takes at
+# most 4.4 KiB for a level of a schema or a rule of a grammar), and the compilation of one grammar within a few seconds.
+MAX_BYTES = 256 << 10
+"""Most UTF-8 bytes of a JSON schema, a regular expression or a grammar."""
+MAX_CHOICES = 100_000
+"""Most strings of a choice."""
+MAX_CHOICE_BYTES = 1 << 20
+"""Most UTF-8 bytes of all strings of a choice together."""
+MAX_NESTING = 100
+"""Most objects and arrays inside each other in a JSON schema, as it is written."""
+MAX_DEPTH = 400
+"""The same where each ``$ref`` is followed once; references that lead back to themselves count with all that they may pass."""
+MAX_PROPERTIES = 2_000
+"""Most entries of all ``properties`` of a JSON schema together."""
+MAX_PATTERN_PROPERTIES = 100
+"""Most entries of all ``patternProperties`` of a JSON schema together."""
+MAX_RULES = 600
+"""Most rules and brackets of a grammar: characters ``:``, ``(``, ``[`` and ``{``, wherever they are."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between JSON tokens. Limited, because a model that is forced into a schema it does not like may write whitespace forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What a completion has to look like; exactly one is given.
+    """What a completion has to look like; exactly one is given. How large it may be is said by the limits of this module.
 
     Attributes:
-        json: A JSON schema, as a mapping or as text.
+        json: A JSON schema, as a mapping or as text; kept as text.
         regex: A regular expression (Rust syntax: no look-around, no back references) that the whole text matches.
         choice: The text is one of these.
         grammar: A context-free grammar in llguidance's variant of Lark; the rule ``start`` is the text.
+
+    Raises:
+        InvalidRequestError: None or several are given, or what is given is malformed or too large.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -50,20 +76,22 @@ class StructuredOutputs:
             raise _malformed(f"exactly one of {known} is needed, got {', '.join(given) or 'none'}", given)
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise _malformed(f"{name} must be a non-empty string", value)
+            if value is not None:
+                if not (isinstance(value, str) and value):
+                    raise _malformed(f"{name} must be a non-empty string", value)
+                _check_size(name, value, _num_bytes(name, value), MAX_BYTES, "bytes")
         if self.choice is not None:
             choices: object = self.choice
-            if isinstance(choices, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice):
+            good = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
+            if not good or not all(isinstance(c, str) and c for c in self.choice):
                 raise _malformed("choice must be a sequence of non-empty strings", choices)
             object.__setattr__(self, "choice", tuple(self.choice))
+            _check_size("choice", choices, len(self.choice), MAX_CHOICES, "strings")
+            _check_size("choice", choices, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
+        if self.grammar is not None:
+            _check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
         if self.json is not None:
-            try:
-                schema = jsonlib.loads(self.json if isinstance(self.json, str) else jsonlib.dumps(self.json))
-            except (TypeError, ValueError) as error:
-                raise _malformed(f"json is not a JSON schema: {error}", self.json) from error
-            if not isinstance(schema, dict):
-                raise _malformed(f"json must be a schema object, not {type(schema).__name__}", self.json)
+            object.__setattr__(self, "json", _schema_text(self.json))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> StructuredOutputs:
@@ -80,7 +108,10 @@ class StructuredOutputs:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and remembers them. Safe to use from several threads."""
+    """Compiles grammars for one vocabulary in a thread of its own, and remembers them. Safe to use from several threads.
+
+    The thread lives while there is something to compile.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> None:
         """Prepare the vocabulary, which takes about a second.
@@ -111,42 +142,98 @@ class GrammarCompiler:
         bits_of_byte = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
         self._bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
         """To unpack llguidance's bit masks with one look-up."""
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards what follows
+        self._known: WeakValueDictionary[StructuredOutputs, Future[LLMatcher]] = WeakValueDictionary()
+        self._recent: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
+        self._queue: deque[tuple[StructuredOutputs, ref[Future[LLMatcher]]]] = deque()
+        self._working = False
+
+    def begin(self, spec: StructuredOutputs) -> Future[LLMatcher]:
+        """Begin to compile a grammar, unless it is known; return at once. What is not begun when nobody keeps the future is left.
+
+        The future fails with ``InvalidRequestError`` if the schema, expression or grammar is malformed, or uses a feature that
+        cannot be enforced.
+        """
+        with self._lock:
+            compiled = self._known.get(spec)
+            if compiled is None:
+                compiled = self._known[spec] = Future()
+                self._queue.append((spec, ref(compiled)))
+                if not self._working:
+                    threading.Thread(target=self._work, name="dsv4lite-grammars").start()
+                    self._working = True
+            elif spec in self._recent:
+                self._recent.move_to_end(spec)
+            return compiled
+
+    def matcher(self, compiled: Future[LLMatcher]) -> GrammarMatcher:
+        """Return a matcher at the beginning of a text; wait until the grammar is compiled.
+
+        Raises:
+            InvalidRequestError: See ``begin``.
+        """
+        whole = compiled.result()
+        with self._lock:
+            copy = whole.deep_copy()
+        return GrammarMatcher(copy, bits_of_byte=self._bits_of_byte, vocab_size=self.vocab_size, eos_token_id=self._eos_token_id)
 
     def compile(self, spec: StructuredOutputs) -> GrammarMatcher:
         """Return a matcher at the beginning of a text.
 
         Raises:
-            InvalidRequestError: The schema, expression or grammar is malformed, or uses a feature that cannot be enforced.
+            InvalidRequestError: See ``begin``.
         """
-        grammar = self._grammar(spec)
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._matcher_type(self._vocabulary, grammar, log_level=0)
-            if compiled.is_error():
-                reason = compiled.get_error().strip().partition("\n<state>")[0]
-                raise _malformed(f"the grammar cannot be compiled: {reason}", spec)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-            matcher = compiled.deep_copy()
-        return GrammarMatcher(matcher, bits_of_byte=self._bits_of_byte, vocab_size=self.vocab_size, eos_token_id=self._eos_token_id)
+        return self.matcher(self.begin(spec))
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._queue.clear()
+                    self._working = False
+                    return
+                spec, waiting = self._queue.popleft()
+            future = waiting()
+            if future is None:
+                continue
+            try:
+                compiled = self._build(spec)
+            except InvalidRequestError as error:
+                future.set_exception(error)
+            except BaseException as error:  # a panic of the library is no Exception
+                problem = _malformed(f"the grammar cannot be compiled: {type(error).__name__}: {error}", spec)
+                problem.__cause__ = error
+                future.set_exception(problem)
+            else:
+                with self._lock:
+                    self._recent[spec] = future
+                    if len(self._recent) > CACHED_GRAMMARS:
+                        self._recent.popitem(last=False)
+                future.set_result(compiled)
+            del future
+
+    def _build(self, spec: StructuredOutputs) -> LLMatcher:
+        try:
+            compiled = self._matcher_type(self._vocabulary, self._grammar(spec), log_level=0)
+        except ValueError as error:  # the text of a schema
+            raise _malformed(f"the grammar cannot be compiled: {error}", spec) from error
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # the first mask takes longest; copies take over what it has found out
+        if compiled.is_error():
+            reason = compiled.get_error().strip().partition("\n<state>")[0]
+            raise _malformed(f"the grammar cannot be compiled: {reason}", spec)
+        return compiled
 
     def _grammar(self, spec: StructuredOutputs) -> str:
         """Return a specification in llguidance's own terms."""
         if spec.json is not None:
-            schema = spec.json if isinstance(spec.json, str) else jsonlib.dumps(spec.json)
-            return self._matcher_type.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
-        if spec.regex is not None:
-            return self._matcher_type.grammar_from_regex(spec.regex)
-        if spec.choice is not None:
-            return self._matcher_type.grammar_from_lark("start: " + " | ".join(map(jsonlib.dumps, spec.choice)))
-        assert spec.grammar is not None
-        return self._matcher_type.grammar_from_lark(spec.grammar)
+            assert isinstance(spec.json, str)
+            return self._matcher_type.grammar_from_json_schema(spec.json, defaults={"whitespace_pattern": WHITESPACE})
+        if spec.grammar is not None:
+            return self._matcher_type.grammar_from_lark(spec.grammar)
+        # As alternatives of a regular expression, many strings are compiled far faster than as those of a grammar.
+        regex = spec.regex or "|".join(_SYNTAX.sub(r"\\\g<0>", choice) for choice in spec.choice or ())
+        return self._matcher_type.grammar_from_regex(regex)
 
 
 class GrammarMatcher:
@@ -240,8 +327,120 @@ class _Vocabulary:
         self.special_token_ids = sorted(tokenizer.added_ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text)
+        text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, allow_special=False)  # an added token would be one that no text matches
 
 
 def _malformed(problem: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(f"structured_outputs: {problem}", parameter="structured_outputs", value=value)
+
+
+_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+"""What means something in a regular expression."""
+
+
+def _check_size(name: str, value: object, size: int, limit: int, unit: str) -> None:
+    if size > limit:
+        raise _malformed(f"{name} has {size:,} {unit}, more than {limit:,}; make it smaller", value)
+
+
+def _num_bytes(name: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _malformed(f"{name} has the lone surrogate {text[error.start]!r}; it must be Unicode text", text) from error
+
+
+def _schema_text(given: Mapping[str, Any] | str) -> str:
+    """Return a JSON schema as the text of valid JSON that is given to llguidance."""
+    try:
+        if not isinstance(given, str):
+            given = jsonlib.dumps(given, allow_nan=False)
+        _check_size("json", given, len(given), MAX_BYTES, "characters")
+        schema = jsonlib.loads(given)
+        text = jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
+    except InvalidRequestError:
+        raise
+    except RecursionError as error:
+        raise _malformed(f"json is nested too deep; at most {MAX_NESTING} objects and arrays inside each other", given) from error
+    except (TypeError, ValueError, RuntimeError) as error:  # the last one of a mapping that changes meanwhile
+        raise _malformed(f"json is not a JSON schema: {error}", given) from error
+    if not isinstance(schema, dict):
+        raise _malformed(f"json must be a schema object, not {type(schema).__name__}", given)
+    _check_size("json", given, _num_bytes("json", text), MAX_BYTES, "bytes")
+    _Schema(schema).check(given)
+    return text
+
+
+class _Schema:
+    """A JSON schema, to find out how far llguidance recurses, which visits the target of each reference once."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self._measured: dict[int, tuple[int, set[str]]] = {}
+        self._counts = {"properties": 0, "patternProperties": 0}
+        self._has_ids = False
+        self._depth, self._references = self._measure(schema, first=True)
+
+    def check(self, given: object) -> None:
+        _check_size("json", given, self._depth, MAX_NESTING, "objects and arrays inside each other")
+        for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
+            _check_size("json", given, self._counts[name], limit, name)
+        if self._references:
+            _check_size("json", given, self._depth + self._deepest(), MAX_DEPTH, "levels along its references")
+
+    def _deepest(self) -> int:
+        """Return at most how many levels follow behind the first reference."""
+        measured = {reference: self._measure(self._target(reference)) for reference in self._references}
+        waits = {name: len(references) for name, (_, references) in measured.items()}
+        users: dict[str, list[str]] = {name: [] for name in measured}
+        for name, (_, references) in measured.items():
+            for reference in references:
+                users[reference].append(name)
+        levels = {name: depth for name, (depth, _) in measured.items()}
+        ready = [name for name, count in waits.items() if count == 0]
+        for name in ready:  # those that do not lead back to themselves; grows on the way
+            del waits[name]
+            for user in users[name]:
+                levels[user] = max(levels[user], measured[user][0] + levels[name])
+                waits[user] -= 1
+                if waits[user] == 0:
+                    ready.append(user)
+        return max((levels[name] for name in ready), default=0) + sum(measured[name][0] for name in waits)
+
+    def _measure(self, node: object, *, first: bool = False) -> tuple[int, set[str]]:
+        """Return how deep a value is nested, at least 1, and all references in it."""
+        known = self._measured.get(id(node))
+        if known is not None:
+            return known
+        depth, references, left = 1, set[str](), [(node, 1)]
+        while left:
+            value, level = left.pop()
+            depth = max(depth, level)
+            if isinstance(value, dict):
+                if isinstance(value.get("$ref"), str):
+                    references.add(value["$ref"])
+                if first:
+                    for name in self._counts:
+                        entries = value.get(name)
+                        self._counts[name] += len(entries) if isinstance(entries, dict) else 0
+                    self._has_ids |= level > 1 and any(isinstance(value.get(name), str) for name in ("$id", "id"))
+                value = list(value.values())
+            left += [(x, level + 1) for x in value if isinstance(x, (dict, list))] if isinstance(value, list) else []
+        self._measured[id(node)] = depth, references
+        return depth, references
+
+    def _target(self, reference: str) -> object:
+        """Return what a reference points to; the whole schema, which is deep enough, where that is not clear."""
+        node: Any = self._schema
+        if self._has_ids or not reference.startswith("#"):
+            return node
+        for part in unquote(reference).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            elif isinstance(node, dict) and part in node:
+                node = node[part]
+            else:
+                return self._schema
+        return node

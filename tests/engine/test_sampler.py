@@ -724,8 +724,11 @@ class CountUp:
 class Grammars:
     matchers: list[CountUp]
 
-    def compile(self, spec: StructuredOutputs) -> CountUp:
+    def begin(self, spec: StructuredOutputs) -> CountUp:
         return self.matchers.pop(0)
+
+    def matcher(self, compiled: CountUp) -> CountUp:
+        return compiled
 
 
 GRAMMAR = StructuredOutputs(regex="x")

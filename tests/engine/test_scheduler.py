@@ -1032,7 +1032,7 @@ def test_check_notices_a_lost_page() -> None:
 def test_check_notices_a_lost_sequence() -> None:
     h = make()
     h.add(request("a", text(300), max_tokens=300))
-    h.scheduler._waiting.items.clear()
+    h.scheduler._waiting.pop()
     with pytest.raises(AssertionError, match="lost"):
         h.scheduler.check()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.errors import InvalidRequestError, UnsupportedError
+from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError
 from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -57,12 +60,34 @@ def random_walk(matcher: GrammarMatcher, seed: int, limit: int = 200) -> str:
     return REAL.decode(ids)
 
 
+def nested(levels: int) -> str:
+    """Return a schema of so many objects inside each other."""
+    return '{"not":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+def chain(length: int, wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda rest: rest) -> dict[str, Any]:
+    """Return a schema of definitions of which each refers to the next."""
+    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}}
+
+
+def loops(count: int) -> dict[str, Any]:
+    """Return a schema of definitions that all refer to each other."""
+    every = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
+    return {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"type": "null"}, every[(i + 1) % count]]} for i in range(count)}}
+
+
+def rules(length: int) -> str:
+    """Return a grammar of rules of which each is the next."""
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(length)) + f'r{length}: "a"\n'
+
+
 # ---- specification ----
 
 
 def test_specification_reads_a_mapping() -> None:
     assert StructuredOutputs.from_dict({"choice": ["a", "b"]}) == StructuredOutputs(choice=("a", "b"))
-    assert StructuredOutputs.from_dict({"json": {"type": "object"}}).json == {"type": "object"}
+    assert StructuredOutputs.from_dict({"json": {"type": "object"}}).json == '{"type": "object"}'
 
 
 @pytest.mark.parametrize(
@@ -80,7 +105,34 @@ def test_specification_reads_a_mapping() -> None:
         ({"json": "{"}, "json is not a JSON schema"),
         ({"json": {"type": {1, 2}}}, "json is not a JSON schema"),
         ({"json": "[]"}, "json must be a schema object, not list"),
+        ({"json": {"const": float("nan")}}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": '{"const": NaN}'}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": '{"maximum": 1e400}'}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": {"maximum": 10**5000}}, "json is not a JSON schema: Exceeds the limit"),
+        ({"json": {"const": "\ud800"}}, r"json has the lone surrogate '\\ud800'"),
+        ({"json": '{"const": "\\ud800"}'}, r"json has the lone surrogate '\\ud800'"),
+        ({"regex": "a\udfff"}, r"regex has the lone surrogate '\\udfff'"),
+        ({"choice": ["a", "\ud800"]}, r"choice has the lone surrogate '\\ud800'"),
+        ({"grammar": 'start: "\ud800"'}, r"grammar has the lone surrogate '\\ud800'"),
+        ({"json": nested(101)}, "json has 101 objects and arrays inside each other, more than 100; make it smaller"),
+        ({"json": nested(130)}, "json has 130 objects and arrays"),
+        ({"json": nested(30_000)}, "json is nested too deep; at most 100|json has 30,000 objects and arrays"),
+        ({"json": nested(100_000)}, "json has 799,994 characters"),
+        ({"json": {"properties": dict.fromkeys(map(str, range(2_001)), True)}}, "json has 2,001 properties, more than 2,000"),
+        ({"json": {"patternProperties": dict.fromkeys(map(str, range(101)), True)}}, "json has 101 patternProperties, more than 100"),
+        ({"json": {"const": "x" * 262_144}}, "json has 262,1.. characters, more than 262,144"),
+        ({"json": {"const": "\u4e00" * 100_000}}, "json has .* more than 262,144"),
+        ({"json": chain(3_000)}, "json has 3,00. levels along its references, more than 400"),
+        ({"json": chain(3_000, lambda rest: {"anyOf": [{"type": "null"}, rest]})}, "json has 9,00. levels along its references"),
+        ({"json": loops(200)}, "json has .* levels along its references, more than 400"),
+        ({"regex": "a" * 262_145}, "regex has 262,145 bytes, more than 262,144"),
+        ({"grammar": rules(3_000)}, "grammar has 3,002 rules and brackets, more than 600"),
+        ({"grammar": "start: %json " + json.dumps(chain(300))}, "grammar has .* rules and brackets, more than 600"),
+        ({"choice": ["a"] * 100_001}, "choice has 100,001 strings, more than 100,000"),
+        ({"choice": ["x" * 1_048_576, "y"]}, "choice has 1,048,577 bytes, more than 1,048,576"),
+        ({"choice": 3}, "choice must be a sequence"),
     ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value), "nothing"),
 )
 def test_malformed_specification_is_rejected(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as caught:
@@ -105,6 +157,124 @@ def test_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler, 
     assert "<state>" not in str(caught.value)
 
 
+def test_specification_is_a_copy() -> None:
+    schema = {"enum": ["a"]}
+    spec = StructuredOutputs(json=schema)
+    schema["enum"].append("b")
+    assert spec == StructuredOutputs(json='{"enum": ["a"]}')
+
+
+def test_schemas_that_lead_back_to_themselves_are_no_longer_than_what_they_pass(compiler: GrammarCompiler) -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}, "additionalProperties": False}
+    assert compiler.compile(StructuredOutputs(json=tree)).mask().any()
+    assert compiler.compile(StructuredOutputs(json=loops(80))).mask().any()
+    wide = {"$defs": {f"d{i}": {"type": "object", "properties": {"a": {"$ref": "#/$defs/leaf"}}} for i in range(500)}}
+    wide |= {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(500)]}
+    wide["$defs"]["leaf"] = {"type": "string"}
+    assert compiler.compile(StructuredOutputs(json=wide)).mask().any()
+
+
+def test_whatever_the_limits_allow_leaves_the_stack_alone() -> None:
+    """In a process of its own, which a stack that overflows would end, and on a stack that is a fourth of the usual one."""
+    pytest.importorskip("llguidance")
+    program = """
+import bisect
+import threading
+from tests.unit.test_structured import *
+
+wraps = [
+    lambda rest: rest,
+    lambda rest: {"type": "object", "properties": {"a": rest}},
+    lambda rest: {"type": "array", "prefixItems": [rest]},
+    lambda rest: {"anyOf": [{"type": "null"}, rest]},
+    lambda rest: {"allOf": [rest]},
+    lambda rest: {"type": ["object", "array"], "properties": {"a": rest}, "items": {"type": "string"}},
+]
+
+
+def stacked(levels, wrap):
+    schema = {"type": "string"}
+    for _ in range(levels):
+        schema = wrap(schema)
+    return {"allOf": [schema]}
+
+
+def largest(make, wrap, most):
+    def refused(length):
+        try:
+            StructuredOutputs(json=make(length, wrap))
+        except InvalidRequestError:
+            return True
+        return False
+
+    return StructuredOutputs(json=make(bisect.bisect_left(range(1, most), True, key=refused), wrap))
+
+
+specs = [largest(make, wrap, 400) for make in (chain, stacked) for wrap in wraps[make is stacked :]]
+specs.append(StructuredOutputs(grammar=rules(598)))
+specs.append(StructuredOutputs(grammar=rules(598).replace("r", "R").replace("staRt", "start")))
+for depth in (1, 5, 30):
+    opening, closing = '("b" | ' * depth, ")" * depth
+    text = "".join(f"r{i}: {opening}r{i + 1}{closing}\\n" for i in range(598 // (depth + 1)))
+    specs.append(StructuredOutputs(grammar=f"start: r0\\n{text}r{598 // (depth + 1)}: \\"a\\"\\n"))
+specs += [StructuredOutputs(regex="(" * n + "a" + ")" * n) for n in (100, 240, 1000, 100_000)]
+specs += [StructuredOutputs(grammar="start: " + "(" * n + '"a"' + ")" * n) for n in (30, 500)]
+
+
+def compile_all() -> None:
+    compiler = GrammarCompiler(REAL)
+    for spec in specs:
+        try:
+            compiler.compile(spec)
+        except InvalidRequestError:
+            pass
+
+
+threading.stack_size(2 << 20)  # inherited by the compiler's own thread
+thread = threading.Thread(target=compile_all)
+thread.start()
+thread.join()
+print(len(specs), "survived")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("22 survived"), (done.returncode, done.stdout, done.stderr[-2000:])
+
+
+def test_repetition_that_is_too_much_fails_its_text(compiler: GrammarCompiler) -> None:
+    """The first mask, which takes longest, belongs to what the compiler does; a text that is too much for the library fails."""
+    matcher = compiler.compile(StructuredOutputs(regex="a{10000000}"))
+    with pytest.raises(RequestFailedError, match="gave up on this text"):
+        while True:
+            matcher.mask()
+            matcher.accept(REAL.encode("a")[0])
+
+
+def test_schema_that_no_text_matches_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+        compiler.compile(StructuredOutputs(json={"$ref": "#"}))
+
+
+def test_grammar_that_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler) -> None:
+    """Whoever gave up its request does not hold up others."""
+    one = GrammarCompiler(REAL)
+    busy, built = threading.Event(), list[StructuredOutputs]()
+
+    def build(spec: StructuredOutputs) -> Any:
+        busy.wait(60)
+        built.append(spec)
+        return original(spec)
+
+    original = one._build
+    one._build = build  # type: ignore[method-assign]
+    specs = [StructuredOutputs(regex=f"a{i}") for i in range(3)]
+    first, given_up, last = map(one.begin, specs)
+    assert one.begin(specs[0]) is first and not first.done()
+    del given_up
+    busy.set()
+    last.result(timeout=60)
+    assert built == [specs[0], specs[2]]
+
+
 def test_missing_package_is_unsupported_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=re.escape("pip install 'dsv4lite[structured]'")):
@@ -118,6 +288,28 @@ def test_vocabulary_that_does_not_fit_is_unsupported() -> None:
 
 
 # ---- masks ----
+
+
+SPECIAL_TEXTS = ("a </think> b", "<｜User｜>", "x<｜end▁of▁sentence｜>", "<think>")
+
+
+@pytest.mark.parametrize("text", SPECIAL_TEXTS)
+@pytest.mark.parametrize("kind", ["const", "key", "regex", "choice", "grammar"])
+def test_added_tokens_in_a_grammar_are_plain_text(compiler: GrammarCompiler, kind: str, text: str) -> None:
+    specs = {
+        "const": StructuredOutputs(json={"const": text}),
+        "key": StructuredOutputs(json={"type": "object", "properties": {text: {"const": 1}}, "required": [text]}),
+        "regex": StructuredOutputs(regex=text.replace("｜", "[｜]")),
+        "choice": StructuredOutputs(choice=(text, text + "!")),
+        "grammar": StructuredOutputs(grammar=f"start: {json.dumps(text)}"),
+    }
+    matcher = compiler.compile(specs[kind])
+    for id in REAL.encode(json.dumps({text: 1} if kind == "key" else text, ensure_ascii=False) if kind in ("const", "key") else text,
+                          allow_special=False):  # fmt: skip
+        allowed = set(matcher.mask().nonzero().flatten().tolist())
+        assert id in allowed and not REAL.added_ids.intersection(allowed)
+        matcher.accept(id)
+    assert matcher.mask()[EOS]
 
 
 def test_mask_has_the_models_size_and_allows_no_padding(compiler: GrammarCompiler) -> None:
@@ -295,4 +487,3 @@ def test_same_grammar_is_compiled_once_and_the_cache_is_bounded(compiler: Gramma
         counting.compile(StructuredOutputs(regex=f"a{{{i + 1}}}"))
     counting.compile(spec)
     assert len(made) == CACHED_GRAMMARS + 2
-    assert len(counting._compiled) == CACHED_GRAMMARS
