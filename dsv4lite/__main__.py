@@ -7,10 +7,12 @@ import json
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from dsv4lite import LLM, DSV4LiteError, SamplingParams, plan_memory, tiny_model
+from dsv4lite.config import tiny_model
+from dsv4lite.errors import DSV4LiteError
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -79,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from dsv4lite import LLM, SamplingParams
+
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)
@@ -108,6 +112,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from dsv4lite import plan_memory
+
     plan = plan_memory(
         args.model,
         memory_bytes=args.memory,
@@ -123,7 +129,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from dsv4lite.engine.replay import replay  # brings torch, which the other commands may not need
+    from dsv4lite.engine.replay import replay
 
     report = replay(args.dump, model=args.model, device=args.device)
     if args.all:
@@ -132,12 +138,20 @@ def _replay(args: argparse.Namespace) -> int:
     return 0 if report.first is None else 1
 
 
+def _import_torch() -> None:
+    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        import torch  # noqa: F401
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit or a bad op, 2 for an error."""
     args = _parser().parse_args(argv)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
     try:
+        _import_torch()
         status: int = args.run(args)
     except DSV4LiteError as error:
         print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
