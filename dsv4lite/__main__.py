@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)")
     plan.add_argument("--revision", help="hub revision")
-    plan.add_argument("--memory", type=_bytes, help="memory of the device, for example 141GiB (default: this machine's)")
+    plan.add_argument("--gpu", help="GPU to plan for, for example h200; it need not be in this machine (default: this machine's)")
+    plan.add_argument("--memory", type=_bytes, help="memory of the GPU (or of --device cpu) to plan for, for example 141GiB")
     plan.add_argument("--devices", type=int, help="compare all ways to share the model among so many devices")
     plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
     plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
@@ -116,6 +117,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     plan = plan_memory(
         args.model,
+        gpu=args.gpu,
         memory_bytes=args.memory,
         devices=args.devices,
         revision=args.revision,

@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from queue import Empty, SimpleQueue
@@ -15,7 +16,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError
+from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, near_match
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -34,6 +35,59 @@ _MISMATCH = re.compile(
     "for option|driver version is insufficient|forward compatibility|unsupported display driver|0 active drivers|libcuda",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A GPU that can be planned for on any machine.
+
+    Attributes:
+        name: As its maker writes it.
+        memory_bytes: What CUDA reports, in whole GiB rounded down.
+        capability: Compute capability.
+        memory_bytes_s: Memory bandwidth, from the data sheet.
+        link_bytes_s: To another GPU, in one direction, from the data sheet: NVLink, or PCI Express.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    memory_bytes_s: float
+    link_bytes_s: float
+
+
+def _chip(name: str, gib: int, capability: tuple[int, int], memory_bytes_s: float, link_bytes_s: float) -> Chip:
+    return Chip(
+        name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s
+    )
+
+
+CHIPS = {
+    "a100-40gb": _chip("NVIDIA A100 40GB", 39, (8, 0), 1.555e12, 300e9),
+    "a100-80gb": _chip("NVIDIA A100 80GB", 79, (8, 0), 2.039e12, 300e9),
+    "l40s": _chip("NVIDIA L40S", 44, (8, 9), 0.864e12, 32e9),
+    "rtx4090": _chip("NVIDIA GeForce RTX 4090", 23, (8, 9), 1.008e12, 32e9),
+    "h100": _chip("NVIDIA H100 80GB", 79, (9, 0), 3.35e12, 450e9),
+    "h200": _chip("NVIDIA H200", 139, (9, 0), 4.8e12, 450e9),
+    "b200": _chip("NVIDIA B200", 178, (10, 0), 8e12, 900e9),
+    "rtx5090": _chip("NVIDIA GeForce RTX 5090", 31, (12, 0), 1.792e12, 64e9),
+    "rtx-pro-6000": _chip("NVIDIA RTX PRO 6000 Blackwell", 94, (12, 0), 1.792e12, 64e9),
+}
+
+
+def find_chip(name: str) -> Chip:
+    """Return the chip of a name, in either case.
+
+    Raises:
+        ConfigError: The table has none.
+    """
+    found = CHIPS.get(str(name).lower())
+    if found is None:
+        raise ConfigError(
+            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}){near_match(str(name), CHIPS)}; "
+            "for another GPU give its memory instead: memory_bytes, or --memory"
+        )
+    return found
 
 
 def choose_device(config: EngineConfig) -> torch.device:
