@@ -103,7 +103,8 @@ def test_command_plans_for_any_gpu(flash: str, capsys: pytest.CaptureFixture[str
 
 def test_used_is_the_sum_of_its_parts(flash: str) -> None:
     (budget,) = plan_memory(flash, gpu="b200").per_device
-    parts = {field.name: getattr(budget, field.name) for field in fields(budget) if field.name not in ("device", "total", "available")}
+    names = [field.name for field in fields(budget) if field.name not in ("device", "total", "available")]
+    parts = {name: getattr(budget, name) for name in names}
     assert len(parts) == 7 and all(parts.values())
     assert budget.used == sum(parts.values()) <= budget.total
     assert budget.state == budget.used - parts["weights"] - parts["workspace"] - parts["graphs"]
