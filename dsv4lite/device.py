@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
@@ -186,6 +188,56 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(total, free + kept), total
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this machine could give to this process: what is free, within the limits of its control groups.
+
+    Args:
+        root: Of the file system that tells.
+    """
+    lines = _lines(root / "proc/meminfo")
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    if free is None:  # not Linux
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([free, *_rooms_of_groups(root)]))
+
+
+def _rooms_of_groups(root: Path) -> Iterator[int]:
+    """Yield what is left of the memory limits of this process's control groups, and of those that contain them."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        second = not controllers
+        if not second and "memory" not in controllers.split(","):
+            continue
+        for mount in _lines(root / "proc/self/mountinfo"):
+            place, _, system = mount.partition(" - ")
+            kind, *_, options = system.split()
+            if kind != ("cgroup2" if second else "cgroup") or not (second or "memory" in options.split(",")):
+                continue
+            top, at = place.split()[3:5]
+            mounted = root / at.lstrip("/")
+            inside = group.removeprefix(top) if group.startswith(top) else ""  # a container may see its own group only
+            folder = mounted / inside.lstrip("/")
+            for each in (folder, *folder.parents[: len(folder.parts) - len(mounted.parts)]):
+                yield from _room_of_group(each, second)
+
+
+def _room_of_group(folder: Path, second: bool) -> Iterator[int]:
+    """Yield what is left of a group's limit, if it has one; cached files count as free, as they do for the whole machine."""
+    limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    wanted, current = _lines(folder / limit), _lines(folder / used)
+    if wanted and current and wanted[0] != "max":
+        name = "inactive_file " if second else "total_inactive_file "
+        cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(name))
+        yield int(wanted[0]) - int(current[0]) + cached
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # other systems, and groups without a limit, have no such file
+        return []
 
 
 @contextmanager

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip
+from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
@@ -27,9 +26,15 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
 
+log = logging.getLogger("dsv4lite.memory")
+
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
 _AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
+_FLOAT16 = {
+    torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
+    torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
+}
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -145,17 +150,6 @@ def _gib(count: int) -> str:
     return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
 
 
-def host_memory() -> int:
-    """Return the bytes that this machine could give to a new process."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: fall through to what POSIX knows
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
     """Return the arithmetic: the checkpoint's own unless the settings say otherwise.
 
@@ -171,6 +165,9 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         dtype = torch.bfloat16
     else:
         dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if source.dtype == torch.float16:
+            dtype = torch.float32 if config.dtype == "auto" else dtype  # which has all its numbers; bfloat16 has not
+            log.warning("%s is float16 and is computed in %s: %s", source.folder, dtype, _FLOAT16[dtype])
     wanted = config.kv_cache_dtype
     natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
     if wanted not in ("auto", natural):

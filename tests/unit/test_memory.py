@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4lite import ConfigError, MemoryPlan, plan_memory
+from dsv4lite import ConfigError, MemoryPlan, SamplingParams, plan_memory
 from dsv4lite.__main__ import main
-from dsv4lite.device import CHIPS
+from dsv4lite.device import CHIPS, host_memory
 from dsv4lite.memory import merge_plans
-from tests.e2e.engines import SMALL
-from tests.tiny import FLASH
+from dsv4lite.models.config import parse_config
+from dsv4lite.weights.dummy import dummy_tensors
+from tests.e2e.engines import SMALL, opened, write_tokenizer
+from tests.tiny import FLASH, write_checkpoint
 
 GIB = 1 << 30
 
@@ -122,3 +124,68 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
         merged = merge_plans(order)
         assert merged.max_model_len == short.max_model_len and merged.kv_tokens == short.kv_tokens
         assert merged.sizes.grow_pages == short.sizes.grow_pages and len(merged.per_device) == 2
+
+
+# -------------------------------------------------------------------------------------------------------- what the host has
+
+
+def machine(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
+    """Write what Linux tells of a machine with 64 GiB free, whose control groups have these files."""
+    texts = {"proc/meminfo": "MemTotal: 1\nMemAvailable: 67108864 kB\n", "proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
+    for name, text in {**texts, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+SECOND = "31 23 0:28 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
+FIRST = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+@pytest.mark.parametrize("limited", ["a/b", "a"])
+def test_host_memory_is_within_the_limit_of_the_group_and_of_those_around_it(tmp_path: Path, limited: str) -> None:
+    """A plan fitted into what the machine had free, and the process was killed at its container's limit."""
+    files = {f"sys/fs/cgroup/{group}/memory.max": "max\n" for group in ("a", "a/b")}
+    files |= {f"sys/fs/cgroup/{group}/memory.current": str(3 * GIB) for group in ("a", "a/b")}
+    files[f"sys/fs/cgroup/{limited}/memory.max"] = str(8 * GIB)
+    assert host_memory(machine(tmp_path, "0::/a/b\n", SECOND.format(top="/"), files)) == 5 * GIB
+    (tmp_path / f"sys/fs/cgroup/{limited}/memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")  # given up when it is needed
+    assert host_memory(tmp_path) == 6 * GIB
+
+
+def test_host_memory_is_within_the_limit_of_a_container_that_sees_its_own_group_only(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": str(2 * GIB), "sys/fs/cgroup/memory.current": str(GIB)}
+    assert host_memory(machine(tmp_path, "0::/\n", SECOND.format(top="/"), files)) == GIB
+
+
+def test_host_memory_is_within_limits_of_the_first_version_of_groups(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory"
+    files = {
+        f"{folder}/memory.limit_in_bytes": str((1 << 63) - 4096),
+        f"{folder}/memory.usage_in_bytes": "0",
+        f"{folder}/job/memory.limit_in_bytes": str(4 * GIB),
+        f"{folder}/job/memory.usage_in_bytes": str(2 * GIB),
+        f"{folder}/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+    }
+    groups = "5:cpu,cpuacct:/elsewhere\n4:memory:/docker/x/job\n0::/\n"
+    assert host_memory(machine(tmp_path, groups, FIRST.format(top="/docker/x"), files)) == 3 * GIB
+
+
+def test_host_memory_without_limits_is_what_is_free(tmp_path: Path) -> None:
+    assert host_memory(machine(tmp_path, "0::/a\n", SECOND.format(top="/"), {})) == 64 * GIB
+
+
+# ---------------------------------------------------------------------------------------------------------------- float16
+
+
+def test_float16_checkpoint_is_computed_in_float32_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was computed in bfloat16, which rounds its weights, without a word."""
+    tensors = dummy_tensors(parse_config(SMALL), expert_format="plain", quantized=False)
+    halves = ((name, tensor.half() if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+    write_checkpoint(tmp_path, {**SMALL, "torch_dtype": "float16"}, halves)
+    assert "float32 matrices, float32 experts, float32 KV rows" in plan_memory(str(tmp_path), memory_bytes=GIB).planned_for
+    assert "is float16 and is computed in torch.float32: exact" in caplog.text
+    assert "bfloat16 matrices" in plan_memory(str(tmp_path), memory_bytes=GIB, dtype="bfloat16").planned_for
+    assert "rounded" in caplog.messages[-1]
+    with opened(write_tokenizer(tmp_path, SMALL["vocab_size"])) as llm:
+        assert len(llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)).token_ids) == 2
