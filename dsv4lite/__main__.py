@@ -7,10 +7,12 @@ import json
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from dsv4lite import LLM, DSV4LiteError, SamplingParams, plan_memory, tiny_model
+from dsv4lite.config import tiny_model
+from dsv4lite.errors import DSV4LiteError
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -56,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)")
     plan.add_argument("--revision", help="hub revision")
-    plan.add_argument("--memory", type=_bytes, help="memory of the device, for example 141GiB (default: this machine's)")
+    plan.add_argument("--gpu", help="GPU to plan for, for example h200; it need not be in this machine (default: this machine's)")
+    plan.add_argument("--memory", type=_bytes, help="memory of the GPU (or of --device cpu) to plan for, for example 141GiB")
     plan.add_argument("--devices", type=int, help="compare all ways to share the model among so many devices")
     plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
     plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
@@ -79,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from dsv4lite import LLM, SamplingParams
+
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)
@@ -108,8 +113,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from dsv4lite import plan_memory
+
     plan = plan_memory(
         args.model,
+        gpu=args.gpu,
         memory_bytes=args.memory,
         devices=args.devices,
         revision=args.revision,
@@ -123,7 +131,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from dsv4lite.engine.replay import replay  # brings torch, which the other commands may not need
+    from dsv4lite.engine.replay import replay
 
     report = replay(args.dump, model=args.model, device=args.device)
     if args.all:
@@ -132,12 +140,20 @@ def _replay(args: argparse.Namespace) -> int:
     return 0 if report.first is None else 1
 
 
+def _import_torch() -> None:
+    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        import torch  # noqa: F401
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit or a bad op, 2 for an error."""
     args = _parser().parse_args(argv)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
     try:
+        _import_torch()
         status: int = args.run(args)
     except DSV4LiteError as error:
         print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)

@@ -97,7 +97,7 @@ class EngineConfig:
         model: Folder of a checkpoint, or a hub id.
         revision: Hub revision: branch, tag or commit.
         tokenizer: Folder with ``tokenizer.json``; default is the model's own.
-        dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones).
+        dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones, float32 for float16 ones).
         kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for plain ones.
         load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError
+from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, near_match
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -34,6 +37,59 @@ _MISMATCH = re.compile(
     "for option|driver version is insufficient|forward compatibility|unsupported display driver|0 active drivers|libcuda",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A GPU that can be planned for on any machine.
+
+    Attributes:
+        name: As its maker writes it.
+        memory_bytes: What CUDA reports, in whole GiB rounded down.
+        capability: Compute capability.
+        memory_bytes_s: Memory bandwidth, from the data sheet.
+        link_bytes_s: To another GPU, in one direction, from the data sheet: NVLink, or PCI Express.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    memory_bytes_s: float
+    link_bytes_s: float
+
+
+def _chip(name: str, gib: int, capability: tuple[int, int], memory_bytes_s: float, link_bytes_s: float) -> Chip:
+    return Chip(
+        name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s
+    )
+
+
+CHIPS = {
+    "a100-40gb": _chip("NVIDIA A100 40GB", 39, (8, 0), 1.555e12, 300e9),
+    "a100-80gb": _chip("NVIDIA A100 80GB", 79, (8, 0), 2.039e12, 300e9),
+    "l40s": _chip("NVIDIA L40S", 44, (8, 9), 0.864e12, 32e9),
+    "rtx4090": _chip("NVIDIA GeForce RTX 4090", 23, (8, 9), 1.008e12, 32e9),
+    "h100": _chip("NVIDIA H100 80GB", 79, (9, 0), 3.35e12, 450e9),
+    "h200": _chip("NVIDIA H200", 139, (9, 0), 4.8e12, 450e9),
+    "b200": _chip("NVIDIA B200", 178, (10, 0), 8e12, 900e9),
+    "rtx5090": _chip("NVIDIA GeForce RTX 5090", 31, (12, 0), 1.792e12, 64e9),
+    "rtx-pro-6000": _chip("NVIDIA RTX PRO 6000 Blackwell", 94, (12, 0), 1.792e12, 64e9),
+}
+
+
+def find_chip(name: str) -> Chip:
+    """Return the chip of a name, in either case.
+
+    Raises:
+        ConfigError: The table has none.
+    """
+    found = CHIPS.get(str(name).lower())
+    if found is None:
+        raise ConfigError(
+            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}){near_match(str(name), CHIPS)}; "
+            "for another GPU give its memory instead: memory_bytes, or --memory"
+        )
+    return found
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -132,6 +188,56 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(total, free + kept), total
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this machine could give to this process: what is free, within the limits of its control groups.
+
+    Args:
+        root: Of the file system that tells.
+    """
+    lines = _lines(root / "proc/meminfo")
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    if free is None:  # not Linux
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([free, *_rooms_of_groups(root)]))
+
+
+def _rooms_of_groups(root: Path) -> Iterator[int]:
+    """Yield what is left of the memory limits of this process's control groups, and of those that contain them."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        second = not controllers
+        if not second and "memory" not in controllers.split(","):
+            continue
+        for mount in _lines(root / "proc/self/mountinfo"):
+            place, _, system = mount.partition(" - ")
+            kind, *_, options = system.split()
+            if kind != ("cgroup2" if second else "cgroup") or not (second or "memory" in options.split(",")):
+                continue
+            top, at = place.split()[3:5]
+            mounted = root / at.lstrip("/")
+            inside = group.removeprefix(top) if group.startswith(top) else ""  # a container may see its own group only
+            folder = mounted / inside.lstrip("/")
+            for each in (folder, *folder.parents[: len(folder.parts) - len(mounted.parts)]):
+                yield from _room_of_group(each, second)
+
+
+def _room_of_group(folder: Path, second: bool) -> Iterator[int]:
+    """Yield what is left of a group's limit, if it has one; cached files count as free, as they do for the whole machine."""
+    limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    wanted, current = _lines(folder / limit), _lines(folder / used)
+    if wanted and current and wanted[0] != "max":
+        name = "inactive_file " if second else "total_inactive_file "
+        cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(name))
+        yield int(wanted[0]) - int(current[0]) + cached
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # other systems, and groups without a limit, have no such file
+        return []
 
 
 @contextmanager

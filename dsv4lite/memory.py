@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.device import available_memory, choose_device
+from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
 from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
@@ -27,9 +26,15 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
 
+log = logging.getLogger("dsv4lite.memory")
+
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
 _AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
+_FLOAT16 = {
+    torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
+    torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
+}
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -75,18 +80,19 @@ class LayoutPlan:
     Attributes:
         fits: Whether every rank's part does.
         kv_tokens: Tokens whose state fits at once, in all replicas.
-        alone_s: Least seconds of a decode step of one sequence (``steptime.py``): to compare layouts, not to foretell speed.
+        alone_s: Least seconds of a decode step of one sequence on the chip that was named (``steptime.py``): to compare layouts,
+            not to foretell speed. ``None`` where no chip was named.
         full_s: The same with ``max_num_seqs`` sequences in every replica.
     """
 
     layout: Layout
     fits: bool
     kv_tokens: int
-    alone_s: float
-    full_s: float
+    alone_s: float | None
+    full_s: float | None
 
     def __str__(self) -> str:
-        times = f"{1e3 * self.alone_s:8.2f} ms {1e3 * self.full_s:8.2f} ms"
+        times = " ".join(f"{1e3 * seconds:8.2f} ms" for seconds in (self.alone_s, self.full_s) if seconds is not None)
         return f"  {self.layout!s:<28}{self.kv_tokens:>14,} tokens {times}  {'fits' if self.fits else 'does not fit'}"
 
 
@@ -95,6 +101,7 @@ class MemoryPlan:
     """What an engine will hold; prints as a table.
 
     Attributes:
+        planned_for: The device, and the formats of weights and state on it.
         kv_tokens: Tokens whose state fits at once.
         max_model_len: Longest sequence the engine will accept.
         max_concurrency: Sequences of that length that fit at once.
@@ -106,6 +113,7 @@ class MemoryPlan:
     """
 
     model: str
+    planned_for: str
     per_device: tuple[DeviceBudget, ...]
     sizes: StateSizes
     kv_tokens: int
@@ -118,7 +126,7 @@ class MemoryPlan:
     layouts: tuple[LayoutPlan, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.model}"]
+        lines = [self.model, f"  planned for {self.planned_for}"]
         for budget in self.per_device:
             lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all, {_gib(budget.available)} free")
             for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace", "graphs"):
@@ -133,23 +141,13 @@ class MemoryPlan:
             f"  {'fits':<28}{'yes' if self.fits else 'no':>12}",
         ]
         if self.layouts:
-            lines.append("  layouts, with tokens of state, and the least time of a step of one sequence and of all:")
+            times = ", and the least time of a step of one sequence and of all" if self.layouts[0].alone_s is not None else ""
+            lines.append(f"  layouts, with tokens of state{times}:")
         return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice)])
 
 
 def _gib(count: int) -> str:
     return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
-
-
-def host_memory() -> int:
-    """Return the bytes that this machine could give to a new process."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: fall through to what POSIX knows
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
@@ -167,6 +165,9 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         dtype = torch.bfloat16
     else:
         dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if source.dtype == torch.float16:
+            dtype = torch.float32 if config.dtype == "auto" else dtype  # which has all its numbers; bfloat16 has not
+            log.warning("%s is float16 and is computed in %s: %s", source.folder, dtype, _FLOAT16[dtype])
     wanted = config.kv_cache_dtype
     natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
     if wanted not in ("auto", natural):
@@ -320,6 +321,7 @@ def make_plan(
     drafting: Drafting | None = None,
     rank: int = 0,
     total: int | None = None,
+    target: str | None = None,
 ) -> MemoryPlan:
     """Plan one rank of an engine, on a device of its own.
 
@@ -330,6 +332,7 @@ def make_plan(
         drafting: Who guesses tokens ahead; by default nobody.
         rank: Which rank.
         total: Bytes of the device; default is what this machine has.
+        target: The device in words; default is this machine's.
 
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
@@ -365,6 +368,7 @@ def make_plan(
     pages_each = -(-max(1, length) // GROW_PAGE)
     return MemoryPlan(
         model=config.model,
+        planned_for=f"{target or f'the {numerics.device} of this machine'}: {_formats(numerics)}",
         per_device=(
             DeviceBudget(
                 device=str(numerics.device),
@@ -388,6 +392,15 @@ def make_plan(
         fits=not notes,
         advice=tuple(notes),
     )
+
+
+def _formats(numerics: Numerics) -> str:
+    """Name the formats of weights and state."""
+    plain = str(numerics.matrix_dtype).removeprefix("torch.")
+    matrices = "FP8" if numerics.resident_fp8 else plain
+    experts = plain if numerics.resident_experts == "plain" else numerics.resident_experts.upper()
+    rows = "FP8" if numerics.quantized else str(numerics.dtype).removeprefix("torch.")
+    return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
 
 def _too_large(weights: int, working: int, usable: int) -> str:
@@ -414,32 +427,82 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
 
 
 def plan_memory(
-    model: str | EngineConfig, *, memory_bytes: int | None = None, devices: int | None = None, **settings: Any
+    model: str | EngineConfig,
+    *,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    devices: int | None = None,
+    **settings: Any,
 ) -> MemoryPlan:
     """Work out what an engine would hold, from the checkpoint's config and headers alone.
 
+    With ``gpu`` or ``memory_bytes`` the plan is for a GPU that need not be here, unless ``device="cpu"``. Without them it is for
+    this machine.
+
     Args:
         model: Folder or hub id of a checkpoint, or a whole configuration.
-        memory_bytes: Memory of each device to plan for; default is this machine's.
+        gpu: Chip to plan for, by its name in ``device.CHIPS``, such as ``"h200"``.
+        memory_bytes: Memory of each device to plan for; default is that of ``gpu``, or of this machine's device.
         devices: Compare all layouts of so many devices, and return the plan of the best: of those that fit, the one with the
             shortest steps of many sequences.
         settings: Fields of ``EngineConfig``.
 
     Raises:
-        ConfigError: Settings or model config are wrong.
+        ConfigError: Settings or model config are wrong, or the chip is not known.
         CheckpointError: The checkpoint cannot be read.
     """
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
+    chip = None if gpu is None else find_chip(gpu)
+    device, total, target = _target(config, chip, memory_bytes)
     source = ModelSource.open(config, fetch=False)
-    numerics = choose_numerics(config, source, choose_device(config))
+    numerics = choose_numerics(config, source, device)
+    drafting = choose_drafting(config, source)
+
+    def plan_rank(config: EngineConfig, rank: int) -> MemoryPlan:
+        return make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=total, target=target)
+
     if devices is not None:
-        return _best_plan(config, source, numerics, devices, memory_bytes)
-    drafting, ranks = choose_drafting(config, source), range(config.layout.world)
-    plans = [make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=memory_bytes) for rank in ranks]
-    return merge_plans(plans)
+        return _best_plan(config, source.model, numerics, devices, chip, plan_rank)
+    return merge_plans([plan_rank(config, rank) for rank in range(config.layout.world)])
 
 
-def _best_plan(config: EngineConfig, source: ModelSource, numerics: Numerics, devices: int, total: int | None) -> MemoryPlan:
+def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
+    """Return the device to plan for, its bytes where it is not this machine's, and its name.
+
+    Raises:
+        ConfigError: A chip and a CPU are named, the device does not exist, or its memory is not known.
+    """
+    total = memory_bytes if memory_bytes is not None or chip is None else chip.memory_bytes
+    if total is None and config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={config.device!r}: this machine has no GPU whose memory could be planned; name one (gpu='h200', --gpu h200), "
+            "or its memory (memory_bytes, --memory)"
+        )
+    if total is None or not config.device.startswith(("auto", "cuda")):
+        device = choose_device(config)
+        if chip is not None:
+            raise ConfigError(f"gpu={chip.name!r} with device='cpu' names two devices; leave one out")
+        name = f"the {device} of this machine" if total is None else f"a {device} with {_gib(total)}"
+        if device.type == "cpu" and config.device == "auto":
+            name += " (it has no GPU; to plan for one, name it: gpu='h200' or --gpu h200)"
+        return device, total, name
+    if total < 1:
+        raise ConfigError(f"memory_bytes={total} must be at least 1")
+    device = torch.device("cuda")
+    if chip is None:
+        return device, total, f"a GPU with {_gib(total)}"
+    major, minor = chip.capability
+    return device, total, f"{chip.name} with {_gib(total)}, compute capability {major}.{minor}"
+
+
+def _best_plan(
+    config: EngineConfig,
+    model: V4Config,
+    numerics: Numerics,
+    devices: int,
+    chip: Chip | None,
+    plan_rank: Callable[[EngineConfig, int], MemoryPlan],
+) -> MemoryPlan:
     """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
 
     Raises:
@@ -447,30 +510,31 @@ def _best_plan(config: EngineConfig, source: ModelSource, numerics: Numerics, de
     """
     if devices < 1:
         raise ConfigError(f"devices={devices} must be at least 1")
-    found: list[tuple[LayoutPlan, MemoryPlan]] = []
-    drafting = choose_drafting(config, source)
-    for layout in layouts_for(source.model, devices):
+    rates = chip or CHIPS["h200"]  # some chip's, to put layouts in order; times are told of a chip that was named
+    found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
+    for layout in layouts_for(model, devices):
         sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
         one = replace(config, **sizes)
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)
-        plans = [make_plan(one, source.model, numerics, drafting=drafting, rank=rank, total=total) for rank in firsts]
+        plans = [plan_rank(one, rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shares = [Share.of(source.model, Mesh.outline(layout, rank)) for rank in firsts]
+        shares = [Share.of(model, Mesh.outline(layout, rank)) for rank in firsts]
         alone, full = (
-            [_floor(source.model, numerics, share, plan, count) for share, plan in zip(shares, plans, strict=True)]
+            [_floor(model, numerics, share, plan, count, rates) for share, plan in zip(shares, plans, strict=True)]
             for count in (1, -(-config.max_num_seqs // layout.pp))
         )
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
-        found.append((LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=kv_tokens, alone_s=sum(alone), full_s=full_s), plan))
-    # More replicas do more in a step.
-    found.sort(key=lambda pair: (not pair[0].fits, pair[0].full_s / pair[0].layout.dp, -pair[0].kv_tokens))
-    return replace(found[0][1], layouts=tuple(layout for layout, _ in found))
+        times = (sum(alone), full_s) if chip is not None else (None, None)
+        entry = LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=kv_tokens, alone_s=times[0], full_s=times[1])
+        found.append((full_s / layout.dp, entry, plan))  # more replicas do more in a step
+    found.sort(key=lambda each: (not each[1].fits, each[0], -each[1].kv_tokens))
+    return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
 
 
-def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int) -> float:
+def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
     form = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False, layers=share.layers)
-    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences)
+    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences, chip)
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -4,7 +4,7 @@
     step   = sum over stages of the slowest rank
     collective = HOP_S + bytes / link bandwidth
 
-The rates are those of an H200 and of NVLink. A step takes longer: launches, small kernels and arithmetic are left out, so the
+The rates are a chip's (``device.CHIPS``). A step takes longer: launches, small kernels and arithmetic are left out, so the
 numbers compare layouts and do not foretell speed. Sequences are short: their state is the window and one selection.
 """
 
@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from math import pow
 
+from dsv4lite.device import Chip
 from dsv4lite.engine.cache import StateLayout
 from dsv4lite.kernels.rows import page_bytes
 from dsv4lite.models.config import V4Config
 from dsv4lite.models.share import Share
 from dsv4lite.weights.quant import Numerics
 
-MEMORY_BYTES_S = 4.8e12
-LINK_BYTES_S = 450e9
 HOP_S = 10e-6
 _FLOAT = 4
 _EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
 
 
-def stage_floor(model: V4Config, numerics: Numerics, share: Share, layout: StateLayout, weights: int, sequences: int) -> float:
+def stage_floor(
+    model: V4Config, numerics: Numerics, share: Share, layout: StateLayout, weights: int, sequences: int, chip: Chip
+) -> float:
     """Return the seconds that one rank needs at least for its layers, where every sequence has one token.
 
     Args:
@@ -35,11 +36,12 @@ def stage_floor(model: V4Config, numerics: Numerics, share: Share, layout: State
         layout: Formats of its state.
         weights: Bytes of its weights.
         sequences: Of its replica.
+        chip: What it runs on.
     """
     layers = len(share.layers)
     state = sequences * layers * (model.window + model.index_topk) * page_bytes(layout.kv, 1)
     read = weights_read(model, numerics, share, weights, sequences) + state
-    return read / MEMORY_BYTES_S + layers * _collectives(model, share, sequences)
+    return read / chip.memory_bytes_s + layers * _collectives(model, share, sequences, chip)
 
 
 def weights_read(model: V4Config, numerics: Numerics, share: Share, weights: int, sequences: float) -> float:
@@ -58,18 +60,15 @@ def weights_read(model: V4Config, numerics: Numerics, share: Share, weights: int
     return weights - idle
 
 
-def _collectives(model: V4Config, share: Share, sequences: int) -> float:
+def _collectives(model: V4Config, share: Share, sequences: int, chip: Chip) -> float:
     """Return the seconds that one layer's collectives take."""
     sums, row, size = _FLOAT * sequences * model.hidden_size, sequences * model.hidden_size, share.mesh.ep.size
     seconds = 0.0
     if share.mesh.tp.size > 1:
-        seconds += _collective(2 * sums * (share.mesh.tp.size - 1) / share.mesh.tp.size)
+        seconds += HOP_S + 2 * sums * (share.mesh.tp.size - 1) / share.mesh.tp.size / chip.link_bytes_s
     if share.peers.size > 1:
-        seconds += _collective(2 * sums * (share.peers.size - 1) / share.peers.size)
+        seconds += HOP_S + 2 * sums * (share.peers.size - 1) / share.peers.size / chip.link_bytes_s
     if share.gathered > 1:
-        seconds += _collective(row * (share.gathered - 1)) + _collective(sums * share.gathered * (size - 1) / size)
+        seconds += 2 * HOP_S + (row * (share.gathered - 1) + sums * share.gathered * (size - 1) / size) / chip.link_bytes_s
     return seconds
 
-
-def _collective(count: float) -> float:
-    return HOP_S + count / LINK_BYTES_S

@@ -38,5 +38,5 @@ if ! command -v nvidia-smi >/dev/null 2>&1 && ! "$venv" -c 'import torch' 2>/dev
 fi
 
 echo "setup: installing dsv4lite${extras:+ with extras: $extras} (a few minutes)"
-"$venv" -m pip install --quiet --editable ".${extras:+[$extras]}" numpy # torch warns at import when there is no numpy
+"$venv" -m pip install --quiet --editable ".${extras:+[$extras]}"
 cp pyproject.toml "$installed"

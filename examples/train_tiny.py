@@ -6,6 +6,8 @@
 
 The first part of the training runs unquantized and attends all compressed entries; then the roundings of the release
 and the indexer's selection are switched on. The model is in ``tiny_v4.py``.
+
+It needs numpy, which the package does not: ``pip install numpy``.
 """
 
 from __future__ import annotations

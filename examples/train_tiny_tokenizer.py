@@ -7,6 +7,8 @@ text, trains a byte-level BPE tokenizer with the chat special tokens of DeepSeek
     DATA/corpus.npz                                    the tokens that ``train_tiny.py`` reads
 
     python examples/train_tiny_tokenizer.py --out dsv4lite/assets/tiny --data build/tiny
+
+It needs numpy, which the package does not: ``pip install numpy``.
 """
 
 from __future__ import annotations

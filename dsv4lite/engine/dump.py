@@ -10,6 +10,7 @@ step's sequences use, of every layer I, those of the model's own drafter last:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4lite.device import installed_version
@@ -29,6 +29,7 @@ from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
+from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
 VERSION = 2
@@ -129,7 +130,7 @@ class StepDump:
         """Write the file, in place of one that is there; a half-written one has another name.
 
         Raises:
-            OSError, SafetensorError: It cannot be written.
+            OSError: It cannot be written.
             TypeError: A setting is no JSON.
         """
         header = {
@@ -148,7 +149,7 @@ class StepDump:
         }
         partly = path.with_name(path.name + ".part")
         try:
-            save_file({name: rows.contiguous() for name, rows in self.rows.items()}, partly, {_HEADER: json.dumps(header)})
+            _write(partly, self.rows, {_HEADER: json.dumps(header)})
             os.replace(partly, path)
         finally:
             partly.unlink(missing_ok=True)
@@ -192,6 +193,25 @@ class StepDump:
             raise _damaged(path, error) from error
         except ValueError as error:
             raise error if isinstance(error, ConfigError) else _damaged(path, error) from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write CPU tensors as a safetensors file. The library's own writer needs numpy, which this package does not."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            rows = tensor.contiguous()
+            if rows.nbytes:
+                file.write((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
 
 
 def _damaged(path: str | Path, error: Exception) -> ConfigError:

@@ -27,7 +27,7 @@ from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.meet import HostRank, HostRanks, lead
-from dsv4lite.parallel.mesh import Mesh, open_store
+from dsv4lite.parallel.mesh import LOOPBACK, Mesh, near_only, open_store
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.request import Logprobs, Request
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
@@ -36,7 +36,6 @@ log = logging.getLogger("dsv4lite.engine")
 
 M = TypeVar("M")
 _SERVE = "dsv4lite.engine.serve"
-_LOOPBACK = "127.0.0.1"
 
 
 class JointFlight:
@@ -111,14 +110,14 @@ class Ranks:
         config = bare(self._config)
         if self._host is None:
             require_devices(self._config)
-            name = _LOOPBACK
+            name = bind = LOOPBACK
             for rank in range(self._layout.world):
                 if rank > 0 or config.executor == "process":
                     self._processes[rank] = RankProcess(rank, _SERVE)
         else:
-            name, found = lead(self._host, self._machines, config.start_timeout_s)
+            (name, bind), found = lead(self._host, self._machines, config.start_timeout_s)
             self._processes |= found
-        self._store = open_store(name)
+        self._store = open_store(name, bind)
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
         for rank, process in self._processes.items():
             self._send(process.work, Setup(config=config, rank=rank, store=(name, self._store.port)))
@@ -159,7 +158,8 @@ class Ranks:
             assert self._store is not None
             device, timeout_s = self._prospect.numerics.device, self._config.start_timeout_s
             try:
-                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, timeout_s=timeout_s)
+                host = near_only(self._store.host)
+                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=host, timeout_s=timeout_s)
                 with self._in_time(0, timeout_s, "get ready"):
                     self._local = self._prospect.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:

@@ -37,7 +37,7 @@ from dsv4lite.memory import MemoryPlan
 from dsv4lite.parallel.channel import Channel, Closed, portable
 from dsv4lite.parallel.launch import Pulse, connections, settle_child
 from dsv4lite.parallel.meet import HostRanks, join
-from dsv4lite.parallel.mesh import Mesh, join_store
+from dsv4lite.parallel.mesh import Mesh, join_store, near_only
 from dsv4lite.request import Logprobs
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -170,7 +170,8 @@ class Follower:
         self.prospect = prospect
         self._work.send(prospect.survey)
         go: Go = self._work.receive()
-        mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, timeout_s=config.start_timeout_s)
+        host, timeout_s = near_only(store[0]), config.start_timeout_s
+        mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, host=host, timeout_s=timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             vocab_size = prospect.source.model.vocab_size

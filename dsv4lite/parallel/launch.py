@@ -32,6 +32,7 @@ _PROGRAM = (
     "import sys; work, life, parent, module = sys.argv[1:5]; sys.path[:] = sys.argv[5:]\n"
     "import importlib; importlib.import_module(module).main(int(work), int(life), int(parent))"
 )
+_NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns at its import; a rank needs no numpy
 _LAST_WORDS_S = 5.0
 
 
@@ -60,7 +61,7 @@ class RankProcess:
         (work, their_work), (life, their_life) = socket.socketpair(), socket.socketpair()
         with their_work, their_life:
             ends = (their_work.fileno(), their_life.fileno())
-            command = [executable, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
+            command = [executable, "-W", _NO_NUMPY, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
             try:
                 # What it prints goes where errors go: standard output belongs to the host's own results.
                 self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=2)

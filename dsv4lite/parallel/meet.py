@@ -7,6 +7,7 @@ which can be given up when a rank is lost without harm to the host's.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -23,6 +24,9 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError
 from dsv4lite.layout import AXES
 from dsv4lite.parallel.channel import Channel, Closed, portable
+from dsv4lite.parallel.mesh import LOOPBACK
+
+log = logging.getLogger("dsv4lite.parallel")
 
 _SETTINGS = {"tp": "tensor", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _TOKEN_BYTES = 32
@@ -195,20 +199,39 @@ class HostRank:
         self.life.close()
 
 
-def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tuple[str, dict[int, HostRank]]:
+def _meeting_place(machines: Mapping[int, str]) -> tuple[str, str]:
+    """Return the name under which ranks find this machine, the first one's, and the address to listen at, empty for all.
+
+    Among several machines it is the address from which the others are reached, if it is the same for all of them.
+    """
+    others, found = {name for name in machines.values() if name != machines[0]}, set()
+    if not others:
+        return LOOPBACK, LOOPBACK
+    for other in others:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((other, 9))  # sends nothing: it looks up the route
+            found.add(probe.getsockname()[0])
+    address = found.pop() if len(found) == 1 else ""
+    if not address or address.startswith("127."):
+        log.warning("ranks listen at all addresses of this machine: %s are reached from none or from several", sorted(others))
+        return socket.gethostname(), ""
+    return address, address
+
+
+def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tuple[tuple[str, str], dict[int, HostRank]]:
     """Let the other ranks connect to this one.
 
     Returns:
-        The name under which they find this machine, and the ranks.
+        The name under which they find this machine with the address to listen at (empty for all), and the ranks.
 
     Raises:
         EngineDeadError: Not all came in time.
     """
-    alone = len(set(machines.values())) == 1
-    name, token, others = "127.0.0.1" if alone else socket.gethostname(), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
+    place, token, others = _meeting_place(machines), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
+    name, bind = place
     pending: dict[int, dict[int, socket.socket]] = {}
     pids: dict[int, int] = {}
-    with socket.create_server((name if alone else "", 0)) as server:
+    with socket.create_server((bind, 0)) as server:
         ranks.exchange((name, server.getsockname()[1], token))
         until = time.monotonic() + timeout_s
         while sum(map(len, pending.values())) < 2 * others:
@@ -229,7 +252,7 @@ def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tup
                 continue
             rank, kind, pid = (int.from_bytes(hello[_TOKEN_BYTES + i : _TOKEN_BYTES + i + 4], "little") for i in (0, 4, 8))
             pending.setdefault(rank, {})[kind], pids[rank] = end, pid
-    return name, {r: HostRank(r, machines[r], pids[r], *(_channel(ends[kind]) for kind in (0, 1))) for r, ends in pending.items()}
+    return place, {r: HostRank(r, machines[r], pids[r], *(_channel(ends[kind]) for kind in (0, 1))) for r, ends in pending.items()}
 
 
 def join(ranks: HostRanks, timeout_s: float) -> tuple[Channel, Channel]:

@@ -10,6 +10,7 @@ dimension.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 log = logging.getLogger("dsv4lite.parallel")
+
+LOOPBACK = "127.0.0.1"
 
 Group = Any
 """A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
@@ -226,7 +229,9 @@ class Mesh:
         return cls(layout=layout, rank=rank, replica=None, **axes)
 
     @classmethod
-    def from_store(cls, store: Store, layout: Layout, rank: int, device: torch.device, *, timeout_s: float = 600.0) -> Mesh:
+    def from_store(
+        cls, store: Store, layout: Layout, rank: int, device: torch.device, *, host: str = "", timeout_s: float = 600.0
+    ) -> Mesh:
         """Return a mesh with groups of its own, that meet in a store: NCCL for a GPU, gloo for a CPU.
 
         No default group is needed, and none is made. Every rank must call this.
@@ -236,10 +241,11 @@ class Mesh:
             layout: Of the mesh.
             rank: Of this process in the layout.
             device: Of this rank's tensors.
+            host: Address at which gloo listens; default is that of this machine's name.
             timeout_s: Seconds after which a collective gives up.
         """
         mine = [ranks for ranks in _all_groups(layout) if rank in ranks]
-        made = {ranks: _make_group(store, ranks, rank, device, timedelta(seconds=timeout_s)) for ranks in mine}
+        made = {ranks: _make_group(store, ranks, rank, device, host, timedelta(seconds=timeout_s)) for ranks in mine}
         near, memory = layout.group(layout.exchanging, rank), None
         if device.type == "cuda" and len(near) in SIZES:
             memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)
@@ -287,10 +293,24 @@ class Mesh:
         return tuple({id(axis.group): axis.group for axis in axes if axis is not None and axis.group is not None}.values())
 
 
-def open_store(host: str) -> Store:
-    """Return a new store for ranks to meet in, at a free port of this machine; it ends with the object."""
-    store: Store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+def open_store(host: str, bind: str) -> Store:
+    """Return a new store for ranks to meet in, at a free port of this machine; it ends with the object.
+
+    Args:
+        host: Name under which this machine is reached.
+        bind: Address to listen at, empty for all. Left alone, the store would listen at all, and it asks for no password.
+    """
+    listening = socket.create_server((bind, 0))
+    port, number = listening.getsockname()[1], listening.detach()  # the store closes it
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=number, use_libuv=True
+    )
     return store
+
+
+def near_only(host: str) -> str:
+    """Return where gloo is to listen if ranks meet at ``host``: only within this machine, or by its default."""
+    return host if host == LOOPBACK else ""
 
 
 def join_store(host: str, port: int) -> Store:
@@ -315,14 +335,18 @@ def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
     return sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
 
 
-def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, timeout: timedelta) -> Group:
+def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, host: str, timeout: timedelta) -> Group:
     place = _part_of(store, "", ranks)
     position, size = ranks.index(rank), len(ranks)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(place, position, size, options)
-    return dist.ProcessGroupGloo(place, position, size, timeout)
+    if not host:
+        return dist.ProcessGroupGloo(place, position, size, timeout)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(place, position, size, gloo)
 
 
 def _part_of(store: Store, name: str, ranks: tuple[int, ...]) -> Store:

@@ -32,7 +32,7 @@ log = logging.getLogger("dsv4lite.weights")
 _DRAFTERS: Mapping[Literal["mtp", "dspark"], str] = {"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"}
 """A tensor that only this kind of drafter has."""
 _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.bfloat16}
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def log_progress(report: LoadProgress) -> None:
@@ -115,7 +115,8 @@ class ModelSource:
             raw = {**read_config(folder), **config.hf_overrides}
             model = read_architecture(raw)
             stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "plain"
-            dtype = {"float32": torch.float32}.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16)
+            dtypes = {"float32": torch.float32, "float16": torch.float16}
+            dtype = dtypes.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16)
             return cls(
                 folder=folder,
                 generation_config=read_generation_config(folder),

@@ -600,6 +600,14 @@ def test_memory_plan_is_what_is_held_to_the_byte(model: Path, tmp_path: Path, wh
         assert sum(held.values()) == plan.per_device[0].weights
 
 
+def test_single_sequence_without_prefix_cache_has_window_pages_for_chunks(model: Path) -> None:
+    """A chunk reads its old window pages while it writes new ones: a sequence alone, without snapshots, needs spare pages too."""
+    with opened(model, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=64) as llm:
+        alone, _ = (llm.generate(prompt, seeded()) for prompt in (OTHER, PROMPT))
+    with opened(model) as llm:
+        assert llm.generate(OTHER, seeded()).token_ids == alone.token_ids
+
+
 # ---------------------------------------------------------------------------------------------------------- news
 
 

@@ -14,9 +14,22 @@ def held() -> set[str]:
     return children | threads | set(_sockets())
 
 
-def _sockets() -> list[str]:
+def listening(pid: int | str = "self") -> set[tuple[str, int]]:
+    """Return the addresses, as the kernel writes them in hexadecimal, and ports at which a process listens for TCP."""
+    own = {name.removeprefix("socket:[").removesuffix("]") for name in _sockets(pid)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in own:
+                address, port = local.split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def _sockets(pid: int | str = "self") -> list[str]:
     found = []
-    for entry in Path("/proc/self/fd").glob("*"):
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
         try:
             found.append(os.readlink(entry))
         except FileNotFoundError:  # it was closed meanwhile

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.device import CHIPS
 from dsv4lite.engine.cache import StateLayout
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
@@ -18,12 +19,13 @@ from dsv4lite.models.config import parse_config
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.speculation import Drafting
-from dsv4lite.steptime import HOP_S, LINK_BYTES_S, MEMORY_BYTES_S, stage_floor
+from dsv4lite.steptime import HOP_S, stage_floor
 from tests.e2e.engines import SMALL
 from tests.golden import plain
 from tests.tiny import flash, pro
 
 MODEL = {**SMALL, "o_groups": 2, "n_routed_experts": 8}
+H200 = CHIPS["h200"]
 SETTINGS = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
 
 
@@ -49,7 +51,8 @@ def test_layouts_leave_scale_blocks_whole() -> None:
 
 
 def test_plan_for_devices_is_that_of_the_best_layout(folder: str) -> None:
-    plan = plan_memory(folder, devices=4, **SETTINGS)
+    settings = {**SETTINGS, "device": "auto", "gpu": "h200"}
+    plan = plan_memory(folder, devices=4, **settings)
     best = plan.layouts[0]
     assert len(plan.per_device) == 4 and len(plan.layouts) == len(layouts_for(parse_config(MODEL), 4))
     sizes = {
@@ -58,13 +61,26 @@ def test_plan_for_devices_is_that_of_the_best_layout(folder: str) -> None:
         "data_parallel_size": best.layout.dp,
         "pipeline_parallel_size": best.layout.pp,
     }
-    alone = plan_memory(folder, **sizes, **SETTINGS)
+    alone = plan_memory(folder, **sizes, **settings)
     assert [device.weights for device in plan.per_device] == [device.weights for device in alone.per_device]
     assert best.fits and best.kv_tokens == alone.kv_tokens * best.layout.dp
     assert all(0 < layout.alone_s <= layout.full_s for layout in plan.layouts)
+    assert f"{1e3 * best.alone_s:.2f} ms" in str(plan)
     per_sequence = [layout.full_s / layout.layout.dp for layout in plan.layouts if layout.fits]
     assert per_sequence == sorted(per_sequence)
     assert str(best.layout) in str(plan)
+
+
+def test_step_times_are_those_of_the_chip_that_was_named(folder: str) -> None:
+    """Plans for a CPU, or for any GPU, used to show the times of an H200."""
+    slow, fast = (
+        {str(layout.layout): (layout.alone_s, layout.full_s) for layout in plan_memory(folder, devices=2, gpu=name).layouts}
+        for name in ("l40s", "b200")
+    )
+    assert fast.keys() == slow.keys() and all(fast[one][0] < slow[one][0] and fast[one][1] < slow[one][1] for one in fast)
+    for unnamed in ({"memory_bytes": 8 << 30}, SETTINGS):
+        plan = plan_memory(folder, devices=2, **unnamed)
+        assert all(layout.alone_s is None and layout.full_s is None for layout in plan.layouts) and " ms" not in str(plan)
 
 
 def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
@@ -120,22 +136,22 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
         share = Share.of(config, Mesh.outline(layout, 0))
         form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
         sequences, weights = 1000, 10**9
-        got = stage_floor(config, plain(), share, form, weights, sequences)
+        got = stage_floor(config, plain(), share, form, weights, sequences, H200)
         rows = sequences * 2 * (config.window + config.index_topk) * 4 * config.head_dim
         read = weights - 4 * len(share.vocab) * config.hidden_size + rows
-        travels = HOP_S + 4 * sequences * config.hidden_size / LINK_BYTES_S  # an all-reduce of two sends half of it twice
-        assert got == pytest.approx(read / MEMORY_BYTES_S + 2 * sums * travels, rel=1e-6)
+        travels = HOP_S + 4 * sequences * config.hidden_size / H200.link_bytes_s  # an all-reduce of two sends half of it twice
+        assert got == pytest.approx(read / H200.memory_bytes_s + 2 * sums * travels, rel=1e-6)
 
 
 def test_floor_of_one_token_reads_its_experts_only() -> None:
     config, layout = parse_config(MODEL), Layout(ep=2)
     share = Share.of(config, Mesh.outline(layout, 0))
     form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
-    one, all_of_them = (stage_floor(config, plain(), share, form, 10**9, count) for count in (1, 10**4))
+    one, all_of_them = (stage_floor(config, plain(), share, form, 10**9, count, H200) for count in (1, 10**4))
     expert = 3 * config.hidden_size * config.expert_width * 4
     assert one < all_of_them
     idle = config.num_hidden_layers * (4 - 4 * config.experts_per_token / 8) * expert
     rows = config.num_hidden_layers * (config.window + config.index_topk) * 4 * config.head_dim
     embed = 4 * config.vocab_size * config.hidden_size
-    travels = config.num_hidden_layers * (HOP_S + 4 * config.hidden_size / LINK_BYTES_S)
-    assert one == pytest.approx((10**9 - idle - embed + rows) / MEMORY_BYTES_S + travels, rel=1e-9)
+    travels = config.num_hidden_layers * (HOP_S + 4 * config.hidden_size / H200.link_bytes_s)
+    assert one == pytest.approx((10**9 - idle - embed + rows) / H200.memory_bytes_s + travels, rel=1e-9)

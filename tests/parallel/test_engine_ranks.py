@@ -25,7 +25,7 @@ from dsv4lite.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
 from tests.parallel.dispatchers import Marked, refuses
-from tests.parallel.holdings import held
+from tests.parallel.holdings import held, listening
 from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
 
 ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
@@ -80,6 +80,17 @@ def test_ranks_give_what_one_rank_gives(
         pids = processes(llm)
         assert len(pids) == llm.config.layout.world - (llm.config.place_of_ranks == "thread")
     assert not any(map(is_alive, pids.values())) and not caplog.messages  # none had to be killed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_of_one_machine_listen_at_loopback_only(model: Path) -> None:
+    """torch's TCPStore listened at all addresses, and lets everybody in."""
+    before = listening()
+    with LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread") as llm:
+        mine = listening() - before
+        found = mine.union(*map(listening, processes(llm).values()))
+    assert len(mine) >= 1 and {address for address, _ in found} == {"0100007F"}
+    assert listening() <= before
 
 
 def test_dispatcher_may_be_the_users_own(model: Path) -> None:

@@ -221,6 +221,55 @@ def test_strangers_at_the_port_keep_no_rank_away(ranks: Ranks, model: Path) -> N
     assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [[1], "alive"]
 
 
+def own_address() -> str | None:
+    """Return an address at which other machines would reach this one, if it has any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+class Neighbour(HostRanks):
+    """A rank that looks where else its leader listens."""
+
+    def exchange(self, mine: object) -> dict[int, Any]:
+        known = super().exchange(mine)
+        name, port, _ = known[0]
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            places.append(name)
+        return known
+
+
+places: list[str] = []
+
+
+def on_two_machines(model: Path, settings: Job, rank: int) -> tuple[str, str] | list[str]:
+    config, address = EngineConfig(model=str(model), **settings), own_address()
+    assert address is not None
+    if rank == 1:
+        host = HostRanks.of(config)
+        ends = join(Neighbour(config=host.config, rank=1, groups=host.groups), 20.0)
+        ends[0].send("at work")
+        assert ends[1].receive(20.0) == "go home"
+        return [places.pop()]
+    place, found = lead(HostRanks.of(config), {0: "here", 1: address}, 20.0)
+    assert found[1].work.receive(20.0) == "at work"
+    found[1].life.send("go home")
+    return place
+
+
+@pytest.mark.skipif(own_address() in (None, "127.0.0.1"), reason="this machine has loopback only")
+def test_leader_of_several_machines_listens_where_they_reach_it(ranks: Ranks, model: Path) -> None:
+    """It listened at all addresses."""
+    address = own_address()
+    job = job_of(ranks, model, on_two_machines, {**MODEST, "tensor_parallel_size": 2}, 2)
+    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), [address]]
+
+
 def die_later(model: Path, settings: Job, rank: int) -> None:
     """Rank 1 dies while rank 0 generates; what rank 0 gets comes back as its failure, for the test has lost a rank, too."""
     with LLM(str(model), **settings) as llm:

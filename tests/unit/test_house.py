@@ -92,8 +92,11 @@ HOSTS = (
     "torch.set_num_interop_threads", "torch.set_num_threads", "torch.set_rng_state", "torch.use_deterministic_algorithms",
     "warnings.filterwarnings", "warnings.resetwarnings", "warnings.simplefilter",
 )  # fmt: skip
-# Ranks that we start ourselves are our own processes.
-OWN_PROCESSES = {("parallel.launch", name) for name in ("signal.signal", "torch.cuda.set_device", "torch.set_num_threads")}
+# Ranks that we start ourselves are our own processes, and so is a command.
+OWN_PROCESSES = {
+    *(("parallel.launch", name) for name in ("signal.signal", "torch.cuda.set_device", "torch.set_num_threads")),
+    (PROGRAM, "warnings.filterwarnings"),
+}
 # Public functions whose ``**keywords`` are no TypedDict, and why.
 OPEN_KEYWORDS = {
     "memory.plan_memory": "fields of EngineConfig, which names unknown ones",

@@ -1,0 +1,106 @@
+"""The wheel with its declared dependencies and nothing else: what an empty environment has after ``pip install``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_NUMPY = ("-W", "ignore:Failed to initialize NumPy:UserWarning")  # what torch says at its own import
+
+BARE = """
+import sys
+
+HIDDEN = {hidden!r}
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def needed(requirements: list[str] | None) -> set[str]:
+    """Return the distributions that requirements bring, and those that these bring."""
+    found: set[str] = set()
+    waiting = [Requirement(text) for text in requirements or ()]
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        if name in found or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        waiting += map(Requirement, distribution(name).requires or ())
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that finds the unpacked wheel and its dependencies; others cannot be imported."""
+    folder = tmp_path_factory.mktemp("bare")
+    (built,) = WheelBuilder(str(ROOT)).build(directory=str(folder / "dist"), versions=["standard"])
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "site")
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().partition("\n\n")[0].splitlines()
+    wanted = needed([line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")])
+    assert {"torch", "tokenizers"} <= wanted and "numpy" not in wanted
+    kept = {*wanted, "dsv4lite", "setuptools", "pip"}
+    hidden = {top for top, owners in packages_distributions().items() if kept.isdisjoint(map(canonicalize_name, owners))}
+    assert {"numpy", "pytest", "transformers"} <= hidden
+    (folder / "site" / "sitecustomize.py").write_text(BARE.format(hidden=hidden))
+    return {**os.environ, "PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(bare: dict[str, str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", *arguments], env=bare, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Warning" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    return ended
+
+
+def test_help_needs_the_wheel_alone(bare: dict[str, str], tmp_path: Path) -> None:
+    """``--help`` used to import torch, which warns where numpy is missing."""
+    assert "generate" in run(bare, tmp_path, "-m", "dsv4lite", "--help").stdout
+    loaded = "import sys, dsv4lite.__main__ as m; print(m.__file__, 'torch' in sys.modules)"
+    path, torch_loaded = run(bare, tmp_path, "-c", loaded).stdout.split()
+    assert path.startswith(bare["PYTHONPATH"]) and torch_loaded == "False"
+
+
+def test_commands_of_the_bare_wheel_work_without_a_warning(bare: dict[str, str], tmp_path: Path) -> None:
+    """Every command used to print torch's warning about numpy, and with ``-W error`` none began."""
+    assert run(bare, tmp_path, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "3").stdout.startswith("def f(")
+    assert "tokens of state" in run(bare, tmp_path, "-m", "dsv4lite", "plan").stdout
+
+
+def test_library_of_the_bare_wheel_saves_and_replays_a_step(bare: dict[str, str], tmp_path: Path) -> None:
+    """``dump_step`` used to fail for want of numpy, and so saved nothing."""
+    program = """
+        import asyncio
+        from dsv4lite import AsyncLLM, SamplingParams, tiny_model
+        from dsv4lite.__main__ import main
+
+        async def quick_start():
+            async with AsyncLLM(tiny_model()) as llm:
+                await llm.dump_step("step.safetensors")
+                output = await llm.generate("def f(", SamplingParams(temperature=0, max_tokens=3))
+                assert len(output.token_ids) == 3
+
+        asyncio.run(quick_start())
+        raise SystemExit(main(["replay", "step.safetensors"]))
+    """
+    assert run(bare, tmp_path, *NO_NUMPY, "-c", textwrap.dedent(program)).stdout
