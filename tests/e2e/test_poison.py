@@ -1,0 +1,270 @@
+"""The poison suite: one bad request beside good ones, on every kind of executor, plain and with speculation.
+
+Whatever the bad request is, the good requests of the same batch give the bits that they give alone, the bad one fails with a typed
+error of its own or succeeds, the engine stays ready, and everything the request held is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.errors import (
+    ContextLengthError,
+    DSV4LiteError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from dsv4lite.llm import LLM
+from dsv4lite.request import Phase, RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP
+from tests.e2e.engines import opened, prompts_of, write_model
+from tests.parallel.requests import SHARED
+
+VOCAB = SHARED["vocab_size"]
+NAN_TOKEN = VOCAB - 1
+FINITE: Mapping[str, Any] = {"seed": 1, "bad_words_ids": ((NAN_TOKEN,),)}
+A, B, C, D = prompts_of((5, 40, 130, 70), NAN_TOKEN, seed=11)
+SETTINGS: Mapping[str, Any] = {"max_model_len": 512, "deterministic": True, "max_num_seqs": 8}
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "thread": {},
+    "thread-mtp": {"speculative": MTP(2, adaptive=False)},
+    "process": {"executor": "process"},
+    "process-mtp": {"executor": "process", "speculative": MTP(2, adaptive=False)},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2-mtp": {"tensor_parallel_size": 2, "speculative": MTP(2, adaptive=False)},
+}
+GOOD = (
+    (A, SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (B, SamplingParams(max_tokens=10, seed=5, n=2, logprobs=0, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (C, SamplingParams(max_tokens=10, seed=6, prompt_logprobs=1, structured_outputs={"regex": "[a-e]{4,8}"})),
+)
+
+
+def nested(depth: int, leaf: Any) -> Any:
+    """Return a schema of objects inside objects."""
+    for _ in range(depth):
+        leaf = {"type": "object", "properties": {"a": leaf}, "required": ["a"], "additionalProperties": False}
+    return leaf
+
+
+def any_of(depth: int) -> Any:
+    """Return a schema of alternatives inside alternatives."""
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, {"type": "integer"}]}
+    return schema
+
+
+def references(count: int) -> Any:
+    """Return a schema whose definitions refer to each other in a chain."""
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "integer"}}}
+
+
+def lark_chain(count: int) -> str:
+    """Return a grammar whose rules refer to each other in a chain."""
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(count)), f'r{count}: "a"'])
+
+
+def changed_later(name: str, before: Any, change: Callable[[Any], None]) -> Callable[[], tuple[Any, SamplingParams]]:
+    """Return a request whose setting is changed by the caller after the parameters were made."""
+
+    def make() -> tuple[Any, SamplingParams]:
+        value = before.copy()
+        params = SamplingParams(max_tokens=6, **FINITE, **{name: value})
+        change(value)
+        return D, params
+
+    return make
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poison:
+    """A bad request.
+
+    Attributes:
+        make: Returns prompt and parameters, or raises.
+        options: Further arguments of the call.
+        error: What it fails with; ``None`` if it succeeds.
+        text: What it has to say, if that is known.
+    """
+
+    make: Callable[[], tuple[Any, SamplingParams]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    error: type[DSV4LiteError] | None = InvalidRequestError
+    text: str | None = None
+
+
+def settings(error: type[DSV4LiteError] | None = InvalidRequestError, text: str | None = None, **values: Any) -> Poison:
+    """A request with a bad parameter."""
+    return Poison(make=lambda: (D, SamplingParams(**{"max_tokens": 12, **FINITE, **values})), error=error, text=text)
+
+
+def structured(error: type[DSV4LiteError] | None = InvalidRequestError, text: str | None = None, **value: Any) -> Poison:
+    """A request with a bad grammar."""
+    return settings(error, text, structured_outputs=value, max_tokens=40)
+
+
+def prompt(value: Any, error: type[DSV4LiteError] | None = InvalidRequestError) -> Poison:
+    """A request with a bad prompt."""
+    return Poison(make=lambda: (value, SamplingParams(max_tokens=4, **FINITE)), error=error)
+
+
+def option(error: type[DSV4LiteError] | None = InvalidRequestError, **values: Any) -> Poison:
+    """A request with a bad option of the call."""
+    return Poison(make=lambda: (D, SamplingParams(max_tokens=4, **FINITE)), options=values, error=error)
+
+
+HUGE = 10**400
+POISONS: Mapping[str, Poison] = {
+    # Grammars that do not compile.
+    "regex-unclosed": structured(regex="(a"),
+    "regex-look-ahead": structured(regex="(?=a)b"),
+    "regex-explodes": structured(RequestFailedError, regex="((a{1000}){1000}){1000}"),
+    "regex-surrogate": structured(regex="a\ud800"),
+    "lark-malformed": structured(grammar="start: ("),
+    "lark-unknown-rule": structured(grammar="start: missing"),
+    "lark-chain": structured(grammar=lark_chain(3000)),
+    "lark-surrogate": structured(grammar='start: "\udc80"'),
+    "schema-unknown-type": structured(json={"type": "widget"}),
+    "schema-unresolved-reference": structured(json={"$ref": "#/$defs/none"}),
+    "schema-nan": structured(json={"const": float("nan")}),
+    "schema-infinite-text": structured(json='{"type": "number", "maximum": 1e400}'),
+    "schema-nested-3000": structured(json=nested(3000, {"type": "integer"})),
+    "schema-any-of-3000": structured(json=any_of(3000)),
+    "schema-references-3000": structured(json=references(3000)),
+    "schema-surrogate": structured(json={"const": "\ud800"}),
+    "schema-text-deep": structured(json='{"a":' * 100_000 + "1" + "}" * 100_000),
+    "choice-surrogate": structured(choice=["\ud83d"]),
+    "choice-huge": structured(choice=[f"c{i}" for i in range(1_000_000)]),
+    # Grammars whose text contains what a tokenizer turns into one added token.
+    "const-with-tag": structured(None, '"a </think> b"', json={"const": "a </think> b"}),
+    "choice-of-a-token": structured(None, "</think>", choice=["</think>"]),
+    "choice-beyond-the-vocabulary": structured(RequestFailedError, choice=["<｜User｜>"]),
+    "regex-with-tag": structured(None, "<think>ab", regex="<think>ab"),
+    # Grammars that other settings leave no token for.
+    "grammar-without-tokens": settings(RequestFailedError, structured_outputs={"regex": "abc"}, allowed_token_ids=(60, 61)),
+    # Numbers no field can hold.
+    "min-tokens-huge": settings(min_tokens=HUGE, max_tokens=None),
+    "max-tokens-huge": settings(ContextLengthError, max_tokens=2**31 - 1),
+    "max-tokens-absurd": settings(max_tokens=10**18),
+    "seed-huge": settings(seed=10**5000),
+    "temperature-huge": settings(temperature=HUGE),
+    "top-k-huge": settings(None, top_k=2**31 - 1),
+    "top-k-absurd": settings(top_k=HUGE),
+    "thinking-budget-huge": settings(thinking_budget=HUGE),
+    "repetition-penalty-huge": settings(repetition_penalty=HUGE),
+    "completions-huge": settings(n=200_000),
+    "logprobs-huge": settings(logprobs=HUGE),
+    "prompt-logprobs-huge": settings(prompt_logprobs=10**9),
+    "stop-token-huge": settings(stop_token_ids=(2**31,)),
+    "bias-of-huge-token": settings(logit_bias={2**63: 1.0}),
+    "bias-huge": settings(logit_bias={3: HUGE}),
+    # What the caller changes after the parameters were made must not matter.
+    "bias-changed-later": Poison(make=changed_later("logit_bias", {3: 1.0}, lambda bias: bias.update({"x": "y"})), error=None),
+    "stop-changed-later": Poison(make=changed_later("stop_token_ids", [9], lambda stop: stop.append("x")), error=None),
+    "allowed-changed-later": Poison(make=changed_later("allowed_token_ids", [9, 10], lambda ids: ids.append(2**40)), error=None),
+    # Logits that leave nothing, or nothing finite.
+    "every-token-forbidden": settings(RequestFailedError, allowed_token_ids=(9,), bad_words_ids=((9,),)),
+    "embedding-of-nan": prompt([9, NAN_TOKEN, 12], RequestFailedError),
+    # Prompts.
+    "prompt-empty": prompt([]),
+    "prompt-token-2**31": prompt([2**31]),
+    "prompt-token-2**63": prompt([2**63]),
+    "prompt-of-fractions": prompt([1.5, 2.5]),
+    "prompt-surrogate": prompt("a\ud800b"),
+    "prompt-too-long": prompt([9] * 513, ContextLengthError),
+    # Options of the call.
+    "salt-surrogate": option(cache_salt="\ud800"),
+    "salt-no-text": option(cache_salt=b"x"),
+    "priority-huge": option(priority=HUGE),
+    "deadline-nan": option(deadline=float("nan")),
+    "deadline-negative": option(deadline=-1.0),
+    "deadline-far": option(None, deadline=1e12),
+}
+
+
+def without_numbers(name: str, tensor: Tensor) -> Tensor:
+    """Make one token's embedding a NaN."""
+    if name == "embed.weight":
+        tensor = tensor.clone()
+        tensor[NAN_TOKEN] = float("nan")
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("shared"), SHARED, change=without_numbers)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine, and what the good requests give on it undisturbed."""
+
+    llm: LLM
+    expected: Sequence[RequestOutput]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def subject(model: Path, request: pytest.FixtureRequest) -> Iterator[Subject]:
+    with opened(model, **SETTINGS, **ENGINES[request.param]) as llm:  # on leaving, all pages and slots are accounted for
+        yield Subject(llm, good_outputs(llm))
+
+
+def good_outputs(llm: LLM) -> list[RequestOutput]:
+    return llm.generate_batch([p for p, _ in GOOD], [s for _, s in GOOD])
+
+
+def assert_equal(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Two runs of the good requests have the same tokens and the same bits."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None
+        for x, y in zip(one.outputs, other.outputs, strict=True):
+            assert (x.token_ids, x.text, x.finish_reason) == (y.token_ids, y.text, y.finish_reason)
+            assert (x.logprobs is None) == (y.logprobs is None)
+            if x.logprobs is not None and y.logprobs is not None:
+                assert torch.equal(x.logprobs.sampled, y.logprobs.sampled)
+                assert torch.equal(x.logprobs.values, y.logprobs.values)
+
+
+def outcome(
+    llm: LLM, bad_prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+) -> tuple[list[RequestOutput], RequestOutput | DSV4LiteError]:
+    """Run the good requests with a bad one in their midst; return the outputs of the good ones, and what the bad one brought."""
+    found: RequestOutput | DSV4LiteError
+    with ExitStack() as stack:
+        streams = [stack.enter_context(llm.stream(p, s)) for p, s in GOOD]
+        try:
+            found = llm.generate(bad_prompt, params, **options)
+        except DSV4LiteError as error:
+            found = error
+        return [stream.final() for stream in streams], found
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_bad_request_hurts_no_other(subject: Subject, name: str) -> None:
+    poison = POISONS[name]
+    found: RequestOutput | DSV4LiteError
+    try:
+        bad_prompt, params = poison.make()
+    except DSV4LiteError as error:  # the caller is told at once, whatever the engine
+        found = error
+    else:
+        good, found = outcome(subject.llm, bad_prompt, params, poison.options)
+        assert_equal(good, subject.expected)
+        assert_equal([subject.llm.generate(*GOOD[0])], subject.expected[:1])  # the request after it
+    assert subject.llm.state is Phase.READY
+    if poison.error is None:
+        assert isinstance(found, RequestOutput), found
+        assert poison.text is None or found.text == poison.text
+    else:
+        assert isinstance(found, poison.error), found
+        assert len(str(found)) < 2000  # an error names the value, shortened
