@@ -113,8 +113,8 @@ class EngineConfig:
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
         speculative: Who guesses tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
             ``"auto"`` is what the checkpoint carries. Guesses change speed, never what is generated.
-        deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit. On a CPU the engine
-            computes on one thread then.
+        deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit. On a CPU the
+            engine then computes on one thread.
         seed: Seed of requests that give none.
         progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
