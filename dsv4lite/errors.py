@@ -185,16 +185,14 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class _Short(Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 4, 100, 100
-        self.maxlist = self.maxtuple = self.maxdict = 8
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
-
-
 def shown(value: object) -> str:
     """Return the ``repr`` of any value for a message, shortened."""
-    return _Short().repr(value)
+
+    def integer(x: int, _: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
+
+    short = Repr()
+    short.maxlevel, short.maxstring, short.maxother = 4, 100, 100
+    short.maxlist = short.maxtuple = short.maxdict = 8
+    short.repr_int = integer  # type: ignore[method-assign]
+    return short.repr(value)
