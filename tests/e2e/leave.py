@@ -1,6 +1,7 @@
 """A host program that leaves its engines behind while they generate; see test_leaving.py.
 
 python leave.py end|exit|raise|interrupt ENGINE...      ends so, with engines of the kinds llm, async, process
+python leave.py rank RANK PORT                          two hosts' ranks share an engine; rank 1 leaves while rank 0 generates
 python leave.py drop ENGINE...                          forgets engines and streams, and ends when their threads have
 python leave.py fork ENGINE                             uses and drops the engine in a fork, and then in this process
 """
@@ -8,6 +9,7 @@ python leave.py fork ENGINE                             uses and drops the engin
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -65,6 +67,28 @@ def drop(*kinds: str) -> None:
         time.sleep(0.01)
 
 
+def be_rank(rank: str, port: str) -> None:
+    from torch import distributed
+
+    store = distributed.TCPStore("127.0.0.1", int(port), 2, is_master=rank == "0")
+    distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
+    settings = dataclasses.replace(config("async"), executor="external", tensor_parallel_size=2)
+    llm = dsv4lite.LLM.create(settings)
+    if rank == "1":
+        kept.append(llm)
+        store.get("generating")
+        sys.exit(3)
+    try:
+        with llm.stream(PROMPT, LONG) as stream:
+            next(stream)
+            store.set("generating", "yes")
+            stream.final()
+    except dsv4lite.EngineDeadError as error:
+        assert error.rank == 1, error
+        llm.close()
+        os._exit(4)  # without the host's own groups, which lack a rank
+
+
 def refused(call: Any) -> None:
     try:
         call()
@@ -104,8 +128,8 @@ def fork(kind: str) -> None:
 
 
 def main(ending: str, *kinds: str) -> None:
-    if ending in ("drop", "fork"):
-        return {"drop": drop, "fork": fork}[ending](*kinds)
+    if ending in ("drop", "fork", "rank"):
+        return {"drop": drop, "fork": fork, "rank": be_rank}[ending](*kinds)
     for kind in kinds:
         leave_behind(kind)
     if ending == "exit":

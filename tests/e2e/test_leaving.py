@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,14 @@ def test_interpreter_that_ends_with_open_engines_keeps_its_exit_status(
     found, errors = ran(ending, *kinds)
     assert (found, errors.strip().rpartition("\n")[2]) == (status, last_line), errors
     assert not last_line or errors.startswith("Traceback")
+
+
+def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_is_missed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    with ThreadPoolExecutor(2) as pool:
+        (lead, told), (status, errors) = pool.map(lambda rank: ran("rank", rank, port), "01")
+    assert (lead, status) == (4, 3), told + errors
 
 
 def test_engines_and_streams_that_are_dropped_end() -> None:

@@ -113,7 +113,8 @@ def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bo
     entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(1, 6)]
     ids = [TOKENIZER.encode(letter)[0] for letter in "axbcd"]
     got = collector(SamplingParams(stop=("b",), logprobs=1), streaming=streaming)
-    deltas = [got.push(update(*ids[:1], logprobs=tuple(entries[:1])), 11), got.push(update(*ids[1:], logprobs=tuple(entries[1:])), 12)]
+    parts = ((ids[:1], entries[:1]), (ids[1:], entries[1:]))
+    deltas = [got.push(update(*some, logprobs=tuple(their)), 11) for some, their in parts]
     out = got.output(13).outputs[0]
     assert (out.text, out.token_ids, out.cumulative_logprob) == ("ax", tuple(ids[:3]), -6)
     assert out.logprobs is not None and out.logprobs.sampled.tolist() == [-1, -2, -3]
