@@ -115,7 +115,8 @@ class ModelSource:
             raw = {**read_config(folder), **config.hf_overrides}
             model = read_architecture(raw)
             stored = raw.get("expert_dtype", "fp4") if model.quantized else "plain"
-            dtype = {"float32": torch.float32, "float16": torch.float16}.get(raw.get("torch_dtype") or raw.get("dtype") or "", torch.bfloat16)
+            named = {"float32": torch.float32, "float16": torch.float16}
+            dtype = named.get(raw.get("torch_dtype") or raw.get("dtype") or "", torch.bfloat16)
             return cls(
                 folder=folder,
                 generation_config=read_generation_config(folder),
