@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import re
+import stat
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -238,6 +239,35 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:  # other systems, and groups without a limit, have no such file
         return []
+
+
+def require_private(folder: Path) -> None:
+    """Raise if another user than this one and root could put compiled kernels, which are code, into a folder.
+
+    As with ssh's files, the folders that contain it count too, up to the home directory if it lies there. A containing folder that
+    others can write, but whose sticky bit keeps them from renaming what is in it (``/tmp``), will do.
+
+    Raises:
+        ConfigError: Names the folder, and what to do.
+    """
+    if os.name != "posix":
+        return
+    folder, home, me = folder.resolve(), Path.home().resolve(), os.getuid()
+    above = list(folder.parents)
+    if home in above:
+        above = above[: above.index(home) + 1]
+    for each in (folder, *above):
+        try:
+            found = each.stat()
+        except FileNotFoundError:  # it will be made, for this user only
+            continue
+        kept = each != folder and found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, me) or (found.st_mode & 0o022 and not kept):
+            raise ConfigError(
+                f"compile_cache_dir={str(folder)!r}: {each} has the mode {stat.S_IMODE(found.st_mode):04o} and belongs to user "
+                f"{found.st_uid}, so that others than user {me} can change compiled kernels, which this process runs; make it "
+                "yours and run chmod -R go-w on it, or choose another folder"
+            )
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig, Progress, default_cache_dir, local_rank
-from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, reserve, start_error
+from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.drafters import make_drafter
@@ -89,6 +90,8 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
+        if numerics.paged:
+            require_private(Path(config.compile_cache_dir or default_cache_dir()))
         survey = Survey(
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
             own=drafting.own,

@@ -256,7 +256,9 @@ def _compile_apart(specializations: Sequence[Specialization], directory: Path) -
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
         raise OSError(f"{executable or 'this program'} is no Python interpreter (multiprocessing.set_executable names one)")
-    directory.mkdir(parents=True, exist_ok=True)
+    for folder in reversed((directory, *directory.parents)):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)  # what lies in it is run
     command = [executable, "-c", _PROGRAM, *sys.path]
     with (
         tempfile.TemporaryFile() as complaints,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 import types
@@ -25,6 +26,7 @@ from dsv4lite import device as devices
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.device import available_memory, choose_device, own_stream, start_error
 from dsv4lite.engine.cache import StateCache
+from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
@@ -168,6 +170,47 @@ def test_advice_on_taken_memory_helps(gpu: Fake) -> None:
 def test_memory_that_torch_keeps_is_free(gpu: Fake) -> None:
     gpu(free=3 * GIB, total=10 * GIB, kept=2 * GIB)
     assert available_memory(torch.device("cuda", 0)) == (5 * GIB, 10 * GIB)
+
+
+def cached_in(folder: Path) -> EngineConfig:
+    return EngineConfig(model=tiny_model(), device="cuda", compile_cache_dir=str(folder), kv_cache_memory_bytes=GIB)
+
+
+@pytest.mark.parametrize("where", ["itself", "above"])
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_compiled_kernels_that_others_could_change_are_refused(gpu: Fake, tmp_path: Path, where: str, mode: int) -> None:
+    """They are code that the process runs; the folder was taken as it was."""
+    gpu()
+    above = tmp_path / "above"
+    folder = above / "kernels"
+    folder.mkdir(parents=True)
+    wide = folder if where == "itself" else above
+    wide.chmod(mode)
+    config = cached_in(folder)
+    if (where, mode) == ("above", 0o1777):  # as /tmp is
+        assert Prospect.of(config, torch.device("cuda")).survey.plan.fits
+        return
+    with pytest.raises(ConfigError) as error:
+        Prospect.of(config, torch.device("cuda"))
+    assert all(text in str(error.value) for text in ("compile_cache_dir=", f"{wide} has the mode {mode:04o}", "chmod"))
+    wide.chmod(0o750)
+    assert Prospect.of(config, torch.device("cuda")).survey.plan.fits
+
+
+def test_compiled_kernels_of_another_user_are_refused(gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu()
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    if tmp_path.stat().st_uid == 0:  # whose files are trusted; give them to another
+        (tmp_path / "kernels").mkdir()
+        os.chown(tmp_path / "kernels", 12345, -1)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, so that others"):
+        Prospect.of(cached_in(tmp_path / "kernels"), torch.device("cuda"))
+
+
+def test_cache_of_kernels_need_not_be_there(gpu: Fake, tmp_path: Path) -> None:
+    gpu()
+    assert Prospect.of(cached_in(tmp_path / "new" / "kernels"), torch.device("cuda")).survey.plan.fits
+    assert not (tmp_path / "new").exists()
 
 
 def test_plan_for_another_machine_has_all_its_memory(gpu: Fake) -> None:

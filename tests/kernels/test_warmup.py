@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -132,6 +133,7 @@ def test_prepared_kernels_lie_in_the_directory_alone_and_are_not_compiled_again(
     """Another process compiles them, which is ``main``; the host's settings, and its own cache, are left alone."""
     environment, knobs, reports, ours = dict(os.environ), dict(vars(triton.knobs.cache)), [], tmp_path / "ours"
     assert prepare(record(), ours, lambda done, total: reports.append((done, total))) == 0
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o700  # others could read, and with another umask change, what is run
     assert len(list(ours.rglob("*.cubin"))) == 3
     assert not (tmp_path / "of the host").exists()
     assert (dict(os.environ), vars(triton.knobs.cache)) == (environment, knobs)

@@ -451,6 +451,12 @@ def test_modules_and_classes_hold_no_mutable_state() -> None:
     assert findings(holds) == []
 
 
+def test_architecture_page_names_every_cache_that_outlives_an_engine() -> None:
+    """It said that there is none."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert [name for name in CACHES if f"`{name}`" not in page] == []
+
+
 def mutable_kind(value: ast.expr) -> str:
     """``display`` for a literal or comprehension, ``call`` for the making of an object that changes, else nothing."""
     if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
