@@ -90,6 +90,14 @@ def test_chunks_and_overlap_do_not_change_processed_scores(model: Path, llm: LLM
             assert same(other.score(PROMPT, completion.token_ids, params), completion.logprobs)
 
 
+def test_ranks_score_together(model: Path) -> None:
+    """Parameters travel to other processes; a rank that does not sample takes part in the logits."""
+    params = SamplingParams(**NEUTRAL, logprobs_mode="processed", top_p=0.9, logit_bias={LETTERS[3]: 2.0}, repetition_penalty=1.2)
+    with LLM(str(model), **{**MODEST, "deterministic": True, "tensor_parallel_size": 2}) as llm:
+        completion = llm.generate(PROMPT, params).outputs[0]
+        assert same(llm.score(PROMPT, completion.token_ids, params), completion.logprobs)
+
+
 def test_token_that_could_not_be_sampled_has_no_probability(llm: LLM) -> None:
     params = SamplingParams(allowed_token_ids=LETTERS[:5], logprobs_mode="processed")
     scores = llm.score(PROMPT, [LETTERS[0], LETTERS[9], LETTERS[1]], params).sampled
