@@ -808,9 +808,9 @@ def test_a_grammar_that_only_this_rank_cannot_compile_fails_its_own_row_only(met
 
 def test_settings_that_no_tensor_can_hold_fail_before_any_step() -> None:
     rehearse(request(logit_bias={4: 1.0}, allowed_token_ids=[4], bad_words_ids=[[5]], min_tokens=3, presence_penalty=1.0), V)
-    for settings in ({"logit_bias": {V: 1.0}}, {"stop_token_ids": [V], "min_tokens": 1}, {"allowed_token_ids": [V]}):
+    for wrong in ({"logit_bias": {V: 1.0}}, {"stop_token_ids": [V], "min_tokens": 1}, {"allowed_token_ids": [V]}):
         with pytest.raises(IndexError):
-            rehearse(request(**settings), V)
+            rehearse(request(**wrong), V)
 
 
 def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:

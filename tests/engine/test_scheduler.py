@@ -1023,7 +1023,8 @@ def test_many_that_wait_can_end_in_any_order(order: str) -> None:
 
 def test_waiting_sequences_begin_in_order_though_some_end() -> None:
     queue, draw = WaitingQueue(), random.Random(0)
-    made = [make_sequences(request(f"r{i}", text(10), priority=draw.randrange(9)), first_id=i, max_model_len=99)[0] for i in range(400)]
+    requests = [request(f"r{i}", text(10), priority=draw.randrange(9)) for i in range(400)]
+    made = [make_sequences(one, first_id=i, max_model_len=99)[0] for i, one in enumerate(requests)]
     inside: list[Sequence] = []
     for seq in made:
         queue.add(seq)
