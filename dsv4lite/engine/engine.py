@@ -313,7 +313,9 @@ class Engine:
         tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=vocab_size)
         grammars, problem = grammar_compiler(tokenizer, vocab_size)
         runner = self._runner = crew.load(plan, grammars, progress_of(config))
-        self._preparing = Preparing(grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True)))
+        self._preparing = Preparing(
+            grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
+        )
         if isinstance(self._runner, Runner):
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
         drafting = drafting_of(config, survey)

@@ -77,7 +77,12 @@ def rehearse(request: Request, vocab_size: int) -> None:
         state.forbidden = state.never(vocab_size)
     if state.penalised:
         state.count_row = 0
-    Stacker([state], vocab_size, torch.device("cpu")).stack((0,))
+    stack = Stacker([state], vocab_size, torch.device("cpu")).stack((0,))
+    for entries in (stack.bias, stack.stops):
+        if entries is not None:
+            torch.empty(vocab_size, dtype=torch.bool, device="cpu")[
+                entries.token_ids
+            ]  # an id too large would end the process that has the device
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4lite.engine.sampler import Sampler
+from dsv4lite.engine.sampler import Sampler, rehearse
 from dsv4lite.engine.sampling_state import random_stream
 from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import InvalidRequestError, RequestFailedError
@@ -777,6 +777,42 @@ def test_a_grammar_that_gives_up_fails_its_own_row_only() -> None:
     assert tokens([second]) == [12]
 
 
+def test_a_token_that_a_grammar_rejects_fails_its_own_row_only() -> None:
+    driver = Driver(
+        *[request(temperature=0.0, structured_outputs=GRAMMAR)] * 2, grammars=Grammars([CountUp(10, 20, 20), CountUp(10, 20, 20)])
+    )
+    logits = always(40).expand(2, -1)
+    assert tokens(driver.step(logits)) == [10, 10]
+    driver.sampler.accept(0, 30)
+    first, second = driver.step(logits)
+    assert isinstance(first.error, RequestFailedError) and isinstance(first.error.__cause__, InvalidRequestError)
+    assert tokens([second]) == [11]
+
+
+@pytest.mark.parametrize("method", ["begin", "matcher"])
+def test_a_grammar_that_only_this_rank_cannot_compile_fails_its_own_row_only(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*what: object) -> CountUp:
+        raise ZeroDivisionError("out of luck")
+
+    monkeypatch.setattr(Grammars, method, fail)
+    driver = Driver(
+        *(request(temperature=0.0, structured_outputs=GRAMMAR), request(temperature=0.0)), grammars=Grammars([CountUp(10, 20, 20)])
+    )
+    for _ in range(2):
+        first, second = driver.step(always(40).expand(2, -1))
+        assert isinstance(first.error, RequestFailedError) and "out of luck" in str(first.error)
+        assert tokens([second]) == [40]
+    driver.sampler.remove(0)
+    assert tokens(driver.step(always(40), rows=[1])) == [40]
+
+
+def test_settings_that_no_tensor_can_hold_fail_before_any_step() -> None:
+    rehearse(request(logit_bias={4: 1.0}, allowed_token_ids=[4], bad_words_ids=[[5]], min_tokens=3, presence_penalty=1.0), V)
+    for wrong in ({"logit_bias": {V: 1.0}}, {"stop_token_ids": [V], "min_tokens": 1}, {"allowed_token_ids": [V]}):
+        with pytest.raises(IndexError):
+            rehearse(request(**wrong), V)
+
+
 def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:
     driver = Driver(
         request(structured_outputs=GRAMMAR, presence_penalty=1.0, top_p=0.9, **ALL), grammars=Grammars([CountUp(10, 20, 10)])
@@ -787,6 +823,31 @@ def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- state
+
+
+def test_sequences_that_wait_hold_no_tensors() -> None:
+    vocab_size = 100_000
+    kinds = [{"allowed_token_ids": [3]}, {"bad_words_ids": [[4]]}, {"presence_penalty": 1.0}, {"logit_bias": {4: 1.0}}]
+    matchers = [CountUp(10, 20, 20) for _ in range(10)]
+    sampler = Sampler(vocab_size, "cpu", 0, Grammars(list(matchers)))  # type: ignore[arg-type]
+    before = held_bytes()
+    for i in range(50):
+        sampler.add(i, request(request_id=str(i), **(kinds[i % 4] if i < 40 else {"structured_outputs": GRAMMAR})), 0)
+    assert held_bytes() == before
+    samples = sampler.sample(normal(4, vocab_size), range(4), [3] * 4).to_host()
+    assert samples[0].token_id == 3 and held_bytes() > before + vocab_size
+    for i in range(50):
+        sampler.remove(i)
+    del samples
+    assert held_bytes() <= before + 1000
+
+
+def held_bytes() -> int:
+    """Count the bytes of all tensors that Python knows of."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
 
 
 def test_removed_sequences_leave_nothing_behind() -> None:

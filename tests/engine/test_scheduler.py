@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import subprocess
 import sys
 import weakref
@@ -12,6 +13,7 @@ import pytest
 from dsv4lite.engine.holdings import Holdings
 from dsv4lite.engine.pages import WINDOW_PAGE_TOKENS, Pools, pages_for
 from dsv4lite.engine.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
+from dsv4lite.engine.sequence import State, WaitingQueue, make_sequences
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
 from tests.engine.simulator import EOS, Harness, request
 
@@ -1035,6 +1037,46 @@ def test_check_notices_a_lost_sequence() -> None:
     h.scheduler._waiting.pop()
     with pytest.raises(AssertionError, match="lost"):
         h.scheduler.check()
+
+
+@pytest.mark.parametrize("order", ["first", "last", "any", "all"])
+def test_many_that_wait_can_end_in_any_order(order: str) -> None:
+    h = make(seqs=2)
+    names = [f"r{i}" for i in range(300)]
+    for i, name in enumerate(names):
+        h.add(request(name, text(10), n=3 if i % 3 == 0 else 1, priority=i % 5))
+    h.scheduler.schedule(0.0)
+    num_live = h.scheduler.num_live
+    if order == "all":
+        assert len(h.scheduler.abort()) == num_live == 500
+    elif order == "any":
+        random.Random(1).shuffle(names)
+    elif order == "last":
+        names.reverse()
+    for count, name in enumerate(names):
+        h.scheduler.abort(name)
+        if count % 50 == 0:
+            h.scheduler.check()
+    assert not h.scheduler.has_work() and h.scheduler.num_waiting == 0
+
+
+def test_waiting_sequences_begin_in_order_though_some_end() -> None:
+    queue, draw = WaitingQueue(), random.Random(0)
+    requests = [request(f"r{i}", text(10), priority=draw.randrange(9)) for i in range(400)]
+    made = [make_sequences(one, first_id=i, max_model_len=99)[0] for i, one in enumerate(requests)]
+    inside: list[Sequence] = []
+    for seq in made:
+        queue.add(seq)
+        inside.append(seq)
+        if draw.random() < 0.4:
+            ended = inside.pop(draw.randrange(len(inside)))
+            ended.state = State.ENDED
+            queue.leave(ended)
+        if inside and draw.random() < 0.3:
+            first = min(inside, key=lambda seq: seq.order)
+            assert queue.first() is first and queue.pop() is first
+            inside.remove(first)
+        assert len(queue) == len(inside) and {seq.seq_id for seq in queue} == {seq.seq_id for seq in inside}
 
 
 def test_policy_needs_no_torch() -> None:

@@ -1,0 +1,188 @@
+"""Requests whose grammars or settings are wrong, beside others: on one rank, in another process, and on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4lite.errors import InvalidRequestError, RequestFailedError
+from dsv4lite.llm import LLM
+from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
+from dsv4lite.speculation import MTP
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
+
+PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)
+ENGINES: dict[str, dict[str, Any]] = {
+    "thread": {},
+    "process": {"executor": "process"},
+    "tp-mtp": {"tensor_parallel_size": 2, "executor": "thread", "speculative": MTP(2)},
+}
+ENOUGH_S = 120.0
+
+
+def some(**settings: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 10, "temperature": 0, "ignore_eos": True, **settings})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("llguidance")
+    return write_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(str(model), **{**MODEST, **ENGINES[request.param]}) as llm:
+        yield llm
+        assert llm.state == Phase.READY.value
+        engine_of(llm).check().result(ENOUGH_S)
+
+
+def good(llm: LLM) -> list[tuple[int, ...]]:
+    kinds = [some(), some(structured_outputs={"regex": "[a-e]{4,8}"}, ignore_eos=False)]
+    return [output.token_ids for output in llm.generate_batch(PROMPTS, kinds)]
+
+
+def beside_others(llm: LLM, bad: list[SamplingParams]) -> list[RequestOutput]:
+    """Run bad requests between good ones, which must not notice."""
+    expected = good(llm)
+    kinds = [kind for one in bad for kind in (some(), one, some(structured_outputs={"regex": "[a-e]{4,8}"}, ignore_eos=False))]
+    prompts = [prompt for _ in bad for prompt in (PROMPTS[0], PROMPTS[0], PROMPTS[1])]
+    outputs = llm.generate_batch(prompts, kinds, on_error="return")
+    assert [output.token_ids for output in outputs[0::3]] == [expected[0]] * len(bad)
+    assert [output.token_ids for output in outputs[2::3]] == [expected[1]] * len(bad)
+    assert good(llm) == expected
+    return outputs[1::3]
+
+
+def test_grammar_that_cannot_be_compiled_is_an_error_of_its_request(llm: LLM) -> None:
+    wrong = [
+        *({"regex": "a("}, {"regex": "(?=a)b"}, {"grammar": "start: missing"}, {"grammar": "start: ~~~"}),
+        *({"json": {"type": "nonsense"}}, {"json": {"type": "array", "uniqueItems": True}}, {"json": {"$ref": "#/nowhere"}}),
+        *({"json": {"minimum": 10**400}}, {"json": {"$ref": "#"}}, {"regex": "(" * 1000 + "a" + ")" * 1000}),
+    ]
+    for output in beside_others(llm, [some(structured_outputs=one, n=n) for n, one in enumerate(wrong, 1)]):
+        assert isinstance(output.error, InvalidRequestError), output.error
+        assert output.error.parameter == "structured_outputs" and "cannot be compiled" in str(output.error)
+
+
+FORGED: tuple[dict[str, Any], ...] = (
+    {"min_tokens": 10**400},
+    {"seed": 10**5000, "temperature": 1.0},
+    {"logit_bias": {20: "high"}},
+    {"logit_bias": {10**6: 1.0}},
+    {"temperature": "hot"},
+    {"presence_penalty": 10**400},
+    {"top_k": object(), "temperature": 1.0},
+    {"top_p": "half", "temperature": 1.0},
+    {"bad_words_ids": ((10**30,),)},
+    {"allowed_token_ids": (20, SMALL["vocab_size"])},
+    {"stop_token_ids": ("a", 3)},
+    {"n": "three"},
+)
+
+
+def test_whatever_goes_wrong_with_a_request_is_an_error_of_that_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that no check of the caller's side has seen, as if they had changed behind it."""
+    engine = engine_of(llm)
+    submit, first = engine.submit, 1000
+
+    def forge(request: Request) -> None:
+        if (request.params.seed or 0) >= first:
+            request = replace(request, params=copy.copy(request.params))
+            for name, value in FORGED[(request.params.seed or 0) - first].items():
+                object.__setattr__(request.params, name, value)
+        submit(request)
+
+    monkeypatch.setattr(engine, "submit", forge)
+    for output in beside_others(llm, [some(seed=first + i, min_tokens=1, stop_token_ids=(9,)) for i in range(len(FORGED))]):
+        assert isinstance(output.error, RequestFailedError) and output.token_ids == (), (output.index, output.error)
+        assert output.error.__cause__ is not None
+
+
+def test_salt_that_is_no_text_is_a_salt(llm: LLM) -> None:
+    outputs = [llm.generate(PROMPTS[1], some(), cache_salt=salt) for salt in ("\ud800", "\ud800", "\ud801")]
+    assert len({output.token_ids for output in outputs}) == 1
+
+
+def test_added_tokens_in_a_grammar_are_text(llm: LLM) -> None:
+    grammars = [
+        {"json": {"const": "a </think> b"}},
+        {"choice": ["<think>!"]},
+        {"regex": "x<think>y</think>z"},
+        {
+            "json": {
+                "properties": {"<think>": {"const": 1}},
+                "type": "object",
+                "required": ["<think>"],
+                "additionalProperties": False,
+            }
+        },
+        {"grammar": 'start: "</think>"'},
+    ]
+    texts = [llm.generate(PROMPTS[0], SamplingParams(max_tokens=300, structured_outputs=one)).text for one in grammars]
+    assert texts[:3] == ['"a </think> b"', "<think>!", "x<think>y</think>z"]
+    assert "".join(texts[3].split()) == '{"<think>":1}' and texts[4] == "</think>"
+
+
+def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:
+    grammar = {"json": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 3, "maxItems": 3}}
+    output = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1000, n=4, seed=3, structured_outputs=grammar))
+    texts = ["".join(completion.text.split()) for completion in output.outputs]
+    assert all(text[0] + text[-1] == "[]" and len(text) == 7 for text in texts), texts
+
+
+class Held:
+    """Keeps the grammars of an engine from being compiled until told otherwise."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.may_go_on, self.begun = threading.Event(), threading.Event()
+        compiler = engine_of(llm)._preparing._grammars
+        assert compiler is not None
+        original = compiler._build
+
+        def build(spec: Any) -> Any:
+            self.begun.set()
+            self.may_go_on.wait(ENOUGH_S)
+            return original(spec)
+
+        compiler._build = build  # type: ignore[method-assign]
+
+
+def test_others_go_on_while_a_grammar_is_compiled(model: Path) -> None:
+    with opened(model) as llm, ExitStack() as stack:
+        expected = llm.generate(PROMPTS[1], some()).token_ids
+        held = Held(llm)
+        stack.callback(held.may_go_on.set)
+        waiting = [some(structured_outputs={"regex": "[a-e]{4,8}"}, n=n) for n in (1, 3, 2)]
+        kept, given_up, _ = (stack.enter_context(llm.stream(PROMPTS[0], params)) for params in waiting)
+        assert held.begun.wait(ENOUGH_S)
+        assert llm.generate(PROMPTS[1], some()).token_ids == expected
+        late = llm.generate(PROMPTS[0], waiting[0], deadline=0.05)
+        assert [c.finish_reason for c in late.outputs] == ["deadline"]
+        given_up.abort()
+        assert [c.finish_reason for c in given_up.final().outputs] == ["abort"] * 3
+        engine_of(llm).call(lambda engine: None).result(ENOUGH_S)
+        assert engine_of(llm).call(lambda engine: engine._preparing.num_waiting).result(ENOUGH_S) == 3
+        # One completion of the third ends before it is known that it may begin.
+        engine_of(llm).abort(list(llm._session._in_engine)[-1], index=0)
+        held.may_go_on.set()
+        assert set(kept.final().text) <= set("abcde")
+
+
+def test_engine_closes_while_a_grammar_is_compiled(model: Path) -> None:
+    with LLM(str(model), **MODEST) as llm:
+        held = Held(llm)
+        with llm.stream(PROMPTS[0], some(structured_outputs={"regex": "a+"}, n=2)) as stream:
+            assert held.begun.wait(ENOUGH_S)
+            llm.close()
+            assert {c.finish_reason for c in stream.final().outputs} == {"abort"}
+        held.may_go_on.set()
+    assert llm.state == "closed"
