@@ -396,7 +396,7 @@ def test_deadline_ends_with_what_there_is(model: Path, backend: str) -> None:
             if out.token_ids:
                 whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
                 assert out.token_ids == whole.token_ids
-            late = await llm.generate(PROMPT, endless, deadline=0.0)
+            late = await llm.generate(PROMPT, endless, deadline=1e-9)
             assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
             async with anyio.create_task_group() as group:
                 outs = []
