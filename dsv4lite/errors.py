@@ -188,7 +188,7 @@ def near_match(name: str, known: Iterable[str]) -> str:
 def shown(value: object) -> str:
     """Return the ``repr`` of any value for a message, shortened."""
 
-    def integer(x: int, _: int) -> str:
+    def integer(x: int, level: int) -> str:
         return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
 
     short = Repr()
