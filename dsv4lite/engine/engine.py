@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
@@ -27,7 +26,7 @@ from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.replicas import SEQ_IDS, Replicas
-from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.runner import Flight, RoutedExperts, Runner
 from dsv4lite.engine.sampler import rehearse
 from dsv4lite.engine.sampling_state import failed
 from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
@@ -135,7 +134,7 @@ class Engine:
         self._step_s = self._host_s = 0.0
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: deque[Flight | JointFlight] = deque()
-        self._routed: dict[int, _Routed] = {}
+        self._routed: dict[int, RoutedExperts] = {}
         self._guesses: Guesses | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
@@ -523,7 +522,7 @@ class Engine:
                 found = self._preparing.finish(request)
                 if found is None:
                     return
-                _, ended = found  # who keeps the grammar has it compiled once
+                _, ended = found  # ``found`` keeps the compiled grammar until the sampler has it
             elif not self._preparing.begin(request):
                 return
             self._admit(request)
@@ -549,9 +548,9 @@ class Engine:
                 self._farewell(update)
             raise
         if request.params.return_routed_experts:
-            leader = _Routed()
+            leader = RoutedExperts()
             self._routed[sequences[0].seq_id] = leader
-            self._routed.update({s.seq_id: _Routed(shared=(leader, len(request.prompt_token_ids) - 1)) for s in sequences[1:]})
+            self._routed.update({s.seq_id: RoutedExperts(shared=(leader, len(request.prompt_token_ids) - 1)) for s in sequences[1:]})
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
         self._outbox += self._preparing.end(request_id, reason, index)
@@ -666,33 +665,6 @@ class Engine:
                 if future.set_running_or_notify_cancel():
                     closed = EngineStateError("the engine was closed", state="closed")
                     future.set_exception(closed if self._dead is None else self._dead.copy())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Routed:
-    """The experts that one sequence chose, as they become known.
-
-    Attributes:
-        parts: First position, and int16 [tokens, layers, K] from there on.
-        shared: Another sequence that may have run the prompt for this one, and how many tokens of it.
-    """
-
-    parts: list[tuple[int, Tensor]] = field(default_factory=list)
-    shared: tuple[_Routed, int] | None = None
-
-    def by_position(self) -> Tensor | None:
-        """Join the parts; a position that ran twice (after a preemption) counts once."""
-        if not self.parts:
-            return None
-        every = self.parts
-        if self.shared is not None:
-            leader, tokens = self.shared
-            every = [(start, part[: tokens - start]) for start, part in leader.parts if start < tokens] + every
-        length = max(start + len(part) for start, part in self.parts)
-        joined = torch.empty(length, *every[0][1].shape[1:], dtype=torch.int16, device="cpu")
-        for start, part in every:
-            joined[start : start + len(part)] = part[: max(0, length - start)]
-        return joined
 
 
 def _answer(future: Future[Any], result: object = None, *, error: BaseException | None = None) -> None:
