@@ -548,9 +548,9 @@ class Engine:
                 self._farewell(update)
             raise
         if request.params.return_routed_experts:
-            leader = RoutedExperts()
-            self._routed[sequences[0].seq_id] = leader
-            self._routed.update({s.seq_id: RoutedExperts(shared=(leader, len(request.prompt_token_ids) - 1)) for s in sequences[1:]})
+            leader = self._routed[sequences[0].seq_id] = RoutedExperts()
+            shared = (leader, len(request.prompt_token_ids) - 1)
+            self._routed.update({s.seq_id: RoutedExperts(shared=shared) for s in sequences[1:]})
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
         self._outbox += self._preparing.end(request_id, reason, index)
