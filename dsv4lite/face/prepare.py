@@ -220,7 +220,7 @@ def _copied(prompt: object) -> object:
         return {key: _copied(value) for key, value in prompt.items()}
     if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
         return prompt
-    return tuple(prompt)
+    return list(prompt) if isinstance(prompt, list) else tuple(prompt)
 
 
 def _params(facts: EngineFacts, params: object) -> SamplingParams:

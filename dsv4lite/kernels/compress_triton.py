@@ -210,7 +210,7 @@ def _store_entry(
         store_fp8_key(tl.reshape(y, (1, WIDTH)), home + place * WIDTH, home + PLACES * WIDTH + place * 4, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def _sequence_kernel(
     projected, ape, norm_weight, carry, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
     num_copies, row_stride, page_stride, pages, eps,

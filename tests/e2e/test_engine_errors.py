@@ -93,7 +93,7 @@ def llm(model: Path) -> Iterator[LLM]:
         (SHORT, {"allowed_token_ids": (3, VOCAB)}, "allowed_token_ids=.*outside the vocabulary"),
         (SHORT, {"logit_bias": {VOCAB: 1.0}}, "logit_bias=.*outside the vocabulary"),
         (SHORT, {"bad_words_ids": ((3, VOCAB),)}, "bad_words_ids=.*outside the vocabulary"),
-        (SHORT, {"logprobs": VOCAB + 1}, f"logprobs={VOCAB + 1}: must be at most {VOCAB}"),
+        (SHORT, {"logprobs": VOCAB + 1}, f"logprobs={VOCAB + 1}: must be at most 64"),
         (SHORT, {"prompt_logprobs": VOCAB + 1}, "prompt_logprobs"),
     ],
 )

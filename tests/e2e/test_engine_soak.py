@@ -119,7 +119,7 @@ class Host:
             "request_id": name,
             "priority": rng.randrange(-1, 2),
             "cache_salt": rng.choice((None, None, None, "salt")),
-            "deadline": rng.choice((0.0, 0.05, 0.3)) if rng.random() < 0.06 else None,
+            "deadline": rng.choice((1e-9, 0.05, 0.3)) if rng.random() < 0.06 else None,
         }
         patience = rng.uniform(0, 0.2) if rng.random() < 0.06 else float("inf")
         self.open.append(name)

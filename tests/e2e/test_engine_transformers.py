@@ -62,7 +62,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size)
     prompts = prompts_of(LENGTHS, vocab_size, seed=1)
-    settings = {"max_model_len": 512, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 200}
+    settings = {"max_model_len": 512, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 200, "max_logprobs": vocab_size}
     with opened(folder, tokenizer=str(tokenizer), **settings) as llm:
         outputs = llm.generate_batch(prompts, params, max_in_flight=len(prompts))
         assert llm.stats().num_running == 0

@@ -107,11 +107,6 @@ def test_whatever_goes_wrong_with_a_request_is_an_error_of_that_request(llm: LLM
         assert output.error.__cause__ is not None
 
 
-def test_salt_that_is_no_text_is_a_salt(llm: LLM) -> None:
-    outputs = [llm.generate(PROMPTS[1], some(), cache_salt=salt) for salt in ("\ud800", "\ud800", "\ud801")]
-    assert len({output.token_ids for output in outputs}) == 1
-
-
 def test_added_tokens_in_a_grammar_are_text(llm: LLM) -> None:
     grammars = [
         {"json": {"const": "a </think> b"}},

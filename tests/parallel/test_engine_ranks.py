@@ -212,7 +212,7 @@ def test_layout_without_devices_is_refused(model: Path) -> None:
     ("settings", "named"),
     [
         ({"tensor_parallel_size": 3, "expert_parallel_size": 2}, "ep=2 does not fit tp=3"),
-        ({"tensor_parallel_size": 0}, "tp=0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"executor": "proces"}, "did you mean 'process'"),
         ({"data_parallel_placement": "prefixes"}, "did you mean 'prefix'"),
         ({"step_timeout_s": 0}, "step_timeout_s=0"),
