@@ -1,4 +1,4 @@
-"""When an op runs its Triton kernel, and what launchers know about the chip: the only module of kernels that asks for either."""
+"""When an op runs its Triton kernel, and what launchers know about the chip: tests can pretend another one here, and only here."""
 
 from __future__ import annotations
 
