@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS, Inbox
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.moe_few import ExpertSum
 
@@ -116,43 +115,3 @@ def _launch(part: Tensor, chosen: Tensor, also: Tensor, out: Tensor, inbox: Inbo
         **sizes,
         num_warps=_WARPS,
     )
-
-
-# What variants are compiled for: V4-Flash.
-_HIDDEN, _EXPERTS, _TOP_K = 4096, 256, 6
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    pointers = {"chosen": "*i64", "addresses": "*i64", "calls": "*i64"}
-    whole = dict.fromkeys(("size", "rank", "numbers"), "i32")
-    plain, experts = {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}, {"TOP_K": _TOP_K, "EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN}
-    return [
-        Variant(
-            kernel=all_reduce_kernel,
-            signature={"part": part, "also": also, "out": out, **pointers, **whole},
-            constants={
-                "RANKS": ranks,
-                "BLOCK": BLOCK,
-                "ADDED": added,
-                "NATIVE": native,
-                "EMPTY": EMPTY,
-                "TURNS": TURNS,
-                "PATIENCE": _PATIENCE,
-                **sizes,
-            },
-            num_warps=_WARPS,
-            capabilities=capabilities,
-        )
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-        for ranks in (2, 4)
-        for part, also, out, added, sizes in (
-            ("*fp32", "*fp32", "*fp32", False, plain),
-            ("*fp32", "*fp32", "*bf16", False, plain),
-            ("*fp32", "*fp32", "*bf16", True, plain),
-            ("*fp32", "*bf16", "*bf16", True, plain),
-            ("*fp32", "*fp32", "*bf16", True, experts),  # cut by width
-            ("*bf16", "*bf16", "*bf16", True, experts),  # whole ones, on the rank that has the shared one
-            ("*bf16", "*bf16", "*bf16", False, experts),  # on another
-        )
-    ]

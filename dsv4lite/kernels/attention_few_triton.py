@@ -8,8 +8,6 @@ one, is no loop. Rows are widened once, and both products read them from one pla
 
 from __future__ import annotations
 
-from itertools import product
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +15,6 @@ from torch import Tensor
 from dsv4lite.kernels.attention import WINDOW
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.attention_merge_triton import LOW, entries_of, merged
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, scaled
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows_triton import inverse_root, mean_of, rotate, rounded
@@ -339,18 +336,3 @@ def _piece(ratio: int, splits: int) -> tuple[int, int]:
     """Return the rows of a piece, and warps: small ones for layers whose rows are hardly more than the window's."""
     few = splits >= _SMALL_SPLITS and (ratio == 0 or ratio >= WINDOW)
     return (32, 4) if few else (64, 8)
-
-
-def variants() -> list[Variant]:
-    """Return the kernels for V4-Flash's layers and for small ones, for one new token of each sequence and for more."""
-    found = []
-    # Heads, channels without position, ratio, selected entries.
-    layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
-    for (heads, nope, ratio, top_k), splits, singles, norm in product(layers, (4, 8, 16), (False, True), (False, True)):
-        rows, warps = _piece(ratio, splits)
-        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, rows)
-        constants |= PackedInputs.places_of(nope, ratio, nope + 144)
-        constants |= {"HEADS": _HEADS, "SINGLES": singles, "NORM": norm}
-        signature = PackedInputs.signature_of(_attend_few_kernel.arg_names)
-        found.append(Variant(kernel=_attend_few_kernel, signature=signature, constants=constants, num_warps=warps, num_stages=1))
-    return found

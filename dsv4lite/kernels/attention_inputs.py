@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
 
@@ -64,7 +65,7 @@ class PackedInputs:
         assert isinstance(fmt, Fp8Kv)
         top_k = 0 if self.selected_TK is None else self.selected_TK.shape[1]
         constants = self.layer_of(self.q_THC.shape[1], fmt.nope, self.ratio, top_k, self.splits, rows)
-        return constants | {"WINDOW": self.window_size, "GPU": self.q_THC.is_cuda}
+        return constants | {"WINDOW": self.window_size, "GPU": on_gpu(self.q_THC.device)}
 
     def places(self) -> dict[str, int]:
         """Return what is compiled in of where rows lie."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention_inputs import PackedInputs
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.packed_rows import bf16, rotated_back
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
@@ -94,15 +91,3 @@ def merged(
 def _shares(splits: int, entries: bool, fills: bool) -> dict[str, int]:
     padded = triton.next_power_of_2(splits)
     return {"ENTRIES": entries, "FILLS": fills, "PADDED": padded, "CHUNK": min(_CHUNK, padded)}
-
-
-def variants() -> list[Variant]:
-    """Return the merges of V4-Flash's layers and of small ones, for few tokens and for more."""
-    found = []
-    layers = ((8, 64, 4, 64), (64, 192, 128, 0), (64, 448, 0, 0), (64, 448, 128, 0), (64, 448, 4, 512))
-    for (heads, nope, ratio, top_k), (splits, fills) in product(layers, ((2, True), (4, False), (8, False), (16, False))):
-        rows = 32 if splits == 16 and ratio in (0, 128) else 64
-        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, rows) | _shares(splits, ratio > 0, fills)
-        signature = PackedInputs.signature_of(_merge_kernel.arg_names)
-        found.append(Variant(kernel=_merge_kernel, signature=signature, constants=constants, num_warps=_WARPS, num_stages=1))
-    return found

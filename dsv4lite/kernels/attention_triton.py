@@ -10,7 +10,6 @@ meanwhile. Few tokens take another kernel, ``attention_few_triton.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import triton
@@ -21,8 +20,7 @@ from dsv4lite.kernels.attention import FEW_SPLITS
 from dsv4lite.kernels.attention_few_triton import few_attention_triton
 from dsv4lite.kernels.attention_inputs import PackedInputs
 from dsv4lite.kernels.attention_merge_triton import merged
-from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.gemm_triton import capability_of
+from dsv4lite.kernels.dispatch import capability_of
 from dsv4lite.kernels.packed_rows import LOG2_E, bf16, group_of, rotated_back, scaled
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
@@ -331,25 +329,3 @@ def paged_attention_triton(
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out if splits == 1 else merged(inputs, parts, stats, sink_H, (cos, sin), tile.rows, fills=True)
-
-
-def variants() -> list[Variant]:
-    """Return the tiles of every chip at V4-Flash's sizes and at small ones, with and without entries and a selection."""
-    found = []
-    # Heads, channels without position, ratio, selected entries.
-    layers = ((64, 448, 0, 0), (64, 448, 4, 512), (64, 448, 128, 0), (8, 64, 4, 64))
-    for capability, (heads, nope, ratio, top_k), splits in product((80, 89, 90, 100, 120), layers, (1, 2)):
-        tile = tile_for(heads, capability)
-        constants = PackedInputs.layer_of(heads, nope, ratio, top_k, splits, tile.rows)
-        constants |= PackedInputs.places_of(nope, ratio, nope + 136 if splits == 1 else nope + 144)
-        found.append(
-            Variant(
-                kernel=_attend_kernel,
-                signature=PackedInputs.signature_of(_attend_kernel.arg_names),
-                constants={**constants, "HEADS": tile.heads, "SWAP": tile.swap, "STAGES": tile.num_stages},
-                num_warps=tile.num_warps,
-                num_stages=1,
-                capabilities=(capability,),
-            )
-        )
-    return found

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore
@@ -435,7 +435,7 @@ def compress_step_triton(
         return
     stages = min(STAGES, ratio + 1)
     shape = {name: sizes[name] for name in ("A", "RATIO", "WIDTH")}
-    entry = {**sizes, "GPU": projected.is_cuda, "num_warps": _warps(width)}
+    entry = {**sizes, "GPU": on_gpu(projected.device), "num_warps": _warps(width)}
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.carry_S
     strides = (projected.stride(0), memory.stride(0), grow.stride(0), eps)
     places = (projected, ape, norm_weight, carry, memory, cos_T, sin_T)
@@ -470,28 +470,3 @@ def compress_step_triton(
 def _warps(width: int) -> int:
     """Return how many warps hold a vector, four channels a thread."""
     return 4 if width > 256 else 2 if width > 128 else 1
-
-
-def variants() -> list[Variant]:
-    """Return the launches of csa and hca layers of the released models, of FP8 keys, and of plain rows."""
-    floats = dict.fromkeys(("projected", "ape", "norm_weight", "carry"), "*fp32")
-    where = dict.fromkeys(("positions", "sequences", "slots", "copies", "first", "grow"), "*i32")
-    sizes = dict.fromkeys(("num_copies", "row_stride", "page_stride", "pages"), "i32") | {"eps": "fp32"}
-    signature = floats | {"memory": "*u8", "cos": "*fp32", "sin": "*fp32"} | where | sizes
-    carry = {name: floats[name] for name in ("projected", "ape", "carry")}
-    carry |= dict.fromkeys(("slots", "copies", "first", "rows", "lens", "drafts"), "*i32")
-    carry |= {"num_copies": "i32", "row_stride": "i32"}
-    found = []
-    packed = ((4, 512, 0, 0), (4, 128, 7, 1), (4, 128, 7, 2), (128, 512, 0, 0), (4, 128, 0, 0))
-    for ratio, width, log, kind in (*packed, (4, 512, 0, 3)):
-        shape = {"A": 2 if ratio == OVERLAP_RATIO else 1, "RATIO": ratio, "WIDTH": width}
-        entry = {**shape, "ROWS": width // 64, "PLACES": 256 // ratio, "LOG": log, "KIND": kind, "ROPE": 64, "GPU": True}
-        here = signature | {"memory": "*fp32" if kind == 3 else "*u8", "tokens": "i32"}
-        alone = {name: kind for name, kind in here.items() if name not in ("positions", "sequences", "tokens")}
-        alone, warps = alone | dict.fromkeys(("rows", "lens", "drafts"), "*i32"), _warps(width)
-        found.append(Variant(kernel=_sequence_kernel, signature=alone, constants=entry, num_warps=warps))
-        entry = {**entry, "STAGES": min(STAGES, ratio + 1)}
-        found.append(Variant(kernel=_entry_kernel, signature=here, constants=entry, num_warps=warps))
-        shape |= {"ROWS": CARRY_ROWS, "STAGES": min(STAGES, ratio + 1)}
-        found.append(Variant(kernel=_carry_kernel, signature=carry, constants=shape, num_warps=1))
-    return found

@@ -5,15 +5,16 @@ Chips without e4m3 conversions, and the interpreter, whose rounding differs, get
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
+
 
 def native_e4m3(x: Tensor) -> bool:
     """Return whether the chip that holds ``x`` converts to e4m3 itself."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return on_gpu(x.device) and capability_of(x.device) >= 89
 
 
 @triton.jit

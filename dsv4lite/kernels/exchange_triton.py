@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import TURNS, Inbox
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.exchange import BLOCK, TokenRows, fits
 from dsv4lite.kernels.moe_few import ExpertSum
@@ -197,43 +196,3 @@ def scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dty
         num_warps=_WARPS,
     )
     return out
-
-
-# What variants are compiled for: V4-Flash.
-_HIDDEN, _EXPERTS, _TOP_K = 4096, 256, 6
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    common = {**dict.fromkeys(("addresses", "calls"), "*i64"), **dict.fromkeys(("tokens", "count", "rank", "blocks"), "i32")}
-    rows = {
-        **dict.fromkeys(("x", "codes", "all_x", "all_codes", "positions", "all_positions"), "*i32"),
-        **dict.fromkeys(("scales", "all_scales"), "*u8"),
-        **dict.fromkeys(("ids", "all_ids"), "*i64"),
-    }
-    found = []
-    for ranks in (2, 4):
-        constants = {"RANKS": ranks, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE}
-        sizes = {"X": _HIDDEN // 2, "CODES": _HIDDEN // 4, "SCALES": _HIDDEN // 128, "PARTS": 4}
-        found.append(
-            Variant(kernel=gather_kernel, signature={**rows, **common}, constants={**constants, **sizes}, num_warps=_WARPS)
-        )
-        found += [
-            Variant(
-                kernel=scatter_kernel,
-                signature={"y": "*bf16", "chosen": "*i64", "shared": "*bf16", "out": "*bf16", **common},
-                constants={
-                    **constants,
-                    "TOP_K": _TOP_K,
-                    "EXPERTS": _EXPERTS // ranks,
-                    "HIDDEN": _HIDDEN,
-                    "SHARED": True,
-                    "PARTS": 4,
-                    "NATIVE": native,
-                },
-                num_warps=_WARPS,
-                capabilities=capabilities,
-            )
-            for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-        ]
-    return found

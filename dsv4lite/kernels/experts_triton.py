@@ -12,15 +12,13 @@ Every block size runs the same additions in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
 from dsv4lite.kernels.grouping_triton import Groups, group_triton
@@ -570,50 +568,3 @@ def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor
             enable_fp_fusion=True,
         )
     return out
-
-
-# What variants are compiled for: V4-Flash.
-_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
-_BY_E4M3 = ((True, (89, 90, 100, 120)), (False, (80,)))  # chips that know e4m3, and others
-
-
-def variants() -> list[Variant]:
-    """Return the sum, every block of both products, and one that returns parts of results."""
-    found = []
-    constants = {"EXPERTS": _EXPERTS, "HIDDEN": _HIDDEN, "TOP_K": _TOP_K, "SHARED": True, "BLOCK": _SUM_BLOCK}
-    for native, capabilities in _BY_E4M3:
-        found.append(
-            Variant(
-                kernel=_combine_kernel,
-                signature={"y": "*bf16", "chosen": "*i64", "shared": "*bf16", "out": "*bf16"},
-                constants={**constants, "NATIVE": native},
-                capabilities=capabilities,
-            )
-        )
-    for block, fp4 in product((block for _, block in (*FEW, *BLOCKS)), (False, True)):
-        for native, capabilities in _BY_E4M3:
-            found += _products(block, fp4, native, capabilities)
-    *_, partial = _products(BLOCKS[0][1], True, *_BY_E4M3[0])
-    return [*found, replace(partial, signature={**partial.signature, "y": "*fp32"})]
-
-
-def _products(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> list[Variant]:
-    inputs = "*fp8e4nv" if native else "*u8"
-    common = {"codes": "*u8", "pairs": "i32", **dict.fromkeys(("scales", "order", "owner", "blocks"), "*i32")}
-    gate_up = {"x": inputs, "weight": "*fp32", "u": "*bf16", "u_codes": "*u8", "limit": "fp32"}
-    gate_up |= dict.fromkeys(("x_words", "u_words", "arrivals"), "*i32")
-    down = {"u_codes": inputs, "u_words": "*i32", "y": "*bf16"}
-    constants = {"HIDDEN": _HIDDEN, "WIDTH": _WIDTH, "ROWS": block.rows, "TILES": block.tiles, "STAGES": block.num_stages}
-    constants |= {"UNROLL": block.unroll_of(fp4, native)}
-    return [
-        Variant(
-            kernel=kernel,
-            signature={**signature, **common},
-            constants={**constants, "FP4": fp4, "NATIVE": native, **more},
-            num_warps=block.num_warps,
-            num_stages=block.num_stages,
-            max_registers=block.max_registers,
-            capabilities=capabilities,
-        )
-        for kernel, signature, more in ((_gate_up_kernel, gate_up, {"TOP_K": _TOP_K}), (_down_kernel, down, {}))
-    ]

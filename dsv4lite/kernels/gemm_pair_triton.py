@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.gemm import FP8_BLOCK, PAIR_ROWS, scale_rows
-from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, float_tile, fp8_tile, room_for, splits_of
+from dsv4lite.kernels.gemm_triton import GROUPED_TILES, float_tile, fp8_tile, room_for, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 
 OUTS = 64  # of a tile
@@ -87,7 +87,7 @@ def pair_linear_triton(
         SPLITS=splits,
         FP8_SPLITS=fp8_splits,
         CODES=codes,
-        GPU=x.is_cuda,
+        GPU=on_gpu(x.device),
         GROUPED=GROUPED_TILES,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
@@ -95,32 +95,3 @@ def pair_linear_triton(
         launch_pdl=dependent_launch(x.device),
     )
     return fp8_out, out
-
-
-def variants() -> list[Variant]:
-    """Return V4-Flash's pairs, and one that is not aligned."""
-    pointers = {"x": "*bf16", "w": "*bf16", "x_scales": "*u8", "w_scales": "*u8", "fp8_out": "*bf16", "arrivals": "*i32"}
-    pointers |= dict.fromkeys(("parts", "out", "fp8_parts"), "*fp32")
-    sizes = dict.fromkeys(("M", "N", "FP8_N", "K", "blocks", "part", "fp8_part", "first", "x_row"), "i32")
-    return [
-        Variant(
-            kernel=_pair_kernel,
-            signature={**pointers, **dict.fromkeys(("x_codes", "w_codes"), "*u8" if codes else "*fp8e4nv"), **sizes},
-            constants={
-                "BM": PAIR_ROWS,
-                "BN": OUTS,
-                "SCALE_ROWS": FP8_BLOCK if even else 1,
-                "EVEN_K": even,
-                "SPLITS": splits,
-                "FP8_SPLITS": fp8_splits,
-                "CODES": codes,
-                "GPU": True,
-                "GROUPED": GROUPED_TILES,
-            },
-            num_warps=_NUM_WARPS,
-            num_stages=_NUM_STAGES,
-            capabilities=capabilities,
-        )
-        for codes, capabilities in ((True, (80,)), (False, (89, 90, 100, 120)))
-        for even, splits, fp8_splits in ((False, 1, 1), (True, 8, 4), (True, 4, 8))
-    ]

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, to_bf16
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
-from dsv4lite.kernels.gemm_triton import capability_of, counters_of, e8m0
+from dsv4lite.kernels.gemm_triton import counters_of, e8m0
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 _LEAST_CAPABILITY = 89  # knows e4m3
@@ -157,7 +157,7 @@ def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor
         K=inputs,
         OUTS=_FP8.outs,
         COLUMNS=_columns_of(_FP8, inputs),
-        GPU=out.is_cuda,
+        GPU=on_gpu(out.device),
         num_warps=_FP8.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(out.device),
@@ -192,7 +192,7 @@ def pair_row(
         K=inputs,
         OUTS=_PAIR.outs,
         COLUMNS=_columns_of(_PAIR, inputs),
-        GPU=out.is_cuda,
+        GPU=on_gpu(out.device),
         num_warps=_PAIR.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(out.device),
@@ -226,38 +226,10 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         K=inputs,
         OUTS=_GROUPED.outs,
         COLUMNS=_columns_of(_GROUPED, inputs),
-        NATIVE=x.is_cuda,
-        GPU=x.is_cuda,
+        NATIVE=on_gpu(x.device),
+        GPU=on_gpu(x.device),
         num_warps=_GROUPED.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(x.device),
     )
     return codes.view(torch.float8_e4m3fn), scales
-
-
-def variants() -> list[Variant]:
-    """Return V4-Flash's products, with V4-Pro's and the shipped checkpoint's inputs, too."""
-    newer = (89, 90, 100, 120)
-    found = []
-    for inputs in (256, 4096, 7168, 8192):
-        fp8 = {"x": "*fp8e4nv", "xs": "*u8", "w": "*fp8e4nv", "ws": "*u8", "out": "*bf16"}
-        pair = {"x": "*bf16", "w": "*bf16", "x_codes": "*fp8e4nv", "x_scales": "*u8", "w_codes": "*fp8e4nv", "w_scales": "*u8"}
-        pair |= {"out": "*fp32", "fp8_out": "*bf16", "plain": "i32"}
-        groups = {"x": "*bf16", "w": "*fp8e4nv", "ws": "*u8", "numbers": "*fp32", "codes": "*u8", "scales": "*u8"}
-        groups |= {"arrivals": "*i32", "x_group": "i32"}
-        for kernel, signature, strip, more in (
-            (_row_kernel, fp8, _FP8, {}),
-            (_row_pair_kernel, pair, _PAIR, {}),
-            (_row_groups_kernel, groups, _GROUPED, {"N": 1024, "NATIVE": True}),
-        ):
-            constants = {
-                "K": inputs,
-                "OUTS": strip.outs,
-                "COLUMNS": _columns_of(strip, inputs),
-                "GPU": True,
-                **more,
-            }
-            found.append(
-                Variant(kernel=kernel, signature=signature, constants=constants, num_warps=strip.num_warps, capabilities=newer)
-            )
-    return found

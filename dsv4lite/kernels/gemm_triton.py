@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -92,14 +91,6 @@ def tile_for(tiles: Tiles, rows: int, capability: int) -> Tile:
         if fit >= 2:
             return replace(tile, num_stages=min(fit, tile.num_stages))
         at -= 1
-
-
-def capability_of(device: torch.device) -> int:
-    """Return the compute capability as one number; the interpreter on a CPU stands for the newest."""
-    if device.type != "cuda":
-        return 120
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def splits_of(outs: int, blocks: int) -> int:
@@ -540,7 +531,7 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
             columns,
             w_scales.shape[1],
             SCALE_ROWS=scale_rows(w_codes, w_scales),
-            GPU=out.is_cuda,
+            GPU=on_gpu(out.device),
             ROWS=_WIDEN_ROWS,
             COLUMNS=_WIDEN_COLUMNS,
             num_warps=4,
@@ -610,7 +601,7 @@ def _float_linear(
         SWAP=tile.swap,
         FOLD=fold,
         SPLITS=programs,
-        GPU=x.is_cuda,
+        GPU=on_gpu(x.device),
         GROUPED=GROUPED_TILES,
         QUANTIZED=scales is not None,
         NATIVE=scales is not None and native_e4m3(x),
@@ -627,48 +618,3 @@ def room_for(parts: int, out: Tensor, *, always: bool = False) -> tuple[Tensor, 
     if parts == 1 and not always:
         return out, out, out
     return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), out, counters_of(out.device)
-
-
-def variants() -> list[Variant]:
-    """Return every tile of every chip, folding where it may; the first and the last also with unaligned inputs and row scales."""
-    sizes = dict.fromkeys(("M", "N", "K", "blocks", "part"), "i32")
-    strides = dict.fromkeys(("x_row", "x_group", "groups"), "i32")
-    results = {"parts": "*fp32", "out": "*bf16", "arrivals": "*i32"}
-    found = []
-    for capability, tiles in product((80, 89, 90, 100, 120), (_FP8_TILES, _PLAIN_TILES, _WEIGHT_ONLY_TILES)):
-        chosen = {tile_for(tiles, most or 1 << 20, capability): most is None or most > SPLIT_MAX_ROWS for most, _ in tiles}
-        ends = (next(iter(chosen)), next(reversed(chosen)))
-        for (tile, fold), even in product(chosen.items(), (True, False)):
-            if not even and tile not in ends:
-                continue
-            scale = 0 if tiles is _PLAIN_TILES else FP8_BLOCK if even else 1
-            shape = {"BM": tile.rows, "BN": tile.outs, "SCALE_ROWS": scale, "EVEN_K": even, "SWAP": tile.swap}
-            shape |= {"FOLD": fold, "SPLITS": 1 if fold else 8}
-            if tiles is _FP8_TILES:
-                kind = "*u8" if capability < 89 else "*fp8e4nv"
-                signature = {"x": kind, "xs": "*u8", "w": kind, "ws": "*u8", **results, **sizes}
-                constants = {**shape, "CODES": capability < 89, "GROUPED": GROUPED_TILES}
-            else:
-                kind = "*bf16" if not scale else "*i16" if even else "*u8"
-                signature = {"x": "*bf16", "w": kind, "ws": "*u8" if scale else kind, **results, **sizes, **strides}
-                signature["scales"] = signature["out"]
-                constants = {**shape, "GPU": True, "GROUPED": GROUPED_TILES, "QUANTIZED": False, "NATIVE": False}
-            found.append(
-                Variant(
-                    kernel=_fp8_kernel if tiles is _FP8_TILES else _float_kernel,
-                    signature=signature,
-                    constants=constants,
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    capabilities=(capability,),
-                )
-            )
-            if tiles is _WEIGHT_ONLY_TILES and tile is ends[0] and even:
-                quantizing = {"QUANTIZED": True, "NATIVE": capability >= 89}
-                codes = {"out": "*u8", "scales": "*u8"}
-                found.append(replace(found[-1], signature=signature | codes, constants=constants | quantizing))
-    for scale in (1, FP8_BLOCK):
-        signature = {"w": "*u8", "ws": "*u8", "out": "*bf16", **dict.fromkeys(("N", "K", "blocks"), "i32")}
-        constants = {"SCALE_ROWS": scale, "GPU": True, "ROWS": _WIDEN_ROWS, "COLUMNS": _WIDEN_COLUMNS}
-        found.append(Variant(kernel=_widen_kernel, signature=signature, constants=constants))
-    return found

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.experts import GROUP
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
@@ -208,34 +207,3 @@ def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Grou
         num_warps=4,
         enable_fp_fusion=True,
     )
-
-
-# What variants are compiled for: V4-Flash.
-_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
-
-
-def variants() -> list[Variant]:
-    """Return the smallest and the largest blocks, of as many pairs."""
-    bins = {"EXPERTS": _EXPERTS, "BINS": 512}
-    tiles = {
-        "COLUMNS": _HIDDEN // GROUP,
-        "COLUMNS_TILE": _HIDDEN // GROUP,
-        "GROUPS": _WIDTH // GROUP,
-        "GROUPS_TILE": _WIDTH // GROUP,
-    }
-    words = ("counts", "order", "owner", "blocks", "arrivals", "x_words")
-    return [
-        Variant(
-            kernel=_count_kernel,
-            signature={"chosen": "*i64", "counts": "*i32", "pairs": "i32"},
-            constants={**bins, "CHUNK": _COUNT_CHUNK},
-        ),
-        *(
-            Variant(
-                kernel=_group_kernel,
-                signature={"chosen": "*i64", "x_scales": "*u8", "pairs": "i32", **dict.fromkeys(words, "*i32")},
-                constants={**bins, **tiles, "TOP_K": _TOP_K, "ROWS": rows, "CHUNK": chunk, "COUNTED": counted},
-            )
-            for rows, chunk, counted in ((16, _SCAN_CHUNKS[0], False), (64, _SCAN_CHUNKS[-1], True))
-        ),
-    ]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.gemm_triton import counters_of
 from dsv4lite.kernels.hc_triton import (
@@ -291,7 +291,7 @@ def enter_few_triton(
     elif pending is not None:
         y = output
     assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
-    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=streams_TND.is_cuda)
+    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=on_gpu(streams_TND.device))
     assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
@@ -305,7 +305,7 @@ def enter_few_triton(
         streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
         out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
         ROWS=rows, HEAD=head, ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
-        GPU=streams_TND.is_cuda, **sizes, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent_launch(device),
+        GPU=on_gpu(streams_TND.device), **sizes, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent_launch(device),
     )  # fmt: skip
     return out, x, codes, scales, new_post, new_comb
 
@@ -332,40 +332,3 @@ def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
 def room_of(sizes: dict[str, int]) -> int:
     """Return how many numbers programs send each other for a token."""
     return PARTS_OF_SUM * sizes["UNITS"] * _RECORD + sizes["SHARES"] ** 2
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time: the head, entering alone, after attention, after experts."""
-    return [
-        Variant(
-            kernel=_enter_few_kernel,
-            signature={
-                **dict.fromkeys(("streams", "y", "shared", "out", "x"), "*bf16"),
-                **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
-                **dict.fromkeys(("fn", "base", "scale", "normweight", "new_post", "new_comb"), "*fp32"),
-                **dict.fromkeys(("codes", "scales"), "*u8"),
-                "chosen": "*i64" if top_k else "*bf16",
-                "inbox": "*i32",
-                "tokens": "i32",
-                **dict.fromkeys(("eps", "norm_eps"), "fp32"),
-            },
-            constants={
-                **sizes_of(tokens, width, gpu=True),
-                "ROWS": 4 if head else 24,
-                "HEAD": head,
-                "ITERS": 0 if head else 20,
-                "LEAVE": leave,
-                "TOP_K": top_k,
-                "EXPERTS": 256 if top_k else 0,
-                "FP8": not head,
-                "NATIVE": native,
-                "GPU": True,
-            },
-            num_warps=_WARPS,
-            capabilities=capabilities,
-        )
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-        for width in (7168, 4096)
-        for tokens in (1, 16)
-        for head, leave, top_k in ((True, False, 0), (False, False, 0), (False, True, 0), (False, True, 6))
-    ]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 
 STREAMS = 4
@@ -429,7 +429,7 @@ def _launch_leave_enter(
             LEAVE=pending is not None,
             ENTER=fn is not None,
             STAGES=tile.num_stages,
-            GPU=streams_TND.is_cuda,
+            GPU=on_gpu(streams_TND.device),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
@@ -532,72 +532,3 @@ def _mix_tokens(tile: Tile) -> int:
 def _collapse_warps(groups_tile: int) -> int:
     """Return how many warps share a token's channels: the coefficients of many tokens want four, too."""
     return min(8, max(4, groups_tile // 4))
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    found = []
-    for width in (4096, 7168):
-        units = units_of(width)
-        groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,))):
-            for _, tile in TILES:
-                for leave, rows in ((True, 0), (False, 4), (False, 24), (True, 24)):
-                    found.append(
-                        Variant(
-                            kernel=leave_enter_kernel,
-                            signature={
-                                **dict.fromkeys(("streams", "y", "out"), "*bf16"),
-                                **dict.fromkeys(("post", "comb"), "*fp32" if leave else "*bf16"),
-                                **dict.fromkeys(("fn", "sums"), "*fp32"),
-                                "tokens": "i32",
-                                "units": "i32",
-                            },
-                            constants={
-                                "WIDTH": width,
-                                "ROWS": rows or 1,
-                                "ROWS_TILE": _rows_tile(rows or 1),
-                                "TOKENS": tile.tokens,
-                                "UNIT": UNIT_CHANNELS,
-                                "PROGRAMS": PARTS_OF_SUM if tile.whole else PARTS_OF_SUM * units,
-                                "LEAVE": leave,
-                                "ENTER": rows > 0,
-                                "STAGES": tile.num_stages,
-                                "GPU": True,
-                            },
-                            num_warps=tile.num_warps,
-                            num_stages=tile.num_stages,
-                            capabilities=capabilities,
-                        )
-                    )
-            for rows, fp8 in ((4, False), (24, False), (24, True)):
-                for _, tile in reversed(TILES):
-                    found.append(
-                        Variant(
-                            kernel=collapse_kernel,
-                            signature={
-                                **dict.fromkeys(("streams", "x"), "*bf16"),
-                                **dict.fromkeys(("sums", "base", "scale", "normweight", "post", "comb"), "*fp32"),
-                                **({"normweight": "*bf16"} if rows == 4 else {}),
-                                **dict.fromkeys(("codes", "scales"), "*u8"),
-                                **dict.fromkeys(("tokens", "mixers"), "i32"),
-                                **dict.fromkeys(("eps", "norm_eps"), "fp32"),
-                            },
-                            constants={
-                                "WIDTH": width,
-                                "ROWS": rows,
-                                "ROWS_TILE": triton.next_power_of_2(rows + 1),
-                                "GROUPS_TILE": groups_tile,
-                                "PARTS": PARTS_OF_SUM,
-                                "UNITS": 1 if tile.whole else units,
-                                "MIX_TOKENS": _mix_tokens(tile),
-                                "ITERS": 20,
-                                "HEAD": rows == 4,
-                                "FP8": fp8,
-                                "NATIVE": native,
-                            },
-                            num_warps=_collapse_warps(groups_tile),
-                            capabilities=capabilities,
-                        )
-                    )
-    return found

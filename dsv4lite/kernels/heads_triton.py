@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import to_bf16
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows_triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, mean_of, rotate
@@ -157,31 +157,9 @@ def head_norms_triton(
             INDEX_LOG=log,
             INDEX_BLOCK=index_block,
             ROPE=rope,
-            GPU=query_TK.is_cuda,
+            GPU=on_gpu(query_TK.device),
             num_warps=4,
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(query_TK.device),
         )
     return q_THC, iq_THC
-
-
-def variants() -> list[Variant]:
-    """Return the launches of the released models and a small one."""
-    signature = {"query": "*bf16", "cos": "*fp32", "sin": "*fp32", "q": "*bf16", "iq": "*bf16"}
-    signature |= dict.fromkeys(("row_stride", "heads", "index_heads", "query_blocks"), "i32") | {"eps": "fp32"}
-    return [
-        Variant(
-            kernel=_heads_kernel,
-            signature=signature,
-            constants={
-                "WIDTH": width,
-                "PADDED": width,
-                "BLOCK_HEADS": BLOCK // width,
-                "INDEX_LOG": log,
-                "INDEX_BLOCK": BLOCK >> log,
-                "ROPE": 64,
-                "GPU": True,
-            },
-        )
-        for width, log in ((512, 7), (128, 7))
-    ]

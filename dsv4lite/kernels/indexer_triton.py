@@ -11,14 +11,12 @@ Tokens that see no more entries than are wanted are passed over.
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, PlainRow, RowStore
@@ -421,7 +419,7 @@ def index_scores_paged_triton(
         PAGE_ROWS=keys.rows_per_page,
         KEYS=piece,
         TOKENS=tokens,
-        GPU=iq_NHC.is_cuda,
+        GPU=on_gpu(iq_NHC.device),
         STAGES=stages,
         num_warps=4,
         num_stages=stages,
@@ -495,57 +493,3 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
 def _block_for(columns: int) -> int:
     """Return how many scores one program takes, from a small set of sizes."""
     return max(1024, 1 << (columns - 1).bit_length())
-
-
-def variants() -> list[Variant]:
-    """Return the kernels at V4-Flash's sizes and small ones, for every number of scores."""
-    found = []
-    pointers = {
-        "iq": "*bf16",
-        "weights": "*fp32",
-        "keys": "*u8",
-        **dict.fromkeys(("positions", "sequences", "first_rows", "lens", "grow"), "*i32"),
-        "scores": "*bf16",
-    }
-    sizes = dict.fromkeys(("grow_columns", "weight_stride", "begin", "count", "columns"), "i32") | {"weight_scale": "fp32"}
-    for heads, tokens in product((64, 16), (1, TOKENS)):
-        constants = {
-            "H": heads,
-            "HEADS": heads,
-            "GROUPS": 4,
-            "CHANNELS": 128,
-            "PADDED": 128,
-            "RATIO": 4,
-            "TOP_K": 512,
-            "PAGE_BYTES": 64 * 68,
-            "PAGE_ROWS": 64,
-            "KEYS": KEYS,
-            "TOKENS": tokens,
-            "GPU": True,
-            "STAGES": _STAGES,
-        }
-        found.append(
-            Variant(
-                kernel=_scores_kernel,
-                signature={**pointers, **sizes},
-                constants=constants,
-                num_warps=4,
-                num_stages=_STAGES,
-            )
-        )
-    plain = {**constants, "GROUPS": 0, "H": 64, "HEADS": 64, "KEYS": WIDE_KEYS, "STAGES": 1}
-    wide = {**pointers, **sizes, **dict.fromkeys(("iq", "weights", "keys", "scores"), "*fp32")}
-    found.append(Variant(kernel=_scores_kernel, signature=wide, constants=plain, num_warps=4, num_stages=1))
-    signature = {"scores": "*fp32", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
-    constants = {"TOP_K": 512, "RATIO": 4, "CHUNK": SEGMENT}
-    found.append(Variant(kernel=_select_wide_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
-    signature = {"scores": "*bf16", "positions": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
-    for block in (1024, 2048, 4096, 8192):
-        constants = {"TOP_K": 512, "RATIO": 4, "BLOCK": block}
-        found.append(Variant(kernel=_select_kernel, signature=signature, constants=constants, num_warps=block // 512, num_stages=1))
-    tables = {"highs": "*i32", "lows": "*i32", "selected": "*i32", "begin": "i32", "columns": "i32"}
-    for number, segments in product(range(3), (4, 64)):
-        constants = {"TOP_K": 512, "RATIO": 4, "SEGMENT": SEGMENT, "SEGMENTS": segments, "PASS": number}
-        signature = {"scores": "*bf16", "positions": "*i32", **tables}
-        found.append(Variant(kernel=_segment_kernel, signature=signature, constants=constants, num_warps=8, num_stages=1))
-    return found

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -155,25 +155,9 @@ def latent_norms_triton(
             eps,
             **latent_sizes(rank, fmt),
             PLACES=window.rows_per_page,
-            GPU=latent_TK.is_cuda,
+            GPU=on_gpu(latent_TK.device),
             num_warps=4,
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(latent_TK.device),
         )
     return q_codes, q_scales, fresh_TB
-
-
-def variants() -> list[Variant]:
-    """Return the launches of V4-Flash, V4-Pro and a small model."""
-    signature = {"latent": "*bf16", **dict.fromkeys(("q_norm", "kv_norm", "cos", "sin"), "*fp32")}
-    signature |= dict.fromkeys(("q_codes", "q_scales", "fresh", "memory"), "*u8")
-    signature |= dict.fromkeys(("positions", "sequences", "first", "lens", "window_pages", "window_first"), "*i32")
-    signature |= dict.fromkeys(("row_stride", "page_stride", "pages", "window_tokens"), "i32") | {"eps": "fp32"}
-    return [
-        Variant(
-            kernel=_latent_kernel,
-            signature=signature,
-            constants={**latent_sizes(rank, Fp8Kv(nope, 64)), "PLACES": 64, "GPU": True},
-        )
-        for rank, nope in ((1024, 448), (1536, 448), (128, 64))
-    ]

@@ -9,19 +9,16 @@ their expert, which have smaller numbers, were started before them and wait for 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.experts import GROUP, Tiles
 from dsv4lite.kernels.experts_triton import Block, Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
-from dsv4lite.kernels.gemm_triton import GROUPED_TILES, capability_of, counters_of, fp8_tile, splits_of
+from dsv4lite.kernels.gemm_triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router
 from dsv4lite.kernels.moe_triton import route_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -285,109 +282,9 @@ def _prepare(
         SHARERS=sharers,
         ALIGNED=inputs % GROUP == 0,
         NATIVE=work.native,
-        GPU=logits_TE.is_cuda,
+        GPU=on_gpu(logits_TE.device),
         num_warps=num_warps,
         enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),
     )
     return chosen_TK, weight_TK, s_codes, s_scales
-
-
-# What variants are compiled for: V4-Flash.
-_HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 4096, 2048, 256, 6
-_BY_E4M3 = ((False, (80,)), (True, (89, 90, 100, 120)))  # chips that know e4m3, and others
-
-
-def variants() -> list[Variant]:
-    """Return both tiles of tokens with both ways to choose, one with copies on ranks, and every block of few tokens."""
-    found = []
-    for (native, capabilities), tokens, fixed in product(_BY_E4M3, _SHARERS, (True, False)):
-        found.append(
-            Variant(
-                kernel=_prepare_kernel,
-                signature={
-                    **dict.fromkeys(("logits", "bias", "weights"), "*fp32"),
-                    **dict.fromkeys(("table", "chosen", "copy_slots", "copy_counts", "load"), "*i64"),
-                    **dict.fromkeys(
-                        ("token_ids", "positions", "routed", "order", "owner", "blocks", "arrivals", "done", "x_words"), "*i32"
-                    ),
-                    **dict.fromkeys(("x_scales", "s_codes", "s_scales"), "*u8"),
-                    "h": "*bf16",
-                    **dict.fromkeys(("tokens", "most", "logits_stride", "width", "first"), "i32"),
-                    **dict.fromkeys(("route_scale", "limit"), "fp32"),
-                },
-                constants={
-                    **dict.fromkeys(("EXPERTS", "HELD", "BLOCK"), _EXPERTS),
-                    "COPIES": 0,
-                    "COUNTS": False,
-                    "TOP_K": _TOP_K,
-                    "TOP_TILE": 8,
-                    "BIASED": not fixed,
-                    "FIXED": fixed,
-                    "PADDED": True,
-                    "TOKENS": tokens,
-                    "ROWS": 16,
-                    "FILL": triton.next_power_of_2(tokens * _TOP_K * 16),
-                    **dict.fromkeys(("COLUMNS", "COLUMNS_TILE"), _HIDDEN // GROUP),
-                    **dict.fromkeys(("GROUPS", "GROUPS_TILE", "SHARED"), _WIDTH // GROUP),
-                    "SHARERS": _SHARERS[tokens][0],
-                    "ALIGNED": True,
-                    "NATIVE": native,
-                    "GPU": True,
-                },
-                num_warps=_SHARERS[tokens][1],
-                capabilities=capabilities,
-            )
-        )
-    last = found[-1]
-    elsewhere = {
-        "HELD": 136,
-        "COPIES": 17,
-        "COUNTS": True,
-        "SHARED": 0,
-        "SHARERS": 1,
-    }  # one of two ranks; the other has the shared expert
-    found.append(replace(last, constants={**last.constants, **elsewhere}))
-    for block, fp4 in product((_ONE_TOKEN, _MORE_TOKENS), (False, True)):
-        for native, capabilities in _BY_E4M3:
-            found.append(_experts(block, fp4, native, capabilities))
-    last = found[-1]  # and one that returns parts of results
-    return [replace(last, signature={**last.signature, **dict.fromkeys(("shared", "y"), "*fp32")}), *found]
-
-
-def _experts(block: Block, fp4: bool, native: bool, capabilities: tuple[int, ...]) -> Variant:
-    numbers = "*fp8e4nv" if native else "*u8"
-    words = ("x_words", "scales", "order", "owner", "blocks", "u_words", "arrivals", "w2_scales", "done")
-    return Variant(
-        kernel=_experts_kernel,
-        signature={
-            **dict.fromkeys(words, "*i32"),
-            **dict.fromkeys(("x", "s_codes", "shared_codes", "u_numbers"), numbers),
-            **dict.fromkeys(("codes", "u_codes", "s_scales", "shared_scales", "w2_codes"), "*u8"),
-            **dict.fromkeys(("u", "shared", "y"), "*bf16"),
-            "weight": "*fp32",
-            "limit": "fp32",
-            **dict.fromkeys(("pairs", "M", "N", "K", "k_blocks", "k_part", "gate_up_programs", "shared_programs"), "i32"),
-        },
-        constants={
-            "HIDDEN": _HIDDEN,
-            "WIDTH": _WIDTH,
-            "TOP_K": _TOP_K,
-            "ROWS": block.rows,
-            "TILES": block.tiles,
-            "FP4": fp4,
-            "NATIVE": native,
-            "STAGES": block.num_stages,
-            "UNROLL": block.unroll_of(fp4, native),
-            "BM": MOE_FEW_TOKENS,
-            "BN": _OUTS,
-            "SCALE_ROWS": FP8_BLOCK,
-            "EVEN_K": True,
-            "CODES": not native,
-            "GROUPED": GROUPED_TILES,
-        },
-        num_warps=block.num_warps,
-        num_stages=block.num_stages,
-        max_registers=block.max_registers,
-        capabilities=capabilities,
-    )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 
 
 @triton.jit
@@ -160,42 +160,8 @@ def route_triton(
             FIXED=chosen_TK is not None,
             BY_ID=token_ids_T is not None,
             PADDED=positions_T is not None,
-            GPU=logits_TE.is_cuda,
+            GPU=on_gpu(logits_TE.device),
             num_warps=1,
             enable_fp_fusion=False,
         )
     return chosen, weights
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    floats = dict.fromkeys(("logits", "bias", "weights"), "*fp32")
-    return [
-        Variant(
-            kernel=route_kernel,
-            signature={
-                **floats,
-                "table": "*i64",
-                "token_ids": token_ids,
-                "positions": "*i32" if padded else "*i64",
-                "chosen": "*i64",
-                "logits_stride": "i32",
-                "route_scale": "fp32",
-            },
-            constants={
-                "EXPERTS": experts,
-                "BLOCK": triton.next_power_of_2(experts),
-                "TOP_K": 6,
-                "TOP_TILE": 8,
-                "BIASED": not fixed,
-                "FIXED": fixed,
-                "BY_ID": fixed,
-                "PADDED": padded,
-                "GPU": True,
-            },
-            num_warps=1,
-        )
-        for experts in (256, 384)
-        for fixed, token_ids in ((False, "*i64"), (True, "*i64"), (True, "*i32"))
-        for padded in (True, False)
-    ]

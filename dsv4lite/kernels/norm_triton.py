@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.quantize_triton import _rows_of
 
@@ -61,20 +60,3 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             enable_fp_fusion=False,
         )
     return out
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    return [
-        Variant(
-            kernel=rms_norm_kernel,
-            signature={"x": "*bf16", "weight": weight or "*bf16", "out": "*bf16", "row_stride": "i32", "eps": "fp32"},
-            constants={"N": width, "BLOCK": block, "WEIGHTED": weight is not None, "NATIVE": native},
-            num_warps=_warps(block),
-            capabilities=capabilities,
-        )
-        for width in (512, 1024, 1536, 4096, 7168)
-        for block in (triton.next_power_of_2(width),)
-        for weight in ("*fp32", "*bf16", None)
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-    ]

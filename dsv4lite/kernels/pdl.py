@@ -26,10 +26,12 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
+
 
 def dependent_launch(device: torch.device) -> bool:
     """Return whether kernels on ``device`` are launched this way: from compute capability 9.0 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return on_gpu(device) and capability_of(device) >= 90
 
 
 def wait_for_predecessor(_semantic: Any = None) -> None:

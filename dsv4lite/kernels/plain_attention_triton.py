@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention_triton import counts_of, locate
-from dsv4lite.kernels.dispatch import Variant
-from dsv4lite.kernels.gemm_triton import capability_of
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.packed_rows import LOG2_E
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import PlainRow, RowStore
@@ -205,7 +204,7 @@ def plain_paged_attention_triton(
     layer = {
         "H": heads, "WIDTH": channels, "PADDED": _padded(channels), "ROPE": 2 * cos.shape[1], "RATIO": max(ratio, 1),
         "TOP_K": 0 if selected_TK is None else selected_TK.shape[1], "WINDOW": window_size, "SPLITS": splits, "ROWS": tile.rows,
-        "GPU": q.is_cuda,
+        "GPU": on_gpu(q.device),
     }  # fmt: skip
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
         q, fresh_TB, window.memory, window.memory if entries is None else entries.memory,
@@ -230,38 +229,3 @@ def plain_paged_attention_triton(
 def _padded(channels: int) -> int:
     """Return how many channels tiles have: a power of two that the tensor cores can multiply."""
     return max(16, 1 << (channels - 1).bit_length())
-
-
-def variants() -> list[Variant]:
-    """Return the tiles at V4-Flash's sizes: on each chip those that need most of it, in shared memory or in instructions."""
-    ints = ("positions", "sequences", "firsts", "first_rows", "grow", "window_pages", "window_firsts", "selected")
-    floats = dict.fromkeys(("sink", "cos", "sin", "stats"), "*fp32")
-    rest = dict.fromkeys(("fresh", "window", "entries"), "*u8") | {"grow_columns": "i32", "window_columns": "i32", "scale": "fp32"}
-    merged = ("parts", "stats", "positions", "sink", "cos", "sin", "out")
-    chips = ((80, "*bf16", 16), (89, "*fp32", 16), (90, "*bf16", 1), (90, "*fp32", 16), (100, "*bf16", 16), (120, "*fp32", 16))
-    found = []
-    for capability, dtype, splits in chips:
-        tile, only = tile_for(64, 512 * (4 if dtype == "*fp32" else 2), splits, capability), (capability,)
-        signature = floats | dict.fromkeys(ints, "*i32") | {"q": dtype, "out": dtype, "parts": "*fp32" if splits > 1 else dtype}
-        layer = {
-            "H": 64, "WIDTH": 512, "PADDED": 512, "ROPE": 64, "RATIO": 4, "TOP_K": 512, "WINDOW": 128, "SPLITS": splits,
-            "ROWS": tile.rows, "GPU": True,
-        }  # fmt: skip
-        places = {"WINDOW_ROWS": 64, "ENTRY_ROWS": 64, "HEADS": tile.heads, "STAGES": tile.num_stages}
-        found.append(
-            Variant(
-                kernel=_attend_kernel,
-                signature=signature | rest,
-                constants=layer | places,
-                num_warps=tile.num_warps,
-                num_stages=1,
-                capabilities=only,
-            )
-        )
-        if splits > 1:
-            constants = {**layer, "ENTRIES": True, "SPLITS_PADDED": splits, "CHUNK": _MERGED}
-            kinds = {name: signature[name] for name in merged}
-            found.append(
-                Variant(kernel=_merge_kernel, signature=kinds, constants=constants, num_warps=4, num_stages=1, capabilities=only)
-            )
-    return found

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.rows_triton import inverse_root, rounded
 
@@ -129,7 +129,7 @@ def plain_leave_enter_triton(
         _leave_kernel[(tokens,)](
             streams_TND, y, post, comb, out, squares,
             STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, triton.next_power_of_2(width)), LEAVE=pending is not None,
-            GPU=streams_TND.is_cuda, num_warps=4, enable_fp_fusion=False,
+            GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if fn is not None:
         sums[0, :, :rows] = matmul_rows(out.flatten(1).float(), fn, row_tile)
@@ -164,19 +164,6 @@ def plain_collapse_triton(
         _collapse_kernel[(tokens,)](
             streams_TND, sums, base, scale, x if norm_weight is None else norm_weight, x, post, comb, eps, norm_eps,
             STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
-            ITERS=iters, HEAD=head, GPU=streams_TND.is_cuda, num_warps=4, enable_fp_fusion=False,
+            ITERS=iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return x, post, comb
-
-
-def variants() -> list[Variant]:
-    """Return both kernels for V4-Flash's streams in float32."""
-    leave = dict.fromkeys(("streams", "y", "post", "comb", "out", "squares"), "*fp32")
-    collapse = dict.fromkeys(("streams", "sums", "base", "scale", "norm_weight", "x", "post", "comb"), "*fp32")
-    collapse |= {"eps": "fp32", "norm_eps": "fp32"}
-    width = {"STREAMS": 4, "WIDTH": 4096, "GPU": True}
-    mixing = {"TILE": 4, "PADDED": 4096, "ROWS": 24, "ITERS": 20, "HEAD": False}
-    return [
-        Variant(kernel=_leave_kernel, signature=leave, constants={**width, "BLOCK": _BLOCK, "LEAVE": True}),
-        Variant(kernel=_collapse_kernel, signature=collapse, constants=width | mixing),
-    ]

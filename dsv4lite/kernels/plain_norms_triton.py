@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import PlainRow, RowStore
 from dsv4lite.kernels.rows_triton import inverse_rms, inverse_root, mean_of, only_if, rotate_tail, rounded
@@ -130,7 +130,7 @@ def plain_latent_norms_triton(
             PADDED=triton.next_power_of_2(fmt.width),
             ROPE=2 * cos.shape[1],
             PLACES=window.rows_per_page,
-            GPU=latent_TK.is_cuda,
+            GPU=on_gpu(latent_TK.device),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return q_TR, None, fresh_TC.view(torch.uint8)
@@ -159,22 +159,6 @@ def plain_head_norms_triton(
             query_TK.stride(0), heads, index_heads, query_blocks, eps,
             WIDTH=channels, PADDED=padded, BLOCK_HEADS=block,
             INDEX=index_dim, INDEX_PADDED=index_padded, INDEX_BLOCK=index_block,
-            ROPE=rope, GPU=query_TK.is_cuda, num_warps=4, enable_fp_fusion=False,
+            ROPE=rope, GPU=on_gpu(query_TK.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return q_THC, iq_THC
-
-
-def variants() -> list[Variant]:
-    """Return the launches at V4-Flash's sizes: latents in bfloat16, heads in float32."""
-    rows = dict.fromkeys(("latent", "q", "fresh", "memory"), "*bf16") | dict.fromkeys(("q_norm", "kv_norm", "cos", "sin"), "*fp32")
-    rows |= dict.fromkeys(("positions", "sequences", "first", "lens", "window_pages", "window_first"), "*i32")
-    rows |= dict.fromkeys(("row_stride", "page_stride", "pages", "window_tokens"), "i32") | {"eps": "fp32"}
-    sizes = {"RANK": 1024, "RANK_PADDED": 1024, "WIDTH": 512, "PADDED": 512, "ROPE": 64, "PLACES": 64, "GPU": True}
-    heads = dict.fromkeys(("query", "cos", "sin", "q", "iq"), "*fp32") | {"eps": "fp32"}
-    heads |= dict.fromkeys(("row_stride", "heads", "index_heads", "query_blocks"), "i32")
-    blocks = {"WIDTH": 512, "PADDED": 512, "BLOCK_HEADS": BLOCK // 512, "INDEX": 128, "INDEX_PADDED": 128}
-    blocks |= {"INDEX_BLOCK": BLOCK // 128, "ROPE": 64, "GPU": True}
-    return [
-        Variant(kernel=_latent_kernel, signature=rows, constants=sizes),
-        Variant(kernel=_heads_kernel, signature=heads, constants=blocks),
-    ]

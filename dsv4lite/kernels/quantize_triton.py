@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
 
 _TILE = 2048  # channels per program
@@ -63,18 +62,3 @@ def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
             enable_fp_fusion=False,
         )
     return codes.view(torch.float8_e4m3fn), scales
-
-
-def variants() -> list[Variant]:
-    """Return every launch, for compilation ahead of time."""
-    return [
-        Variant(
-            kernel=quantize_kernel,
-            signature={"x": x, "codes": "*u8", "scales": "*u8", "row_stride": "i32"},
-            constants={"N": width, "GROUP": group, "GROUPS_TILE": _tile(width, group), "NATIVE": native},
-            capabilities=capabilities,
-        )
-        for width, group in ((4096, 128), (7168, 128), (1024, 128), (8192, 128), (448, 64))
-        for x in ("*bf16", "*fp32")
-        for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-    ]

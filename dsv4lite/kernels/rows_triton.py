@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
 
 
@@ -187,8 +186,3 @@ def store_fp8_key(x, data, scales, WIDTH: tl.constexpr):
     byte, inverse = fp8_scale(x, 1)
     tl.store(data + tl.arange(0, WIDTH)[None, :], e4m3_bytes(x * inverse[:, None], False))
     tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.arange(0, 1), byte << 23)
-
-
-def variants() -> list[Variant]:
-    """Return nothing: these are parts of other kernels."""
-    return []

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.rows_triton import only_if
 from dsv4lite.kernels.runs import TOLD, PlacedRuns
 
@@ -107,19 +106,3 @@ def place_runs_triton(told_XS: Tensor, width: int, last_token: Tensor, heads_3C:
         enable_fp_fusion=False,
     )
     return placed
-
-
-def variants() -> list[Variant]:
-    """Return the launches of steps without guesses, with a few, and with the most that there may be."""
-    signature = {"told": "*i32", **dict.fromkeys(("last_token", "heads", "drafts"), "*i64"), "runs": "*i32", "places": "*i64"}
-    signature |= dict.fromkeys(("rows", "lens", "sequences", "positions"), "*i32") | {"tokens": "*i64"}
-    signature |= dict.fromkeys(("size", "columns", "guesses", "padding_place"), "i32")
-    return [
-        Variant(
-            kernel=_place_kernel,
-            signature=signature,
-            constants={"WIDTH": width, "BLOCK": _BLOCK, "TOLD": TOLD},
-            num_warps=1,
-        )
-        for width in (1, 3, 17)
-    ]

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import COUNTERS, counters_of
 from dsv4lite.kernels.sampling_rows import (
     BEST,
@@ -627,32 +626,3 @@ def sample_rows_triton(
     if Needs.LISTS in needs:
         list_best(True)
     return out
-
-
-def variants() -> list[Variant]:
-    """Return the kernels for V4's vocabulary; of those with two forms the larger one, or both."""
-    table = {"slots": "*i32", "positions": "*i32", "settings": "*fp64", "state": "*i64"}
-    source = {"logits": "*fp32", "edited": "*fp32", "best_top": "*fp32"}
-    sizes = {"last": "i32", "vocabulary": "i32", "pieces": "i32"}
-    pieces = {"PIECE": PIECE, "PIECES": 64}
-    partial, arrivals, out = {"partial": "*i64"}, {"arrivals": "*i32"}, {"out": "*i32"}
-    ids = {"best_ids": "*i64"}
-    placed = {"slots": "*i32", "positions": "*i32", "tokens": "*i32", "places": "*i32", "settings": "*fp64", "state": "*i64"}
-    edit = {"logits": "*fp32", "edited": "*fp32", **placed, **partial, **arrivals, **sizes}
-    found = [Variant(kernel=_edit_kernel, signature=edit, constants=pieces, num_warps=_NUM_WARPS)]
-    race = {**source, **ids, **table, **partial, **arrivals, **sizes}
-    found.append(Variant(kernel=_race_kernel, signature=race, constants={**pieces, "FIRST": False}, num_warps=_NUM_WARPS))
-    peaks = {**source, **table, "peaks": "*i32", **arrivals, **sizes}
-    found.append(Variant(kernel=_peaks_kernel, signature=peaks, constants={**pieces, "SCORE": True}, num_warps=_NUM_WARPS))
-    for flag in (True, False):
-        best = {**source, **table, "candidates": "*i64", **out, **arrivals, **sizes, "rows": "i32"}
-        constants = {"PIECE": PIECE, "SCORE": flag}
-        found.append(Variant(kernel=_best_kernel, signature=best, constants=constants, num_warps=_NUM_WARPS))
-    search = {**source, **table, "last": "i32", "vocabulary": "i32"}
-    found.append(Variant(kernel=_search_kernel, signature=search, constants={"BLOCK": _SEARCH_BLOCK}, num_warps=16))
-    finish = {"best_top": "*fp32", **ids, "finite": "*u8", **placed, "last_token": "*i64", **out}
-    finish |= {"last": "i32", "rows": "i32", "vocabulary": "i32"}
-    found.append(Variant(kernel=_finish_kernel, signature=finish, num_warps=1))
-    score = {**source, **table, **partial, **out, **arrivals, **sizes, "rows": "i32"}
-    found.append(Variant(kernel=_score_kernel, signature=score, constants=pieces, num_warps=_NUM_WARPS))
-    return found

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
 from dsv4lite.kernels.gemm_triton import COUNTERS, counters_of
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 
@@ -181,21 +180,3 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Te
             enable_fp_fusion=False,
         )
     return logprobs, ranks, top, log_sums[:, None]
-
-
-def variants() -> list[Variant]:
-    """Return the kernels for a small and for V4's vocabulary."""
-    pointers = {"logits": "*fp32", "keys": "*i64", "top": "*fp32", "token_ids": "*i64", "finite": "*u8", "arrivals": "*i32"}
-    scores = {"logits": "*fp32", "token_ids": "*i64", "top": "*fp32", "partial": "*i64", "logprobs": "*fp32", "ranks": "*i32"}
-    scores |= {"log_sums": "*fp32", "arrivals": "*i32"}
-    sizes = dict.fromkeys(("vocabulary", "row_stride", "pieces"), "i32")
-    return [
-        Variant(
-            kernel=kernel,
-            signature={**arguments, **sizes},
-            constants={"PIECE": PIECE, "PIECES": pieces},
-            num_warps=_NUM_WARPS,
-        )
-        for kernel, arguments in ((_argmax_kernel, pointers), (_score_kernel, scores))
-        for pieces in (1, 64)
-    ]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.rows_triton import rounded
 from dsv4lite.kernels.swiglu import GROUP
@@ -63,7 +63,7 @@ def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
     u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
     if h_TI.numel():
         grid = (tokens, triton.cdiv(width, block))
-        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=h_TI.is_cuda, num_warps=4, enable_fp_fusion=True)
+        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=on_gpu(h_TI.device), num_warps=4, enable_fp_fusion=True)
     return u
 
 
@@ -89,21 +89,3 @@ def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
             enable_fp_fusion=True,
         )
     return codes.view(torch.float8_e4m3fn), scales
-
-
-def variants() -> list[Variant]:
-    """Return plain numbers; and both kinds of chips, aligned and not."""
-    plain = {"h": "*fp32", "u": "*fp32", "width": "i32", "limit": "fp32"}
-    signature = {"h": "*bf16", "codes": "*u8", "scales": "*u8", "width": "i32", "groups": "i32", "limit": "fp32"}
-    return [
-        Variant(kernel=_halves_kernel, signature=plain, constants={"BLOCK": _GROUPS * GROUP, "GPU": True}),
-        *(
-            Variant(
-                kernel=_swiglu_kernel,
-                signature=signature,
-                constants={"GROUPS": _GROUPS, "NATIVE": native, "ALIGNED": native},
-                capabilities=capabilities,
-            )
-            for native, capabilities in ((True, (89, 90, 100, 120)), (False, (80,)))
-        ),
-    ]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import Variant
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.grouping_triton import count_pairs, list_pairs, most_blocks, own_blocks
 from dsv4lite.kernels.rows_triton import only_if, rounded
 
@@ -198,7 +198,7 @@ def wide_experts_forward_triton(
     )  # fmt: skip
     u = torch.empty(pairs, width, dtype=x_TD.dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=torch.float32 if partial else x_TD.dtype, device=device)
-    sizes = {"HIDDEN": hidden, "WIDTH": width, **_tile(block, x_TD.dtype), "GPU": x_TD.is_cuda}
+    sizes = {"HIDDEN": hidden, "WIDTH": width, **_tile(block, x_TD.dtype), "GPU": on_gpu(x_TD.device)}
     launch = {"num_warps": 4, "num_stages": block.num_stages, "enable_fp_fusion": True}
     _gate_up_kernel[(count * triton.cdiv(width, OUTS),)](
         x_TD, w13, order, owner, blocks, weight_TK, u, pairs, limit, TOP_K=top_k, **sizes, **launch
@@ -207,7 +207,7 @@ def wide_experts_forward_triton(
     del u
     _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         y, chosen_TK, out if shared_TD is None else shared_TD, out,
-        EXPERTS=experts, HIDDEN=hidden, TOP_K=top_k, SHARED=shared_TD is not None, BLOCK=_SUM_BLOCK, GPU=x_TD.is_cuda,
+        EXPERTS=experts, HIDDEN=hidden, TOP_K=top_k, SHARED=shared_TD is not None, BLOCK=_SUM_BLOCK, GPU=on_gpu(x_TD.device),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -226,37 +226,3 @@ def _tile(block: Block, dtype: torch.dtype) -> dict[str, Any]:
         "INPUTS": _INPUT_BYTES // dtype.itemsize,
         "STAGES": block.num_stages,
     }
-
-
-def variants() -> list[Variant]:
-    """Return both blocks and both dtypes at V4-Flash's sizes."""
-    hidden, width, experts, top_k = 4096, 2048, 256, 6
-    grouped = {"EXPERTS": experts, "BINS": _bins(experts), "ROWS": BLOCKS[-1][1].rows, "CHUNK": _SCAN_CHUNK}
-    summed = {"EXPERTS": experts, "HIDDEN": hidden, "TOP_K": top_k, "SHARED": True, "BLOCK": _SUM_BLOCK, "GPU": True}
-    work = {"pairs": "i32", **dict.fromkeys(("order", "owner", "blocks"), "*i32")}
-    found = [
-        Variant(kernel=_group_kernel, signature={"chosen": "*i64", **work}, constants=grouped),
-        Variant(
-            kernel=_combine_kernel,
-            signature={"chosen": "*i64", **dict.fromkeys(("y", "shared", "out"), "*bf16")},
-            constants=summed,
-        ),
-    ]
-    # Enough of both to see each chip's instructions and its shared memory.
-    few, many = (block for _, block in BLOCKS)
-    for block, dtype, name, chips in ((few, torch.bfloat16, "*bf16", (80, 90, 100)), (many, torch.float32, "*fp32", (89, 90, 120))):
-        constants = {"HIDDEN": hidden, "WIDTH": width, **_tile(block, dtype), "GPU": True}
-        gate_up = {**work, **dict.fromkeys(("x", "w13", "u"), name), "weight": "*fp32", "limit": "fp32"}
-        down = {**work, **dict.fromkeys(("u", "w2", "y"), name)}
-        for kernel, signature, more in ((_gate_up_kernel, gate_up, {"TOP_K": top_k}), (_down_kernel, down, {})):
-            found.append(
-                Variant(
-                    kernel=kernel,
-                    signature=signature,
-                    constants={**constants, **more},
-                    num_warps=4,
-                    num_stages=block.num_stages,
-                    capabilities=chips,
-                )
-            )
-    return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4lite.kernels.dispatch import Variant
-
 # Eight numbers of a word of FP4 codes: magnitudes select bytes of the tables of their groups, signs are put on top.
 _WIDEN = tl.constexpr("""{
     .reg .b32 a, b;
@@ -90,8 +88,3 @@ def widen_fp8(code, NATIVE: tl.constexpr):
         wide = code.to(tl.uint16)
         numbers = ((wide & 0x7F) << 7 | (wide & 0x80) << 8).to(tl.uint16).to(tl.float16, bitcast=True)
     return numbers
-
-
-def variants() -> list[Variant]:
-    """Nothing is launched by itself."""
-    return []

@@ -339,7 +339,8 @@ def make_paged_batch(
     aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
     packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
     if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
     parts = packed.split([len(column) for column in aligned])
     token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = (
         part[: len(column)] for part, column in zip(parts, columns, strict=True)

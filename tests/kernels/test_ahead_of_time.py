@@ -1,30 +1,38 @@
 """Every kernel compiles to some work for every GPU it is launched on, within that chip's shared memory, on a machine without one.
 
-A module of kernels lists its launches in ``variants()``, the least demanding first. Some of each kernel's are compiled, the last
-among them: more for the chip at hand, both ends for the oldest, which lacks instructions. Processes share the work; an unchanged
-kernel comes from Triton's cache.
+What is compiled is what the launchers ask for on a pretended chip (``launches.py``). Some of each kernel's specializations are
+compiled, the one with the largest constants among them: more for the chip at hand, both ends for the oldest, which lacks
+instructions. Processes share the work; an unchanged kernel comes from Triton's cache.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import multiprocessing
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from math import prod
 
 import pytest
 
 import dsv4lite.kernels
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from dsv4lite.kernels import experts_triton, gemm_triton
+from dsv4lite.kernels.warmup import Specialization
+from tests.kernels.launches import CHIPS, launches
 
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # variants of one kernel
+MOST = {80: 2, 89: 1, 90: 3, 100: 1, 120: 1}  # specializations of one kernel
+LEAST_CAPABILITY = {"gemm_row_triton": 89}  # of modules whose kernels need e4m3
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
 # The wait for the kernel before, and whatever touches global memory.
 TOUCHES = re.compile(
@@ -37,38 +45,41 @@ FOUR_OF_A_ROW = re.compile(r"register = \[\[0, 1\], \[0, 2\]|sizePerThread = \[1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One variant of a module, for one chip."""
+    """One kernel of a module, for one chip."""
 
     module: str
-    index: int
+    kernel: str
     capability: int
 
 
-def modules() -> list[str]:
-    """Names of the modules that hold Triton kernels."""
-    return [info.name for info in pkgutil.iter_modules(dsv4lite.kernels.__path__) if info.name.endswith("_triton")]
+def launched(module: str) -> set[str]:
+    """Names of the kernels that a module launches, as ``name[grid](...)``."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    calls = [node.func.value for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+    return {name.id for name in calls if isinstance(name, ast.Name)}
 
 
 def cases() -> Iterator[object]:
-    for module in modules():
-        found: dict[tuple[str, int], list[Case]] = {}
-        for i, variant in enumerate(importlib.import_module(f"dsv4lite.kernels.{module}").variants()):
-            for capability in variant.capabilities:
-                found.setdefault((variant.kernel.__name__, capability), []).append(Case(module, i, capability))
-        for (kernel, capability), every in found.items():
-            for case in spread(every, MOST[capability]):
-                yield pytest.param(case, id=f"{module}-{kernel}-{case.index}-sm{capability}")
+    for info in pkgutil.iter_modules(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
+        short = info.name.rpartition(".")[2]
+        if not short.endswith("_triton"):
+            continue
+        for kernel in sorted(launched(info.name)):
+            for chip in CHIPS:
+                if chip >= LEAST_CAPABILITY.get(short, 0):
+                    yield pytest.param(Case(info.name, kernel, chip), id=f"{short}-{kernel}-sm{chip}")
 
 
-def spread(every: list[Case], most: int) -> list[Case]:
-    """Return the last and others at even distances, the first if there are two."""
+def chosen(every: list[Specialization], most: int) -> list[Specialization]:
+    """Return the one with the largest constants and others at even distances, the one with the smallest if there are two."""
+    every = sorted(every, key=lambda one: prod(value for value in one.constants.values() if type(value) is int and value > 0))
     last, gaps = len(every) - 1, max(1, most - 1)
     return [every[at] for at in sorted({last - round(i * last / gaps) for i in range(most)})]
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came of it.
+    """What came of a specialization.
 
     Attributes:
         shared: Bytes of shared memory of one program.
@@ -85,22 +96,9 @@ class Compiled:
     mixed: tuple[str, ...]
 
 
-def compile_case(case: Case) -> Compiled:
-    """Compile a variant."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    variant = importlib.import_module(f"dsv4lite.kernels.{case.module}").variants()[case.index]
-    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    # Memory from PyTorch is aligned, and launches say so.
-    pointers = [i for i, name in enumerate(variant.kernel.arg_names) if signature[name].startswith("*")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
-    options["launch_pdl"] = case.capability >= 90  # as ``dependent_launch`` says
-    if variant.max_registers is not None:
-        options["maxnreg"] = variant.max_registers
-    kernel = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
+def compile_one(specialization: Specialization) -> Compiled:
+    """Compile a specialization."""
+    kernel = specialization.compile()
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", kernel.asm["ttgir"], re.MULTILINE))
     registers = re.escape(importlib.import_module("dsv4lite.kernels.widen_triton")._WIDEN_REGISTERS.value)
     assembly = rf'inline_asm "[^"]*" {{constraints = "{registers}", packed_element = 4 .*-> tensor<[^,]*, (#\w+)>'
@@ -112,22 +110,72 @@ def compile_case(case: Case) -> Compiled:
     return Compiled(kernel.metadata.shared, len(WRITES.findall(ptx)), waits, late, mixed)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the chosen tests want to know.
+
+    Attributes:
+        found: What the launches of each kernel would have compiled.
+        compiling: Some of that, under way.
+    """
+
+    found: Mapping[Case, list[Specialization]]
+    compiling: Mapping[Case, list[Future[Compiled]]]
+
+
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[Compiled]]]:
-    """What the chosen tests want to know, under way."""
-    wanted = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+def work(request: pytest.FixtureRequest) -> Iterator[Work]:
+    """Find each chip's launches, and have some of them compiled."""
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    wanted = {param["case"] for param in params if "case" in param}
+    chips = sorted({case.capability for case in wanted} | {param["chip"] for param in params if "chip" in param})
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            yield {case: pool.submit(compile_case, case) for case in wanted}
+            found: dict[Case, list[Specialization]] = {}
+            for chip, specializations in zip(chips, pool.map(launches, chips), strict=True):
+                for one in specializations:
+                    found.setdefault(Case(one.module, one.name, chip), []).append(one)
+            compiling = {
+                case: [pool.submit(compile_one, one) for one in chosen(found[case], MOST[case.capability])]
+                for case in sorted(wanted & found.keys(), key=str)
+            }
+            yield Work(found, compiling)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("case", list(cases()))
-def test_kernel_compiles(case: Case, compiled: dict[Case, Future[Compiled]]) -> None:
+def test_kernel_compiles(case: Case, work: Work) -> None:
     """One that writes nothing was optimised away: wide tiles on sm_100 once were, without a word."""
-    kernel = compiled[case].result()
-    assert kernel.shared <= SHARED_MEMORY[case.capability]
-    assert kernel.stores > 0
-    assert kernel.waits <= (case.capability >= 90) and not kernel.late
-    assert kernel.mixed == ()
+    assert case in work.compiling, "none of the launches in launches.py is this kernel's"
+    for future in work.compiling[case]:
+        kernel = future.result()
+        assert kernel.shared <= SHARED_MEMORY[case.capability]
+        assert kernel.stores > 0
+        assert kernel.waits <= (case.capability >= 90) and not kernel.late
+        assert kernel.mixed == ()
+
+
+def constants_of(one: Specialization) -> dict[str, object]:
+    """Return the constants by the names of the arguments, and the options that belong to a tile."""
+    names = getattr(importlib.import_module(one.module), one.name).arg_names
+    constants = {names[path[0]]: value for path, value in one.constants.items()}
+    return constants | {"num_warps": one.options["num_warps"], "num_stages": one.options["num_stages"]}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_launches_take_every_tile(chip: int, work: Work) -> None:
+    """The steps of ``launches.py`` have as many tokens as it takes for launchers to choose each tile that they have."""
+
+    def tiles(module: str, kernel: str, *names: str) -> set[tuple[object, ...]]:
+        every = map(constants_of, work.found[Case(f"dsv4lite.kernels.{module}", kernel, chip)])
+        return {tuple(one[name] for name in names) for one in every}
+
+    names = ("BM", "BN", "num_warps")
+    products = [(gemm_triton._FP8_TILES, "_fp8_kernel"), (gemm_triton._PLAIN_TILES, "_float_kernel")]
+    for kinds, kernel in (*products, (gemm_triton._WEIGHT_ONLY_TILES, "_float_kernel")):
+        wanted = {gemm_triton.tile_for(kinds, most or 4096, chip) for most, _ in kinds}
+        assert {(tile.rows, tile.outs, tile.num_warps) for tile in wanted} <= tiles("gemm_triton", kernel, *names)
+    blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.FEW, *experts_triton.BLOCKS)}
+    for kernel in ("_gate_up_kernel", "_down_kernel"):
+        assert blocks <= tiles("experts_triton", kernel, "ROWS", "TILES", "num_warps")

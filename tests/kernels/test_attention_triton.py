@@ -17,7 +17,7 @@ from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels import attention_triton  # noqa: E402
-from dsv4lite.kernels.attention_triton import Tile, paged_attention_triton, tile_for, variants  # noqa: E402
+from dsv4lite.kernels.attention_triton import Tile, paged_attention_triton, tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -240,12 +240,3 @@ def test_sink_takes_all_or_nothing() -> None:
         assert replace(given, sink=torch.full_like(given.sink, 1e4)).kernel(splits).eq(0).all()
         without = replace(given, sink=torch.full_like(given.sink, float("-inf")))
         close(without.kernel(splits), without.reference())
-
-
-def test_every_launch_is_listed() -> None:
-    attends = [v for v in variants() if "HEADS" in v.constants]
-    listed = {(v.constants["HEADS"], v.constants["ROWS"], v.constants["SWAP"], v.num_warps) for v in attends}
-    for capability in (80, 89, 90, 100, 120):
-        for heads in (1, 8, 16, 17, 64, 128):
-            tile = tile_for(heads, capability)
-            assert (tile.heads, tile.rows, tile.swap, tile.num_warps) in listed

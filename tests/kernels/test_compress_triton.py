@@ -13,7 +13,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.compress_triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of, variants  # noqa: E402
+from dsv4lite.kernels.compress_triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -170,8 +170,3 @@ def test_entries_are_seen_as_their_store_has_them() -> None:
     sizes = entry_sizes(4, keys, 64, True)
     assert (sizes["A"], sizes["WIDTH"], sizes["ROWS"], sizes["PLACES"], sizes["LOG"]) == (2, 128, 2, 64, 7)
     assert entry_sizes(128, plain, 8, False)["ROWS"] == 2 and entry_sizes(128, plain, 8, False)["A"] == 1
-
-
-def test_variants_name_the_arguments_of_the_kernel() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

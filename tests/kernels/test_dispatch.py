@@ -1,28 +1,31 @@
-"""Who runs kernels, and how they describe themselves."""
+"""Who runs kernels, and what launchers know about a chip."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
-from dsv4lite.kernels.dispatch import Variant, use_triton
+from dsv4lite.kernels import dispatch
+from dsv4lite.kernels.dispatch import capability_of, on_gpu, use_triton
+
+META = torch.device("meta")
 
 
 def test_kernels_run_on_cuda_only() -> None:
     assert not use_triton(torch.zeros(1))
-    assert not use_triton(torch.zeros(1, device="meta"))
+    assert not use_triton(torch.zeros(1, device=META)) and not on_gpu(META)
+    assert on_gpu(torch.device("cuda", 1))
+
+
+def test_a_test_can_pretend_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "GPU_TYPE", "meta")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    x = torch.zeros(1, device=META)
+    assert use_triton(x) and not use_triton(x.requires_grad_())
+    assert (capability_of(META), capability_of(torch.device("cpu"))) == (89, 120)
 
 
 @pytest.mark.gpu
 def test_kernels_give_way_to_gradients() -> None:
     x = torch.zeros(1, device="cuda")
     assert use_triton(x) and not use_triton(x.requires_grad_())
-
-
-def test_variants_are_for_every_chip_by_default_and_do_not_change() -> None:
-    variant = Variant(kernel=None, signature={"x": "*bf16"})
-    assert variant.capabilities == (80, 89, 90, 100, 120) and variant.constants == {}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        variant.num_warps = 8  # type: ignore[misc]

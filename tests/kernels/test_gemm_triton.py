@@ -15,7 +15,6 @@ from dsv4lite.kernels import gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     LIBRARY_ROWS,
     SPLIT_MAX_ROWS,
-    capability_of,
     counters_of,
     float_linear_triton,
     fp8_linear_triton,
@@ -24,7 +23,6 @@ from dsv4lite.kernels.gemm_triton import (  # noqa: E402
     room_for,
     splits_of,
     tile_for,
-    variants,
     widen_triton,
 )
 
@@ -277,12 +275,3 @@ def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int)
 def test_splits_follow_from_the_weights_and_fill_the_chip() -> None:
     assert [splits_of(outs, blocks) for outs, blocks in ((1536, 32), (40960, 8), (4096, 64), (256, 32))] == [8, 1, 4, 8]
     assert splits_of(1, 3) == splits_of(1 << 20, 1000) == 1
-
-
-def test_every_tile_of_a_chip_is_compiled_ahead_of_time() -> None:
-    capability = capability_of(DEVICE)
-    listed = {(v.constants.get("BM"), v.constants.get("BN"), v.num_stages) for v in variants() if capability in v.capabilities}
-    for tiles in (gemm_triton._FP8_TILES, gemm_triton._PLAIN_TILES, gemm_triton._WEIGHT_ONLY_TILES):
-        for rows in (1, 32, 128, 512, 4096):
-            tile = tile_for(tiles, rows, capability)
-            assert (tile.rows, tile.outs, tile.num_stages) in listed

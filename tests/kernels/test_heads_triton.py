@@ -10,7 +10,7 @@ from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.heads_triton import head_norms_triton, variants  # noqa: E402
+from dsv4lite.kernels.heads_triton import head_norms_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -46,8 +46,3 @@ def test_head_norms_do_not_depend_on_other_tokens() -> None:
     alone = head_norms_triton(query[4:5], 5, 128, 3, 128, *(part[4:5] for part in angles), 1e-6)
     for many, one in zip(everything, alone, strict=True):
         assert many is not None and one is not None and torch.equal(many[4:5], one)
-
-
-def test_variants_name_the_arguments_of_the_kernel() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

@@ -12,7 +12,7 @@ from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.indexer_triton import MOST, index_scores_paged_triton, select_paged_triton, variants  # noqa: E402
+from dsv4lite.kernels.indexer_triton import MOST, index_scores_paged_triton, select_paged_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -157,8 +157,3 @@ def test_no_tokens_give_nothing() -> None:
     assert scores.shape == (0, 50)
     out = torch.empty(0, 8, dtype=torch.int32, device=DEVICE)
     assert select_paged_triton(scores, paging, 4, 0, out).shape == (0, 8)
-
-
-def test_every_block_is_listed() -> None:
-    blocks = {v.constants["BLOCK"] for v in variants() if "BLOCK" in v.constants}
-    assert blocks == {max(1024, triton.next_power_of_2(columns)) for columns in range(1, MOST + 1)}

@@ -15,7 +15,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.latent_triton import latent_norms_triton, latent_sizes, room_for_latents, variants  # noqa: E402
+from dsv4lite.kernels.latent_triton import latent_norms_triton, latent_sizes, room_for_latents  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -68,8 +68,3 @@ def test_rows_have_room_to_begin_at_sixteen_bytes() -> None:
     assert latent_sizes(1024, fmt) == {"RANK": 1024, "QUERY_GROUPS": 8, "NOPE": 448, "ROPE": 64, "ROWS": 8, "FRESH_ROW": 592}
     codes, scales, fresh = room_for_latents(torch.empty(3, 1000 + 512, dtype=torch.bfloat16), 1000, fmt)
     assert codes.shape == (3, 1000) and scales.shape == (3, 8) and fresh.shape == (3, 584) and fresh.stride() == (592, 1)
-
-
-def test_variants_name_the_arguments_of_the_kernel() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

@@ -15,7 +15,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.plain_norms_triton import plain_head_norms_triton, plain_latent_norms_triton, variants  # noqa: E402
+from dsv4lite.kernels.plain_norms_triton import plain_head_norms_triton, plain_latent_norms_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -86,8 +86,3 @@ def test_head_norms_agree(
     assert (index is None) == (wanted_index is None)
     if index is not None and wanted_index is not None:
         close(index, wanted_index, 0.0)
-
-
-def test_variants_name_the_arguments_of_the_kernels() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

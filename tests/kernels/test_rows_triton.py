@@ -30,7 +30,6 @@ from dsv4lite.kernels.rows_triton import (  # noqa: E402
     store_fp4_key,
     store_fp8_key,
     store_kv,
-    variants,
 )
 
 pytestmark = pytest.mark.kernel
@@ -160,7 +159,3 @@ def test_condition_masks_all_or_nothing(condition: bool) -> None:
     x, out = torch.tensor([int(condition)], device=DEVICE), torch.zeros(8, dtype=torch.int32, device=DEVICE)
     _mask_kernel[(1,)](x, out, enable_fp_fusion=False)
     assert out.tolist() == ([1, 2, 3, 4, 5, 6, 0, 0] if condition else [0] * 8)
-
-
-def test_parts_are_no_launches() -> None:
-    assert variants() == []

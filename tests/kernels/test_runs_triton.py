@@ -11,7 +11,7 @@ from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs_ref
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.runs_triton import place_runs_triton, variants  # noqa: E402
+from dsv4lite.kernels.runs_triton import place_runs_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -48,8 +48,3 @@ def test_runs_are_laid_out_alike(size: int, width: int, guesses: int) -> None:
     for field in fields(PlacedRuns):
         ours, theirs = getattr(found, field.name), getattr(wanted, field.name)
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
-
-
-def test_variants_name_the_arguments_of_the_kernel() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

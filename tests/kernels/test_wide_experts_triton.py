@@ -16,7 +16,6 @@ from dsv4lite.kernels.wide_experts_triton import (  # noqa: E402
     Block,
     block_for,
     most_blocks,
-    variants,
     wide_experts_forward_triton,
 )
 
@@ -103,8 +102,3 @@ def test_blocks_are_enough_for_any_routing() -> None:
             spread = min(pairs, experts)  # each expert has one row too many
             worst = sum(-(-count // rows) for count in [*[1] * (spread - 1), pairs - spread + 1])
             assert worst <= most_blocks(pairs, experts, rows) <= pairs
-
-
-def test_variants_name_the_arguments_of_the_kernels() -> None:
-    for variant in variants():
-        assert {*variant.signature, *variant.constants} == set(variant.kernel.arg_names)

@@ -1,0 +1,215 @@
+"""What the package's launchers ask Triton to compile for a chip, found on a machine without one.
+
+Tensors on the device ``meta`` stand for those of the pretended chip: they have shapes and strides, and neither memory nor numbers.
+Steps of the released models and of small ones run on them, and beside these the ops that such steps do not contain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from dsv4lite.config import tiny_model
+from dsv4lite.engine.cache import StateCache, StateSizes
+from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.plan import padding
+from dsv4lite.kernels import dispatch, warmup
+from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
+from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
+from dsv4lite.kernels.experts import Tiles, experts_forward, experts_outputs
+from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
+from dsv4lite.kernels.moe import Copies
+from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.runs import place_runs
+from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
+from dsv4lite.kernels.sampling_rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
+from dsv4lite.kernels.warmup import Specialization, recording
+from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.weights.quant import Numerics
+from tests.tiny import FLASH, PRO, TINY
+
+CHIPS = (80, 89, 90, 100, 120)
+META = torch.device("meta")
+RATIOS = (0, 4, 128)  # a layer of each kind; the first is hashed
+# Numbers of tokens, one for each range in which launchers choose other tiles: of one sequence, and of sequences of one token each.
+PREFILLS, DECODES = (2, 17, 40, 130, 300, 600, 4096), (1, 2, 5, 16, 64)
+FEWER_PREFILLS, FEWER_DECODES = (2, 130, 4096), (1, 16)  # of all but one model
+CONTEXT = 65536  # of the longest sequence; others are short
+VOCABULARY = 129280
+
+
+class _Driver:
+    """A driver that knows its device by name only: a launch fails."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability  # a number that no other device has
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    """Let launchers take ``meta`` tensors for those of a chip; it compiles nothing and launches nothing."""
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(triton.runtime.driver, "_active", _Driver(capability))
+        patch.setattr(dispatch, "GPU_TYPE", META.type)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10))
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        try:
+            yield
+        finally:
+            for kernel in warmup._kernels():
+                kernel.device_caches.pop(capability, None)
+
+
+def launches(capability: int) -> list[Specialization]:
+    """Return what a chip's launches would have compiled, each once, in the order of the launches."""
+    found: list[Specialization] = []
+    with pretended(capability):
+        for work in _works():
+            with recording() as wanted:
+                work()
+            for one in wanted:
+                found.append(one.specialization)
+                one.install(object())  # a launch does not ask again
+    return found
+
+
+def _works() -> Iterator[Callable[[], object]]:
+    fp4 = {"quantized": True, "dense_fp8": True, "expert_format": "fp4"}
+    small = json.loads((Path(tiny_model()) / "config.json").read_text())
+    for config, numerics in (
+        (small, fp4),
+        (TINY, {"quantized": False, "dtype": torch.float32}),
+        (TINY, {"quantized": False}),
+        (FLASH, {"quantized": False}),
+        (FLASH, fp4 | {"expert_format": "fp8"}),
+        (PRO, fp4),
+        (FLASH, fp4 | {"deterministic": True}),
+    ):
+        yield from _steps(config, numerics, FEWER_PREFILLS, FEWER_DECODES)
+    yield from _steps(FLASH, fp4, PREFILLS, DECODES)
+    yield from (_sampling, _runs, _ranks, _products, _experts)
+
+
+def _steps(
+    settings: Mapping[str, Any], numerics: Mapping[str, Any], prefills: Sequence[int], decodes: Sequence[int]
+) -> Iterator[Callable[[], object]]:
+    """Yield steps of a model with a layer of each kind."""
+    config = replace(parse_config(settings), num_hidden_layers=len(RATIOS), ratios=RATIOS, num_hash_layers=1, num_mtp_layers=0)
+    model = DeepseekV4(config, Numerics.choose(**{"dtype": torch.bfloat16, "deterministic": False, **numerics}, device=META))
+    sizes = StateSizes(grow_pages=16, window_pages=16, slots=max(decodes), snapshots=0)
+    cache = StateCache.allocate(model.layout, sizes, META)
+    graphs = DecodeGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
+
+    def prefill(tokens: int, longest: int) -> None:
+        batch = padding(tokens, model)
+        batch.max_tokens = longest
+        model.logits(model(batch, cache.layers)[:1])
+
+    for tokens in prefills:
+        yield partial(prefill, tokens, CONTEXT)
+    for tokens in (prefills[0], prefills[-1]):
+        yield partial(prefill, tokens, tokens)
+    for shape in graphs.shapes:
+        if shape.size in decodes:
+            yield partial(graphs.rehearse, shape)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _sampling() -> None:
+    rows, slots = 8, 16
+    logits, one = _empty(rows, VOCABULARY), _empty(rows, dtype=torch.int32)
+    space = RowSpace.allocate(rows, VOCABULARY, META)
+    settings, last_token = _empty(slots + 1, NUM_COLUMNS, dtype=torch.float64), _empty(slots + 1, dtype=torch.int64)
+    sample_rows(logits, argmax_finite(logits), one, one, settings, last_token, space, EVERYTHING)
+    token_logprobs(logits, _empty(rows, dtype=torch.int64), 5)
+    argmax_finite(_empty(1, 61))
+
+
+def _runs() -> None:
+    last_token = _empty(17, dtype=torch.int64)
+    for size, width, guesses in ((1, 1, 0), (4, 2, 1), (64, 5, 4)):
+        columns = (_empty(3, 16, dtype=torch.int64), _empty(guesses, 16, dtype=torch.int64))
+        place_runs(_empty(15, size, dtype=torch.int32), width, last_token, *columns)
+
+
+def _ranks() -> None:
+    """Sums over ranks, and rows on their way to other ranks' experts."""
+    tokens, hidden, chosen = 4, 4096, 6
+    for ranks in (2, 4, 8):
+        calls = _empty(1 << 12, dtype=torch.int64)
+        inbox = Inbox(_empty(ranks + 1, dtype=torch.int64), calls, 0, 1 << 22)
+        part, bf16 = _empty(tokens, hidden), _empty(tokens, hidden, dtype=torch.bfloat16)
+        all_reduce_few(part, inbox, torch.bfloat16, part)
+        all_reduce_few(part, inbox, torch.float32)
+        ids = _empty(tokens, dtype=torch.int64)
+        gather_few(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
+        slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
+        for dtype in (torch.float32, torch.bfloat16):
+            outputs = _empty(ranks * tokens, chosen, hidden, dtype=dtype)
+            parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
+            all_reduce_experts(parts, inbox, torch.bfloat16)
+            scatter_few(parts, inbox, tokens, torch.bfloat16)
+
+
+def _products() -> None:
+    """Products whose inputs are no whole blocks, or whose weights have a scale in each row."""
+    outs, groups = 96, 2
+    for rows in (1, 16, 130, 4096):
+        for inputs in (200, 4096):
+            x = _empty(rows, inputs, dtype=torch.bfloat16)
+            rounded, blocks = quantize_fp8(x, 128), -(-inputs // 128)
+            codes = _empty(groups, outs, inputs, dtype=torch.float8_e4m3fn)
+            scales, plain = _empty(groups * outs, blocks, dtype=torch.uint8), _empty(groups, outs, inputs, dtype=torch.bfloat16)
+            fp8_linear(*rounded, codes[0], scales[:outs])
+            pair_linear(x, *rounded, codes[0], scales[:outs], plain[0])
+            fp8_weight_linear(x[:, None].expand(-1, groups, -1), codes, scales)
+            float_linear(x[:, None].expand(-1, groups, -1), plain, torch.float32)
+
+
+def _experts() -> None:
+    """Experts of which this rank has some, with copies, or a part of each."""
+    count, hidden, width, top_k = 128, 4096, 2048, 6
+    for fp4 in (False, True):
+        w13, w2 = (
+            Tiles(_empty(*codes, dtype=torch.uint8), _empty(*scales, dtype=torch.int32))
+            for codes, scales in (Tiles.shapes(count, *size, fp4=fp4) for size in ((2 * width, hidden), (hidden, width)))
+        )
+        for tokens in (1, 2, 4, 8, 16, 600, 4096):
+            rounded = quantize_fp8(_empty(tokens, hidden, dtype=torch.bfloat16), 128)
+            slots_TK, weight_TK = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
+            experts_forward(*rounded, slots_TK, weight_TK, w13, w2, 10.0)
+            experts_outputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True)
+            if tokens > 16:
+                continue
+            tables = (_empty(257, 17, dtype=torch.int64), _empty(257, dtype=torch.int64), _empty(257, dtype=torch.int64))
+            held = Held(partial=True, shared_partial=True, first=count, copies=Copies(*tables))
+            ids = _empty(tokens, dtype=torch.int32)
+            router = Router(top_k, 1.5, _empty(256), None, ids, ids)
+            shared = (_empty(hidden, width, dtype=torch.float8_e4m3fn), _empty(hidden // 128, width // 128, dtype=torch.uint8))
+            for h_TI in (None, _empty(tokens, 2 * width, dtype=torch.bfloat16)):
+                moe_few(_empty(tokens, 256), router, *rounded, h_TI, *shared, w13, w2, 10.0, held=held)
