@@ -149,7 +149,7 @@ class GrammarCompiler:
         self._working = False
 
     def begin(self, spec: StructuredOutputs) -> Future[LLMatcher]:
-        """Begin to compile a grammar, unless it is known; return at once. What is not begun when nobody keeps the future is left.
+        """Begin to compile a grammar, unless it is known; return at once. A future without references is not compiled any more.
 
         The future fails with ``InvalidRequestError`` if the schema, expression or grammar is malformed, or uses a feature that
         cannot be enforced.
