@@ -7,11 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsv4lite.api.streams import AsyncCompletions as AsyncCompletions
+    from dsv4lite.api.streams import AsyncStream as AsyncStream
+    from dsv4lite.api.streams import Completions as Completions
+    from dsv4lite.api.streams import Stream as Stream
+    from dsv4lite.config import MTP as MTP
+    from dsv4lite.config import DSpark as DSpark
     from dsv4lite.config import EngineConfig as EngineConfig
     from dsv4lite.config import LoadProgress as LoadProgress
+    from dsv4lite.config import NGram as NGram
+    from dsv4lite.config import Speculator as Speculator
     from dsv4lite.config import tiny_model as tiny_model
     from dsv4lite.engine.engine import EngineStats as EngineStats
-    from dsv4lite.engine.speculator import SpeculationStats as SpeculationStats
     from dsv4lite.errors import CapacityError as CapacityError
     from dsv4lite.errors import CheckpointError as CheckpointError
     from dsv4lite.errors import ConfigError as ConfigError
@@ -25,14 +32,10 @@ if TYPE_CHECKING:
     from dsv4lite.errors import UnsupportedError as UnsupportedError
     from dsv4lite.errors import WeightsNotLoadedError as WeightsNotLoadedError
     from dsv4lite.errors import WeightUpdateError as WeightUpdateError
-    from dsv4lite.face.streams import AsyncCompletions as AsyncCompletions
-    from dsv4lite.face.streams import AsyncStream as AsyncStream
-    from dsv4lite.face.streams import Completions as Completions
-    from dsv4lite.face.streams import Stream as Stream
     from dsv4lite.llm import LLM as LLM
     from dsv4lite.llm import AsyncLLM as AsyncLLM
-    from dsv4lite.memory import MemoryPlan as MemoryPlan
-    from dsv4lite.memory import plan_memory as plan_memory
+    from dsv4lite.planning.memory import MemoryPlan as MemoryPlan
+    from dsv4lite.planning.memory import plan_memory as plan_memory
     from dsv4lite.request import CompletionOutput as CompletionOutput
     from dsv4lite.request import Delta as Delta
     from dsv4lite.request import Logprobs as Logprobs
@@ -41,10 +44,7 @@ if TYPE_CHECKING:
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
-    from dsv4lite.speculation import MTP as MTP
-    from dsv4lite.speculation import DSpark as DSpark
-    from dsv4lite.speculation import NGram as NGram
-    from dsv4lite.speculation import Speculator as Speculator
+    from dsv4lite.speculation.speculator import SpeculationStats as SpeculationStats
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer

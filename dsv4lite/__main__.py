@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from dsv4lite.engine.replay import replay
+    from dsv4lite.debug.replay import replay
 
     report = replay(args.dump, model=args.model, device=args.device)
     if args.all:

@@ -60,9 +60,7 @@ class Chip:
 
 
 def _chip(name: str, gib: int, capability: tuple[int, int], memory_bytes_s: float, link_bytes_s: float) -> Chip:
-    return Chip(
-        name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s
-    )
+    return Chip(name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s)
 
 
 CHIPS = {

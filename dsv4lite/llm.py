@@ -16,13 +16,13 @@ from typing import Any, Self, Unpack
 import anyio
 import anyio.to_thread
 
+from dsv4lite.api.batch import Batch, OnError
+from dsv4lite.api.bridge import LoopBridge, ThreadBridge, current_loop
+from dsv4lite.api.common import BatchParams, EngineSettings, Face, Model
+from dsv4lite.api.prepare import Job, Message, Options, Reasoning, Tool
+from dsv4lite.api.session import SERVING, PauseMode, Ticket
+from dsv4lite.api.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
 from dsv4lite.errors import EngineStateError, InvalidRequestError, RequestFailedError
-from dsv4lite.face.batch import Batch, OnError
-from dsv4lite.face.bridge import LoopBridge, ThreadBridge, current_loop
-from dsv4lite.face.common import BatchParams, EngineSettings, Face, Model
-from dsv4lite.face.prepare import Job, Message, Options, Reasoning, Tool
-from dsv4lite.face.session import SERVING, PauseMode, Ticket
-from dsv4lite.face.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
 from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 
 

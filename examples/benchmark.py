@@ -36,14 +36,14 @@ from xml.sax.saxutils import escape
 import torch
 
 from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
+from dsv4lite.api.streams import AsyncStream
 from dsv4lite.device import choose_device
-from dsv4lite.face.streams import AsyncStream
 from dsv4lite.layout import AXES, Layout
-from dsv4lite.memory import choose_numerics, weight_bytes
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.steptime import weights_read
+from dsv4lite.planning.memory import choose_numerics, weight_bytes
+from dsv4lite.planning.roofline import weights_read
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from dsv4lite import AsyncLLM, RequestOutput, SamplingParams, tiny_model
-from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.dummy import dummy_tensors
 

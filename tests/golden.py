@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv4lite.models.config import DSparkConfig, V4Config, Yarn
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.quant import Numerics
 

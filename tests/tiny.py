@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4lite.models.config import V4Config, parse_config
+from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 
 _SHARED: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from statistics import mean
 
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.weights.quant import Slot
 
 log = logging.getLogger("dsv4lite.engine")

@@ -1,4 +1,4 @@
-"""A step in a file: what ran, what it read, and in which versions. ``engine/replay.py`` runs it again.
+"""A step in a file: what ran, what it read, and in which versions. ``debug/replay.py`` runs it again.
 
 The file is in the safetensors format; its metadata hold one JSON text under ``dsv4lite.step``, and its tensors the state that the
 step's sequences use, of every layer I, those of the model's own drafter last:
@@ -24,11 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsv4lite.device import installed_version
-from dsv4lite.engine.cache import LayerCache
 from dsv4lite.engine.graphs import GraphShape
-from dsv4lite.engine.step import NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
+from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
+from dsv4lite.state.cache import LayerCache
 from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 

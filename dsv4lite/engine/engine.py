@@ -18,27 +18,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4lite.config import EngineConfig
+from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
-from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler, software
 from dsv4lite.engine.ranks import JointFlight, Ranks
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.replicas import SEQ_IDS, Replicas
 from dsv4lite.engine.runner import Flight, RoutedExperts, Runner
-from dsv4lite.engine.sampler import rehearse
-from dsv4lite.engine.sampling_state import failed
-from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.engine.serve import Guest
-from dsv4lite.engine.speculator import Guesses, SpeculationStats
-from dsv4lite.engine.step import Sampled
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.memory import MemoryPlan, require_fit
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
+from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
-from dsv4lite.speculation import Drafting
+from dsv4lite.sampling.sampler import rehearse
+from dsv4lite.sampling.state import failed
+from dsv4lite.scheduling.pages import Pools
+from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
+from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.scheduling.step_plan import Sampled
+from dsv4lite.speculation.speculator import Guesses, SpeculationStats
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, StateCache
-from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.sampling_state import send
-from dsv4lite.engine.step import SequencePlan
-from dsv4lite.kernels.sampling_rows import Needs
+from dsv4lite.kernels.sampling.rows import Needs
+from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.state import send
+from dsv4lite.scheduling.step_plan import SequencePlan
+from dsv4lite.state.cache import GROW_PAGE, StateCache
 
 T = TypeVar("T")
 

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import WINDOW_PAGE, StateCache
 from dsv4lite.engine.graph_set import Captured, GraphSet, rows_of_ints
-from dsv4lite.engine.plan import empty_last_token, graph_sizes
-from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.step import SequencePlan, StepShape
+from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling_rows import EVERYTHING, Needs
-from dsv4lite.models.batch import PagedBatch
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
+from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.state.cache import WINDOW_PAGE, StateCache
 
 _COLUMNS = 4  # token, position, slot, first window page
 

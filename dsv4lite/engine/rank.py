@@ -14,30 +14,41 @@ from typing import Any
 
 import torch
 
-from dsv4lite.config import EngineConfig, Progress, default_cache_dir, local_rank
+from dsv4lite.config import (
+    MTP,
+    Drafter,
+    Drafting,
+    DSpark,
+    EngineConfig,
+    NGram,
+    Progress,
+    adapts,
+    check_speculative,
+    default_cache_dir,
+    local_rank,
+)
 from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.drafters import make_drafter
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.speculator import make_speculators
 from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
-from dsv4lite.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
+from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
-from dsv4lite.speculation import MTP, Drafter, Drafting, DSpark, NGram, adapts, check_speculative
+from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.speculation.drafters import make_drafter
+from dsv4lite.speculation.speculator import make_speculators
+from dsv4lite.state.cache import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.workspace import SMALL_BLOCKS
 
 _OWN_TO_A_RANK = ("model", "tokenizer", "device", "device_mesh", "process_group", "executor", "progress", "compile_cache_dir")
 _SAMPLE_BYTES = 4096

@@ -17,19 +17,19 @@ from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Prospect, Survey, bare, common_plan, device_of, require_devices
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.replicas import SEQ_IDS, JointPlan
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
-from dsv4lite.engine.step import Sampled, StepPlan, StepShape
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
-from dsv4lite.memory import MemoryPlan, require_fit
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.meet import HostRank, HostRanks, lead
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, near_only, open_store
 from dsv4lite.parallel.watch import Loss, Watch
+from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Logprobs, Request
+from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
+from dsv4lite.scheduling.step_plan import Sampled, StepPlan, StepShape
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")

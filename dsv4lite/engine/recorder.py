@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
 from dsv4lite.engine.graphs import GraphShape
-from dsv4lite.engine.samples import RowSamples, Samples
-from dsv4lite.engine.step import NO_PAGE, StepPlan
 from dsv4lite.errors import ConfigError
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.sampling.samples import RowSamples, Samples
+from dsv4lite.scheduling.step_plan import NO_PAGE, StepPlan
+from dsv4lite.state.cache import StateCache
 
 log = logging.getLogger("dsv4lite.engine")
 

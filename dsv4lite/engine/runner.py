@@ -14,29 +14,29 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.chain import Chain, Choose
-from dsv4lite.engine.draft_policy import StepCosts
-from dsv4lite.engine.drafters import DeviceDrafter, draft
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.peers import Peers
-from dsv4lite.engine.plan import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
+from dsv4lite.engine.packing import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.run_ends import RunEnds
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.samples import Arrival, RowSamples, Samples
-from dsv4lite.engine.sampling_state import send
-from dsv4lite.engine.step import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.models.batch import Batch, PagedBatch
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
+from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import Logprobs, Request
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.samples import Arrival, RowSamples, Samples
+from dsv4lite.sampling.state import send
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
+from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.draft_state import Chain, Choose
+from dsv4lite.speculation.drafters import DeviceDrafter, draft
+from dsv4lite.speculation.peers import Peers
+from dsv4lite.speculation.run_ends import RunEnds
+from dsv4lite.state.cache import StateCache
 from dsv4lite.text.structured import StructuredOutputs
-from dsv4lite.workspace import SCORED_ROWS
 
 log = logging.getLogger("dsv4lite.engine")
 

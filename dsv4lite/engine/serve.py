@@ -30,15 +30,15 @@ from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
 from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.step import Sampled, StepShape
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
-from dsv4lite.memory import MemoryPlan
 from dsv4lite.parallel.channel import Channel, Closed, portable
 from dsv4lite.parallel.launch import Pulse, connections, settle_child
 from dsv4lite.parallel.meet import HostRanks, join
 from dsv4lite.parallel.mesh import Mesh, join_store, near_only
+from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import Logprobs
+from dsv4lite.scheduling.step_plan import Sampled, StepShape
 from dsv4lite.text.tokenizer import Tokenizer
 
 

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from dsv4lite.engine.cache import StateCache
-from dsv4lite.engine.draft_policy import StepCosts
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.step import SequencePlan, StepPlan, StepShape
 from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan, StepShape
+from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.state.cache import StateCache
 
 _SIZES = (1, 8, 64)
 _REPLAYS = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4lite.engine.step import SequencePlan, StepPlan
+from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan
 
 Wire = tuple[Any, ...]
 

@@ -171,11 +171,16 @@ def recording() -> Iterator[list[Wanted]]:
     wanted += recorder.wanted.values()
 
 
+def triton_modules() -> list[str]:
+    """Return the full names of the modules that hold Triton kernels: ``triton`` and ``x_triton`` in the folders of the ops."""
+    every = [info.name for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels.")]
+    return [name for name in every if name.endswith((".triton", "_triton"))]
+
+
 def _kernels() -> list[Any]:
-    modules = [info.name for info in pkgutil.iter_modules(dsv4lite.kernels.__path__) if info.name.endswith("_triton")]
     found = []
-    for name in modules:
-        module = importlib.import_module(f"dsv4lite.kernels.{name}")
+    for name in triton_modules():
+        module = importlib.import_module(name)
         found += [value for value in vars(module).values() if isinstance(value, JITFunction) and value.module == module.__name__]
     return found
 

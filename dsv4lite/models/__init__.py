@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4lite.errors import UnsupportedError, near_match, shown
-from dsv4lite.models.config import V4Config, parse_config
+from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 
 ARCHITECTURES = {"deepseek_v4": parse_config}
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.exchange import TokenRows
 from dsv4lite.kernels.experts import can_tile, experts_forward, experts_outputs
-from dsv4lite.kernels.moe import Copies, route, take_copies
-from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few, suits_few
+from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few, suits_few
+from dsv4lite.kernels.experts.unquantized import wide_experts_forward
 from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import Copies, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
-from dsv4lite.kernels.wide_experts import wide_experts_forward
-from dsv4lite.models.config import V4Config
+from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement

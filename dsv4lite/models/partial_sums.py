@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
 from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, lengthened, scatter_few
-from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.kernels.experts.decode_small import ExpertSum
 from dsv4lite.parallel.mesh import Axis
 
 

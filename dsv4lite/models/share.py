@@ -15,8 +15,8 @@ import torch
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.experts import can_tile
 from dsv4lite.layout import Layout
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.v4_tensors import V4_SHARDING, official_shapes, stored_tensors
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, official_shapes, stored_tensors
 from dsv4lite.parallel.eplb import Placement, balance
 from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_share, make_dispatcher
 from dsv4lite.parallel.mesh import Axis, Mesh

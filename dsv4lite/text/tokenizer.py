@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError, shown
 from dsv4lite.files import TABLE_BYTES, read_bytes, read_json
-from dsv4lite.models.config import MOST_TOKENS
+from dsv4lite.models.deepseek_v4.config import MOST_TOKENS
 from dsv4lite.text.scan import Scanner
 
 BOS = "<｜begin▁of▁sentence｜>"

@@ -16,8 +16,8 @@ import torch
 from torch import Generator, Tensor
 
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, Tiles, scale_words
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.v4_tensors import StoredTensor, official_shapes, stored_tensors
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.tensors import StoredTensor, official_shapes, stored_tensors
 from dsv4lite.parallel.shard import Cut, blocks_of
 from dsv4lite.weights.checkpoint import ExpertFormat
 

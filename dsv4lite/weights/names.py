@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.models.config import MOST_EXPERTS
+from dsv4lite.models.deepseek_v4.config import MOST_EXPERTS
 
 _TOP = {
     "embed_tokens": "embed",

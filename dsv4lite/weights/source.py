@@ -15,10 +15,10 @@ from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models import read_architecture
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import official_shapes, stored_tensors
 from dsv4lite.models.share import shards_of
-from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards

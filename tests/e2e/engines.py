@@ -12,13 +12,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from dsv4lite.api import session
 from dsv4lite.engine.engine import Engine
-from dsv4lite.engine.pages import IdPool
 from dsv4lite.engine.runner import Runner
-from dsv4lite.face import session
 from dsv4lite.llm import LLM, AsyncLLM
-from dsv4lite.memory import plan_memory
-from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.planning.memory import plan_memory
+from dsv4lite.scheduling.pages import IdPool
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.tiny import TINY, write_checkpoint
 

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from dsv4lite.config import tiny_model
+from dsv4lite.config import MTP, NGram, tiny_model
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP, NGram
 from tests.e2e.engines import SMALL, assert_idle, engine_of, prompts_of, write_model
 
 ABORTS = 4  # requests that are about to be aborted, at any time

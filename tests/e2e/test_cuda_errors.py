@@ -25,14 +25,14 @@ import triton
 from dsv4lite import device as devices
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.device import available_memory, choose_device, own_stream, start_error
-from dsv4lite.engine.cache import StateCache
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
-from dsv4lite.memory import MemoryPlan, plan_memory, require_fit
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
+from dsv4lite.state.cache import StateCache
 from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 

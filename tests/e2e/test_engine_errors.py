@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsv4lite import memory
 from dsv4lite.config import tiny_model
 from dsv4lite.engine import rank
 from dsv4lite.engine.engine import Engine
@@ -37,7 +36,8 @@ from dsv4lite.errors import (
     UnsupportedError,
 )
 from dsv4lite.llm import LLM, AsyncLLM
-from dsv4lite.memory import MemoryPlan
+from dsv4lite.planning import memory
+from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.text import structured
 from dsv4lite.weights.source import ModelSource

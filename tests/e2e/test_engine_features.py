@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import CheckpointError, InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM, AsyncLLM
-from dsv4lite.memory import plan_memory
+from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import Logprobs, SamplingParams
 from tests.e2e.engines import (
     END_THINK,

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4lite.config import tiny_model
+from dsv4lite.config import MTP, tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
-from dsv4lite.speculation import MTP
 from examples.benchmark import flash
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.config import tiny_model
-from dsv4lite.engine.speculator import Guesses
+from dsv4lite.config import MTP, NGram, tiny_model
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP, NGram
+from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import opened, prompts_of
 from tests.e2e.test_speculation import same_bits
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from dsv4lite.config import MTP
 from dsv4lite.errors import InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
 
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)

@@ -20,6 +20,8 @@ import anyio.lowlevel
 import pytest
 import torch
 
+from dsv4lite.api import session
+from dsv4lite.api.common import EngineSettings
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.errors import (
     CheckpointError,
@@ -32,8 +34,6 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from dsv4lite.face import session
-from dsv4lite.face.common import EngineSettings
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dsv4lite.api import session
 from dsv4lite.errors import (
     CheckpointError,
     EngineDeadError,
@@ -21,7 +22,6 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from dsv4lite.face import session
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.fakes import POISON, FakeEngine, Lab, endless

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import tiny_model
+from dsv4lite.debug.replay import RebuiltStep, load_model, rebuild, replay
 from dsv4lite.engine.dump import StepDump
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.replay import RebuiltStep, load_model, rebuild, replay
-from dsv4lite.engine.step import StepPlan
-from dsv4lite.kernels import heads_triton
+from dsv4lite.kernels.qk_norm_rope import triton as heads_triton
 from dsv4lite.llm import LLM
-from dsv4lite.models.batch import Batch, PagedBatch
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.request import SamplingParams
+from dsv4lite.scheduling.step_plan import StepPlan
 from tests.e2e.engines import opened, prompts_of, room_for
 from tests.models.test_official_golden import distance
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.config import MTP
 from dsv4lite.errors import (
     ContextLengthError,
     DSV4LiteError,
@@ -24,7 +25,6 @@ from dsv4lite.errors import (
 )
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP
 from tests.e2e.engines import opened, prompts_of, write_model
 from tests.parallel.requests import SHARED
 

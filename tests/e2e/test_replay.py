@@ -20,22 +20,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4lite.__main__ import main
-from dsv4lite.config import tiny_model
-from dsv4lite.engine import drafters, rank, runner
+from dsv4lite.config import MTP, DSpark, drafters, tiny_model
+from dsv4lite.debug import replay as replay_file
+from dsv4lite.debug.replay import replay
+from dsv4lite.engine import rank, runner
 from dsv4lite.engine import recorder as recorder_file
-from dsv4lite.engine import replay as replay_file
 from dsv4lite.engine.dump import StepDump
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.replay import replay
-from dsv4lite.engine.step import StepPlan
 from dsv4lite.errors import ConfigError, EngineDeadError, RequestFailedError
-from dsv4lite.kernels import compress, compress_triton, heads, heads_triton
+from dsv4lite.kernels import compress
+from dsv4lite.kernels import qk_norm_rope as heads
+from dsv4lite.kernels.compress import triton as compress_triton
+from dsv4lite.kernels.qk_norm_rope import triton as heads_triton
 from dsv4lite.llm import LLM, AsyncLLM
-from dsv4lite.memory import choose_numerics
-from dsv4lite.models import deepseek_v4, moe
+from dsv4lite.models import moe
+from dsv4lite.models.deepseek_v4.model import model as deepseek_v4
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
-from dsv4lite.speculation import MTP, DSpark
+from dsv4lite.scheduling.step_plan import StepPlan
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
@@ -507,7 +510,7 @@ def test_a_dump_is_replayed_by_a_fresh_process_without_an_engine(paged: dict[str
 import sys
 from dsv4lite.__main__ import main
 status = main(["replay", {str(paged["decode"])!r}])
-assert not any(name.startswith(("dsv4lite.engine.engine", "dsv4lite.engine.scheduler")) for name in sys.modules)
+assert not any(name.startswith(("dsv4lite.engine.engine", "dsv4lite.scheduling.scheduler")) for name in sys.modules)
 sys.exit(status)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

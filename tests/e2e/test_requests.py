@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4lite.api import session
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import CheckpointError, InvalidRequestError
-from dsv4lite.face import session
 from dsv4lite.llm import LLM
-from dsv4lite.memory import plan_memory
+from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import MODEST, SMALL, opened, prompts_of, write_model
 from tests.fakes import Lab
@@ -103,7 +103,7 @@ def test_limits_of_a_request_are_settings(tmp_path: Path) -> None:
 
 def test_prompt_scores_stay_within_the_planned_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of 128 rows, and lists of all rows at once, were outside the plan on a CPU."""
-    from dsv4lite.models.deepseek_v4 import DeepseekV4
+    from dsv4lite.models.deepseek_v4.model import DeepseekV4
 
     folder, rows, forward = write_model(tmp_path), [], DeepseekV4.logits
 

@@ -12,8 +12,8 @@ import torch
 
 from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import Logprobs, SamplingParams
-from dsv4lite.workspace import SCORED_ROWS
 from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, write_model
 
 VOCAB = SMALL["vocab_size"]

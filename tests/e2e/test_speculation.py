@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4lite.config import EngineConfig
-from dsv4lite.engine import drafters, rank, runner
-from dsv4lite.engine.cache import LayerCache
-from dsv4lite.engine.scheduler import Scheduler
-from dsv4lite.engine.speculator import Guesses
-from dsv4lite.engine.step import SequencePlan, StepShape
+from dsv4lite.config import MTP, EngineConfig, NGram, Speculator, drafters
+from dsv4lite.engine import rank, runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
-from dsv4lite.memory import choose_numerics
-from dsv4lite.models.batch import Batch, one_pass
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP, NGram, Speculator
+from dsv4lite.scheduling.scheduler import Scheduler
+from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.state.cache import LayerCache
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
 from tests.recorded import Recording

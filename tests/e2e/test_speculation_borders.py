@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4lite.config import MTP
 from dsv4lite.engine import rank
-from dsv4lite.memory import choose_numerics
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
 from tests.e2e.test_engine_determinism import MODELS, Ask, ask_all
 from tests.e2e.test_speculation import Oracle, record, same_outputs

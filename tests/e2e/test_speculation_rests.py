@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4lite.config import MTP, DSpark
 from dsv4lite.engine import rank
-from dsv4lite.engine.draft_policy import DraftPolicy
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.speculator import Guesses
 from dsv4lite.engine.step_costs import measure_steps
-from dsv4lite.memory import choose_numerics
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
-from dsv4lite.speculation import MTP, DSpark
+from dsv4lite.speculation.draft_policy import DraftPolicy
+from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.e2e.test_speculation import EagerGraphs, record

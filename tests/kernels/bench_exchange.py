@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import Inbox
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
-from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.kernels.experts.decode_small import ExpertSum
 from dsv4lite.layout import Layout
 from dsv4lite.models.partial_sums import gather_rows, total_of_own
 from dsv4lite.parallel.mesh import Axis, Mesh

@@ -11,7 +11,7 @@ import torch
 from timing import BANDWIDTH, distance, microseconds
 
 from dsv4lite.kernels.experts import Tiles, experts_forward_ref, scale_words
-from dsv4lite.kernels.experts_triton import Block, experts_forward_triton
+from dsv4lite.kernels.experts.triton import Block, experts_forward_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6

@@ -16,12 +16,12 @@ import torch
 from timing import BANDWIDTH, ROTATED, distance, microseconds
 from torch import Tensor
 
-from dsv4lite.kernels import gemm_triton
 from dsv4lite.kernels.gemm import float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
-from dsv4lite.kernels.gemm_triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
+from dsv4lite.kernels.gemm import triton as gemm_triton
+from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.sampling import argmax_finite_ref
-from dsv4lite.kernels.sampling_triton import argmax_finite_triton
+from dsv4lite.kernels.sampling.triton import argmax_finite_triton
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
 FP8 = {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wq_b+index": (40960, 1024), "wo_b": (4096, 8192)}

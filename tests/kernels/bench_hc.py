@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from timing import BANDWIDTH, ROTATED, distance, microseconds
 
-from dsv4lite.kernels import hc_triton
 from dsv4lite.kernels.hc import (
     HcMix,
     HcWeights,
@@ -24,10 +23,11 @@ from dsv4lite.kernels.hc import (
     hc_leave_enter_ref,
     hc_normalise,
 )
-from dsv4lite.kernels.hc_triton import Tile
-from dsv4lite.kernels.moe import route, route_ref
+from dsv4lite.kernels.hc import triton as hc_triton
+from dsv4lite.kernels.hc.triton import Tile
 from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
+from dsv4lite.kernels.routing import route, route_ref
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
 EPS = 1e-6

@@ -12,9 +12,9 @@ from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.compress import compress_step, compress_step_ref, empty_carry
-from dsv4lite.kernels.heads import head_norms, head_norms_ref
-from dsv4lite.kernels.latent import latent_norms, latent_norms_ref
+from dsv4lite.kernels.latent_norm_store import latent_norms, latent_norms_ref
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.qk_norm_rope import head_norms, head_norms_ref
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
 

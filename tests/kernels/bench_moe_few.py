@@ -11,15 +11,15 @@ from bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.experts_triton import experts_forward_triton
-from dsv4lite.kernels.gemm_triton import fp8_linear_triton
+from dsv4lite.kernels.experts.decode_small import Router
+from dsv4lite.kernels.experts.decode_small_triton import moe_few_triton
+from dsv4lite.kernels.experts.triton import experts_forward_triton
+from dsv4lite.kernels.gemm.triton import fp8_linear_triton
 from dsv4lite.kernels.hc import HcWeights
-from dsv4lite.kernels.hc_few_triton import enter_few_triton
-from dsv4lite.kernels.moe_few import Router
-from dsv4lite.kernels.moe_few_triton import moe_few_triton
-from dsv4lite.kernels.moe_triton import route_triton
+from dsv4lite.kernels.hc.decode_small_triton import enter_few_triton
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.swiglu_triton import swiglu_quantize_triton
+from dsv4lite.kernels.routing.triton import route_triton
+from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
 
 COPIES = 3
 LIMIT = 10.0

@@ -13,12 +13,12 @@ import torch
 from timing import BANDWIDTH, ROTATED, microseconds
 from torch import Tensor
 
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.sampling_table import SlotTable
-from dsv4lite.engine.step import SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling_rows import Needs, RowSpace, sample_rows
+from dsv4lite.kernels.sampling.rows import Needs, RowSpace, sample_rows
 from dsv4lite.request import Request, SamplingParams
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.table import SlotTable
+from dsv4lite.scheduling.step_plan import SequencePlan
 
 VOCABULARY = 129_280
 ROWS = (1, 8, 64, 256)

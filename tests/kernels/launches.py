@@ -21,23 +21,23 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from dsv4lite.config import tiny_model
-from dsv4lite.engine.cache import StateCache, StateSizes
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.plan import padding
+from dsv4lite.engine.packing import padding
 from dsv4lite.kernels import dispatch, warmup
 from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
 from dsv4lite.kernels.experts import Tiles, experts_forward, experts_outputs
+from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
-from dsv4lite.kernels.moe import Copies
-from dsv4lite.kernels.moe_few import ExpertSum, Held, Router, moe_few
 from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import Copies
 from dsv4lite.kernels.runs import place_runs
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.kernels.sampling_rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
+from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
 from dsv4lite.kernels.warmup import Specialization, recording
-from dsv4lite.models.config import parse_config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.state.cache import StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
 from tests.tiny import FLASH, PRO, TINY
 

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,18 +20,17 @@ from math import prod
 
 import pytest
 
-import dsv4lite.kernels
-
 pytest.importorskip("triton")
 
-from dsv4lite.kernels import experts_triton, gemm_triton
-from dsv4lite.kernels.warmup import Specialization
+from dsv4lite.kernels.experts import triton as experts_triton
+from dsv4lite.kernels.gemm import triton as gemm_triton
+from dsv4lite.kernels.warmup import Specialization, triton_modules
 from tests.kernels.launches import CHIPS, launches
 
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST = {80: 2, 89: 1, 90: 3, 100: 1, 120: 1}  # specializations of one kernel
-LEAST_CAPABILITY = {"gemm_row_triton": 89}  # of modules whose kernels need e4m3
+LEAST_CAPABILITY = {"gemm.decode_1_triton": 89}  # of modules whose kernels need e4m3
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
 # The wait for the kernel before, and whatever touches global memory.
 TOUCHES = re.compile(
@@ -60,14 +58,12 @@ def launched(module: str) -> set[str]:
 
 
 def cases() -> Iterator[object]:
-    for info in pkgutil.iter_modules(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
-        short = info.name.rpartition(".")[2]
-        if not short.endswith("_triton"):
-            continue
-        for kernel in sorted(launched(info.name)):
+    for name in triton_modules():
+        short = name.removeprefix("dsv4lite.kernels.")
+        for kernel in sorted(launched(name)):
             for chip in CHIPS:
                 if chip >= LEAST_CAPABILITY.get(short, 0):
-                    yield pytest.param(Case(info.name, kernel, chip), id=f"{short}-{kernel}-sm{chip}")
+                    yield pytest.param(Case(name, kernel, chip), id=f"{short}-{kernel}-sm{chip}")
 
 
 def chosen(every: list[Specialization], most: int) -> list[Specialization]:
@@ -175,7 +171,7 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
     products = [(gemm_triton._FP8_TILES, "_fp8_kernel"), (gemm_triton._PLAIN_TILES, "_float_kernel")]
     for kinds, kernel in (*products, (gemm_triton._WEIGHT_ONLY_TILES, "_float_kernel")):
         wanted = {gemm_triton.tile_for(kinds, most or 4096, chip) for most, _ in kinds}
-        assert {(tile.rows, tile.outs, tile.num_warps) for tile in wanted} <= tiles("gemm_triton", kernel, *names)
+        assert {(tile.rows, tile.outs, tile.num_warps) for tile in wanted} <= tiles("gemm.triton", kernel, *names)
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.FEW, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
-        assert blocks <= tiles("experts_triton", kernel, "ROWS", "TILES", "num_warps")
+        assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")

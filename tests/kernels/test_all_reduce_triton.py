@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox, all_reduce_few_ref, part_of_experts
-from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.kernels.experts.decode_small import ExpertSum
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels import all_reduce_triton as kernels
-from dsv4lite.kernels.all_reduce_triton import BLOCK, all_reduce_experts_triton, all_reduce_triton
+from dsv4lite.kernels.all_reduce import triton as kernels
+from dsv4lite.kernels.all_reduce.triton import BLOCK, all_reduce_experts_triton, all_reduce_triton
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are on the CPU")]
 NUMBERS = 3 * BLOCK

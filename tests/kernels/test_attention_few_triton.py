@@ -12,8 +12,8 @@ from tests.kernels.test_attention_triton import FLASH, TINY, Case, Layer, case, 
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.attention_few_triton import few_attention_triton
-from dsv4lite.kernels.attention_inputs import PackedInputs
+from dsv4lite.kernels.attention.decode_triton import few_attention_triton
+from dsv4lite.kernels.attention.inputs import PackedInputs
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.rope import rope
 

@@ -13,8 +13,8 @@ from tests.kernels.test_attention_triton import TINY, Case, case
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.attention_inputs import PackedInputs
-from dsv4lite.kernels.attention_merge_triton import merged
+from dsv4lite.kernels.attention.inputs import PackedInputs
+from dsv4lite.kernels.attention.merge_triton import merged
 
 pytestmark = pytest.mark.kernel
 

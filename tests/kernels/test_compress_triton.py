@@ -13,7 +13,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.compress_triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of  # noqa: E402
+from dsv4lite.kernels.compress.triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

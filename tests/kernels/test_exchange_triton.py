@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox
 from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, gather_few_ref, lengthened, scatter_few, scatter_few_ref
-from dsv4lite.kernels.moe_few import ExpertSum
+from dsv4lite.kernels.experts.decode_small import ExpertSum
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels import exchange_triton as kernels
-from dsv4lite.kernels.exchange_triton import BLOCK, gather_triton, scatter_triton
+from dsv4lite.kernels.exchange import triton as kernels
+from dsv4lite.kernels.exchange.triton import BLOCK, gather_triton, scatter_triton
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are on the CPU")]
 HIDDEN, COUNT = 1536, 2  # two blocks of a row

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref, experts_outputs, experts_outputs_ref
-from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
+from dsv4lite.kernels.routing import swiglu
 
 
 def generator(seed: int) -> torch.Generator:

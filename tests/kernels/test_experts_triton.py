@@ -14,8 +14,8 @@ from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels import grouping_triton
-from dsv4lite.kernels.experts_triton import (
+from dsv4lite.kernels.experts import grouping_triton
+from dsv4lite.kernels.experts.triton import (
     BLOCKS,
     FEW,
     Block,

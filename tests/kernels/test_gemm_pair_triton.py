@@ -11,8 +11,8 @@ from dsv4lite.kernels.quantize import quantize_fp8
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm_pair_triton import pair_linear_triton  # noqa: E402
-from dsv4lite.kernels.gemm_triton import counters_of, float_linear_triton, fp8_linear_triton  # noqa: E402
+from dsv4lite.kernels.gemm.pair_triton import pair_linear_triton  # noqa: E402
+from dsv4lite.kernels.gemm.triton import counters_of, float_linear_triton, fp8_linear_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

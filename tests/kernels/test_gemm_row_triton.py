@@ -20,8 +20,7 @@ from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm_pair_triton import pair_linear_triton  # noqa: E402
-from dsv4lite.kernels.gemm_row_triton import (  # noqa: E402
+from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     fp8_row,
     groups_row,
     pair_row,
@@ -29,7 +28,8 @@ from dsv4lite.kernels.gemm_row_triton import (  # noqa: E402
     takes_groups,
     takes_pair,
 )
-from dsv4lite.kernels.gemm_triton import counters_of, fp8_linear_triton, fp8_weight_linear_quantize_triton  # noqa: E402
+from dsv4lite.kernels.gemm.pair_triton import pair_linear_triton  # noqa: E402
+from dsv4lite.kernels.gemm.triton import counters_of, fp8_linear_triton, fp8_weight_linear_quantize_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.grouping_triton import Groups, group_triton, most_blocks
+from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton, most_blocks
 
 pytestmark = pytest.mark.kernel
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts_ref
 from dsv4lite.kernels.hc import FEW_TOKENS, FEW_WIDTH, HcMix, hc_collapse_ref, hc_head_ref, hc_leave_enter_ref, hc_sums
-from dsv4lite.kernels.moe_few import ExpertSum, sum_experts_ref
 from dsv4lite.kernels.norm import rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8_ref
 from tests.kernels.test_hc_triton import (
@@ -24,8 +24,8 @@ from tests.kernels.test_hc_triton import (
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm_triton import COUNTERS, counters_of
-from dsv4lite.kernels.hc_few_triton import enter_few_triton, room_of, sizes_of
+from dsv4lite.kernels.gemm.triton import COUNTERS, counters_of
+from dsv4lite.kernels.hc.decode_small_triton import enter_few_triton, room_of, sizes_of
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures(poison.__name__)]
 

@@ -22,8 +22,8 @@ from dsv4lite.kernels.quantize import quantize_fp8_ref
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels import hc_triton
-from dsv4lite.kernels.hc_triton import TILES, Tile, collapse_triton, expand_triton, leave_enter_triton
+from dsv4lite.kernels.hc import triton as hc_triton
+from dsv4lite.kernels.hc.triton import TILES, Tile, collapse_triton, expand_triton, leave_enter_triton
 
 pytestmark = pytest.mark.kernel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4lite.kernels.heads import head_norms, head_norms_ref
 from dsv4lite.kernels.norm import rms_norm_heads
+from dsv4lite.kernels.qk_norm_rope import head_norms, head_norms_ref
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4lite.kernels.heads import head_norms_ref
+from dsv4lite.kernels.qk_norm_rope import head_norms_ref
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.heads_triton import head_norms_triton  # noqa: E402
+from dsv4lite.kernels.qk_norm_rope.triton import head_norms_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -12,7 +12,7 @@ from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.indexer_triton import MOST, index_scores_paged_triton, select_paged_triton  # noqa: E402
+from dsv4lite.kernels.indexer.triton import MOST, index_scores_paged_triton, select_paged_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

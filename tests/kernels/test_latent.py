@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.latent import latent_norms, latent_norms_ref
+from dsv4lite.kernels.latent_norm_store import latent_norms, latent_norms_ref
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import dequantize_fp8, round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies

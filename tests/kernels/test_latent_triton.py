@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.latent import latent_norms_ref
+from dsv4lite.kernels.latent_norm_store import latent_norms_ref
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
@@ -15,7 +15,7 @@ from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.latent_triton import latent_norms_triton, latent_sizes, room_for_latents  # noqa: E402
+from dsv4lite.kernels.latent_norm_store.triton import latent_norms_triton, latent_sizes, room_for_latents  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.moe import Copies, route, silu, softplus, swiglu, take_copies
+from dsv4lite.kernels.routing import Copies, route, silu, softplus, swiglu, take_copies
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from dsv4lite.kernels.experts import Tiles, experts_forward, scale_words
+from dsv4lite.kernels.experts.decode_small import ExpertSum, Router, moe_few, sum_experts
 from dsv4lite.kernels.gemm import fp8_linear
-from dsv4lite.kernels.moe import route
-from dsv4lite.kernels.moe_few import ExpertSum, Router, moe_few, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import route
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
 TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 6, 256, 128, 3

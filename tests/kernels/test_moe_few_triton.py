@@ -10,17 +10,17 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import part_of_experts, part_of_experts_ref
 from dsv4lite.kernels.experts import Tiles
-from dsv4lite.kernels.moe import Copies
-from dsv4lite.kernels.moe_few import MOE_FEW_TOKENS, ExpertSum, Held, Router, moe_few_ref, suits_few, sum_experts_ref
+from dsv4lite.kernels.experts.decode_small import MOE_FEW_TOKENS, ExpertSum, Held, Router, moe_few_ref, suits_few, sum_experts_ref
+from dsv4lite.kernels.routing import Copies
 from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, generator, inputs
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.experts_triton import combine_triton, experts_forward_triton
-from dsv4lite.kernels.gemm_triton import fp8_linear_triton
-from dsv4lite.kernels.moe_few_triton import moe_few_triton
-from dsv4lite.kernels.moe_triton import route_triton
-from dsv4lite.kernels.swiglu_triton import swiglu_quantize_triton
+from dsv4lite.kernels.experts.decode_small_triton import moe_few_triton
+from dsv4lite.kernels.experts.triton import combine_triton, experts_forward_triton
+from dsv4lite.kernels.gemm.triton import fp8_linear_triton
+from dsv4lite.kernels.routing.triton import route_triton
+from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
 
 pytestmark = pytest.mark.kernel
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.moe import route_ref
+from dsv4lite.kernels.routing import route_ref
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.moe_triton import route_triton
+from dsv4lite.kernels.routing.triton import route_triton
 
 pytestmark = pytest.mark.kernel
 

@@ -12,7 +12,7 @@ from dsv4lite.kernels.norm import rms_norm_ref
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.norm_triton import rms_norm_triton
+from dsv4lite.kernels.norm.triton import rms_norm_triton
 
 pytestmark = pytest.mark.kernel
 

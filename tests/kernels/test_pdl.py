@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pkgutil
 
 import pytest
 import torch
 
-import dsv4lite.kernels
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 
 triton = pytest.importorskip("triton")
@@ -19,7 +17,9 @@ import triton.language as tl  # noqa: E402  only where there is Triton
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-MODULES = [info.name for info in pkgutil.iter_modules(dsv4lite.kernels.__path__) if info.name.endswith("_triton")]
+from dsv4lite.kernels.warmup import triton_modules  # noqa: E402
+
+MODULES = triton_modules()
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _count_kernel(x, y, BLOCK: tl.constexpr):
 
 def launched_early(module: str) -> list[tuple[str, str]]:
     """Return the kernels that a module launches with ``launch_pdl``, each with its first statement."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(f"dsv4lite.kernels.{module}")))
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     kernels = {node.name: ast.unparse(node.body[0]) for node in tree.body if isinstance(node, ast.FunctionDef)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and any(k.arg == "launch_pdl" for k in node.keywords)]
     names = [call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)]

@@ -11,7 +11,7 @@ from dsv4lite.kernels.hc import HcWeights as Weights
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.plain_hc_triton import plain_collapse_triton, plain_leave_enter_triton
+from dsv4lite.kernels.hc.unquantized_triton import plain_collapse_triton, plain_leave_enter_triton
 
 pytestmark = pytest.mark.kernel
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.heads import head_norms_ref
-from dsv4lite.kernels.latent import latent_norms_ref
+from dsv4lite.kernels.latent_norm_store import latent_norms_ref
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.qk_norm_rope import head_norms_ref
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import PlainRow, RowStore
 from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.plain_norms_triton import plain_head_norms_triton, plain_latent_norms_triton  # noqa: E402
+from dsv4lite.kernels.norm.unquantized_triton import plain_head_norms_triton, plain_latent_norms_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

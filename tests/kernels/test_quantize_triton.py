@@ -12,7 +12,7 @@ from dsv4lite.kernels.quantize import quantize_fp8_ref
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.quantize_triton import quantize_fp8_triton
+from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
 
 pytestmark = pytest.mark.kernel
 

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4lite.engine.cache import StateCache, StateSizes
 from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.mtp import MtpDrafter
-from dsv4lite.engine.pages import Pools
 from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.scheduler import Scheduler, SchedulerLimits
-from dsv4lite.engine.sequence import Sequence
 from dsv4lite.engine.verify_graphs import VerifyGraphs
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Request, SamplingParams
+from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.scheduling.pages import Pools
+from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
+from dsv4lite.scheduling.sequence import Sequence
+from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.state.cache import StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
 from tests.recorded import Recording, without_device

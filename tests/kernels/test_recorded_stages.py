@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.step import StepPlan
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Axis, Mesh
+from dsv4lite.scheduling.step_plan import StepPlan
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
 from tests.kernels.test_recorded_sampling import CPU, no_device, pytestmark, run, runner_of  # noqa: F401 the fixture is for all

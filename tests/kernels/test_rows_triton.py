@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from dsv4lite.kernels.rows_triton import (  # noqa: E402
+from dsv4lite.kernels.rows.triton import (  # noqa: E402
     bf16,
     e2m1_codes,
     e2m1_round,

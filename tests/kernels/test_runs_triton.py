@@ -11,7 +11,7 @@ from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs_ref
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.runs_triton import place_runs_triton  # noqa: E402
+from dsv4lite.kernels.runs.triton import place_runs_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

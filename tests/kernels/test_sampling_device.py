@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.samples import RowSamples
-from dsv4lite.engine.sampling_device import DeviceSampler
-from dsv4lite.engine.step import UNKNOWN, Sampled, SequencePlan
 from dsv4lite.errors import RequestFailedError
-from dsv4lite.kernels.sampling_rows import BEST
+from dsv4lite.kernels.sampling.rows import BEST
 from dsv4lite.request import Request, SamplingParams
+from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.samples import RowSamples
+from dsv4lite.scheduling.step_plan import UNKNOWN, Sampled, SequencePlan
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel

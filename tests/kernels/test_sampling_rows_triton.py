@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.sampler import Sampler
-from dsv4lite.engine.sampling_table import SlotTable
-from dsv4lite.engine.step import Sampled, SequencePlan
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling_rows import BEST, EVERYTHING, HEADER, PIECE, Needs, RowSpace, row_bytes, sample_rows
+from dsv4lite.kernels.sampling.rows import BEST, EVERYTHING, HEADER, PIECE, Needs, RowSpace, row_bytes, sample_rows
 from dsv4lite.request import Request, SamplingParams
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.table import SlotTable
+from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm_triton import counters_of  # noqa: E402
-from dsv4lite.kernels.sampling_rows_triton import sample_rows_triton  # noqa: E402
+from dsv4lite.kernels.gemm.triton import counters_of  # noqa: E402
+from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

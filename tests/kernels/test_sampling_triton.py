@@ -12,8 +12,8 @@ from dsv4lite.kernels.sampling import argmax_finite_ref, token_logprobs_ref
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm_triton import counters_of  # noqa: E402
-from dsv4lite.kernels.sampling_triton import PIECE, argmax_finite_triton, token_logprobs_triton  # noqa: E402
+from dsv4lite.kernels.gemm.triton import counters_of  # noqa: E402
+from dsv4lite.kernels.sampling.triton import PIECE, argmax_finite_triton, token_logprobs_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

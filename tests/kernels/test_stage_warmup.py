@@ -16,21 +16,21 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
 
 import dsv4lite.kernels  # noqa: E402
-from dsv4lite.engine.cache import StateCache, StateSizes  # noqa: E402
 from dsv4lite.engine.graph_set import GraphSet  # noqa: E402
 from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
-from dsv4lite.engine.mtp import MtpDrafter  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
-from dsv4lite.engine.sampler import Sampler  # noqa: E402
-from dsv4lite.engine.sampling_device import DeviceSampler  # noqa: E402
-from dsv4lite.engine.step import SequencePlan, StepPlan  # noqa: E402
 from dsv4lite.engine.verify_graphs import VerifyGraphs  # noqa: E402
 from dsv4lite.kernels import gemm_triton  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
-from dsv4lite.models.deepseek_v4 import DeepseekV4  # noqa: E402
+from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
 from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
+from dsv4lite.sampling.device import DeviceSampler  # noqa: E402
+from dsv4lite.sampling.sampler import Sampler  # noqa: E402
+from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
+from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
+from dsv4lite.state.cache import StateCache, StateSizes  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
 from tests.recorded import Recording, without_device  # noqa: E402
 
@@ -68,8 +68,8 @@ class Deaf:
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let ops on the CPU take the way of a GPU."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    for info in pkgutil.iter_modules(dsv4lite.kernels.__path__):
-        module = importlib.import_module(f"dsv4lite.kernels.{info.name}")
+    for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
+        module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
             monkeypatch.setattr(module, "use_triton", lambda x: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import dequantize_fp8
+from dsv4lite.kernels.routing import swiglu
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize, swiglu_quantize_ref
 
 

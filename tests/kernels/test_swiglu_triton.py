@@ -9,7 +9,7 @@ from dsv4lite.kernels.swiglu import swiglu_halves_ref, swiglu_quantize_ref
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.swiglu_triton import swiglu_halves_triton, swiglu_quantize_triton
+from dsv4lite.kernels.swiglu.triton import swiglu_halves_triton, swiglu_quantize_triton
 
 pytestmark = pytest.mark.kernel
 

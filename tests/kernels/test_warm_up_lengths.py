@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dsv4lite.config import tiny_model
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 from dsv4lite.engine.runner import Runner
-from dsv4lite.models.batch import PagedBatch, SequenceInput, make_paged_batch
-from dsv4lite.models.config import parse_config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import PagedBatch, SequenceInput, make_paged_batch
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
 
 triton = pytest.importorskip("triton")

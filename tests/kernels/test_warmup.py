@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402  only where there i
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from dsv4lite.kernels import warmup  # noqa: E402
-from dsv4lite.kernels.norm_triton import rms_norm_kernel, rms_norm_triton  # noqa: E402
-from dsv4lite.kernels.quantize_triton import quantize_fp8_triton, quantize_kernel  # noqa: E402
+from dsv4lite.kernels.norm.triton import rms_norm_kernel, rms_norm_triton  # noqa: E402
+from dsv4lite.kernels.quantize.triton import quantize_fp8_triton, quantize_kernel  # noqa: E402
 from dsv4lite.kernels.warmup import Specialization, Wanted, prepare, recording  # noqa: E402
 
 DEVICE = 97  # no other test has kernels for it

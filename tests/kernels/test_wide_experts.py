@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.experts.unquantized import wide_experts_forward
 from dsv4lite.kernels.quantize import round_fp8
-from dsv4lite.kernels.wide_experts import wide_experts_forward
 
 EXPERTS, HIDDEN, WIDTH, LIMIT = 5, 24, 12, 0.8
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.wide_experts import wide_experts_forward_ref
+from dsv4lite.kernels.experts.unquantized import wide_experts_forward_ref
 
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels import wide_experts_triton  # noqa: E402
-from dsv4lite.kernels.wide_experts_triton import (  # noqa: E402
+from dsv4lite.kernels.experts.unquantized_triton import (  # noqa: E402
     BLOCKS,
     Block,
     block_for,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import OFFICIAL_OUTPUTS, official_checkpoint, official_model
 
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
 

@@ -15,18 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.watch import OpWatch
+from dsv4lite.debug.watch import OpWatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import PlainRow, RowStore
-from dsv4lite.memory import weight_bytes
-from dsv4lite.models import dspark
-from dsv4lite.models.config import V4Config, parse_config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
-from dsv4lite.models.dspark import DraftBlock, Drafts, DSparkDrafter
-from dsv4lite.models.streams import Streams
-from dsv4lite.models.v4_tensors import official_shapes
+from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
+from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
+from dsv4lite.models.deepseek_v4.model import DeepseekV4, dspark
+from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.deepseek_v4.tensors import official_shapes
+from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics, linear
 from tests.golden import OFFICIAL, TINY_DSPARK, WIDE, fill, plain, poisoned, rounded, tiny_checkpoint, tiny_ids, tiny_model

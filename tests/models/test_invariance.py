@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import UnsupportedError
-from dsv4lite.models.batch import make_batch, one_pass
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import make_batch, one_pass
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import TINY, WIDE, official_ids, tiny_ids, tiny_model
 from tests.models.paged import PagedModel, PagedSequence, run_in_cuts
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dsv4lite.kernels.hc import hc_project, hc_split
 from dsv4lite.kernels.indexer import index_scores, select_entries
-from dsv4lite.kernels.moe import route, softplus
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import (
     e2m1_codes,
@@ -23,8 +22,9 @@ from dsv4lite.kernels.quantize import (
     round_fp8,
 )
 from dsv4lite.kernels.rope import rope
-from dsv4lite.models.batch import Batch, one_pass
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.kernels.routing import route, softplus
+from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.weights.quant import linear
 from tests.golden import TINY, fill, plain, poisoned, tiny_checkpoint, tiny_ids, tiny_model
 

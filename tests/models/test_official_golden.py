@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import dsv4lite.models.deepseek_v4 as model_file
+import dsv4lite.models.deepseek_v4.model as model_file
 from dsv4lite.kernels.attention import sparse_attention
 from dsv4lite.kernels.hc import hc_project, hc_split
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp4, round_fp8
-from dsv4lite.models.batch import Batch, one_pass
-from dsv4lite.models.deepseek_v4 import DeepseekV4
-from dsv4lite.models.streams import Streams
+from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.weights.quant import Matrix, linear
 from tests.golden import OFFICIAL, OFFICIAL_DIGEST, digest, official_ids, rounded
 from tests.models.paged import PagedModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.batch import Rotary, SequenceInput, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Rotary, SequenceInput, make_paged_batch
 
 CPU = torch.device("cpu")
 ROTARY = Rotary.of(main=torch.ones(32), compress=torch.ones(32), ratios=(0, 4, 128), device=CPU)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.models.batch import PagedBatch
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import OFFICIAL, fill, official_ids, poisoned, rounded
 from tests.models.paged import PagedModel
 from tests.models.test_official_golden import PREFILL, Outputs, distance, distances

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, WIDE, fill, poisoned, tiny_checkpoint, tiny_ids
 from tests.models.paged import PagedModel, run_in_cuts

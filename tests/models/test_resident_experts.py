@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.kernels.moe_few import ExpertSum, sum_experts
+from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.memory import weight_bytes
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.moe import TiledExperts, WideExperts
+from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics, linear

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.memory import weight_bytes
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Matrix, Numerics
 from tests.golden import OFFICIAL, fill, poisoned, rounded

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.config import parse_config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.weights.names import translate
 from dsv4lite.weights.quant import Slot, TensorSlot
 from tests.golden import fill, plain, poisoned

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.models.batch import Batch, PagedBatch, one_pass
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, one_pass
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from tests.golden import OFFICIAL, OFFICIAL_OUTPUTS, official_ids
 from tests.models.paged import PagedModel

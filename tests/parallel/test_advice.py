@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4lite.config import EngineConfig
+from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import CHIPS
-from dsv4lite.engine.cache import StateLayout
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
-from dsv4lite.memory import _working, plan_memory
-from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.speculation import Drafting
-from dsv4lite.steptime import HOP_S, stage_floor
+from dsv4lite.planning.memory import _working, plan_memory
+from dsv4lite.planning.roofline import HOP_S, stage_floor
+from dsv4lite.state.cache import StateLayout
 from tests.e2e.engines import SMALL
 from tests.golden import plain
 from tests.tiny import flash, pro

@@ -21,7 +21,7 @@ from dsv4lite.engine.rank import Prospect, common_plan
 from dsv4lite.engine.ranks import Ranks
 from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
 from dsv4lite.llm import LLM
-from dsv4lite.memory import plan_memory
+from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
 from tests.parallel.dispatchers import Marked, refuses

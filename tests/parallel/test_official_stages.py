@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dsv4lite.kernels.moe import swiglu
 from dsv4lite.kernels.quantize import dequantize_matrix, round_fp8
+from dsv4lite.kernels.routing import swiglu
 from dsv4lite.layout import Layout
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import OFFICIAL, OFFICIAL_OUTPUTS, official_checkpoint, official_ids, official_model

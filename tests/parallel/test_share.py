@@ -13,10 +13,10 @@ import torch
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
-from dsv4lite.models.config import V4Config
-from dsv4lite.models.deepseek_v4 import DeepseekV4
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import official_shapes, stored_tensors
 from dsv4lite.models.share import check_layout, shards_of, stages
-from dsv4lite.models.v4_tensors import official_shapes, stored_tensors
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot

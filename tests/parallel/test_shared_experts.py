@@ -13,11 +13,11 @@ from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.step import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
-from dsv4lite.memory import choose_numerics
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same

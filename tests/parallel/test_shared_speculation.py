@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from dsv4lite.config import MTP
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.speculator import Guesses
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
-from dsv4lite.memory import choose_numerics
+from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP
+from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.config import tiny_model
-from dsv4lite.engine.mtp import MtpDrafter
+from dsv4lite.config import MTP, Drafter, DSpark, NGram, tiny_model
 from dsv4lite.engine.ranks import Ranks
-from dsv4lite.engine.scheduler import Scheduler
-from dsv4lite.engine.speculator import Guesses
 from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
-from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import MTP, Drafter, DSpark, NGram
+from dsv4lite.scheduling.scheduler import Scheduler
+from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.engine.step import Sampled, SequencePlan, StepPlan
 from dsv4lite.engine.wire import PlanReader, PlanWriter
 from dsv4lite.errors import CheckpointError, EngineDeadError, EngineStateError, InvalidRequestError
 from dsv4lite.parallel.channel import Channel, Closed, encode, portable
 from dsv4lite.request import TokenLogprob
+from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
 
 
 def pair() -> tuple[Channel, Channel]:

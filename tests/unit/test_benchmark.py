@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4lite.layout import Layout
-from dsv4lite.models.config import parse_config
+from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.weights.quant import Numerics
 from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
 from tests import tiny

@@ -20,37 +20,18 @@ import dsv4lite
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsv4lite"
 
-SCHEDULING = (
-    *(
-        "engine.pages",
-        "engine.sequence",
-        "engine.step",
-        "engine.holdings",
-        "engine.intake",
-        "engine.scheduler",
-        "engine.replicas",
-        "engine.limits",
-        "engine.micro_batches",
-    ),
-    *("engine.speculator", "engine.ngram", "engine.draft_acceptance", "engine.draft_policy", "engine.draft_stretches"),
-)
-# The layers, from the ground up. A room is named by what begins its modules' names; a module belongs to the longest that fits.
+# The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "files", "request", "config", "layout", "speculation", "models.config")},
-    {
-        "text": ("text",),
-        "kernels": ("kernels",),
-        "parallel": ("parallel",),
-        "tensor names": ("weights.names",),
-        "scheduling": SCHEDULING,
-    },
-    {"state": ("engine.cache",), "weights": ("weights",)},
-    {"models": ("models",), "sampling": ("engine.sampl",)},
-    {"model making": ("weights.source", "weights.dummy"), "packing": ("engine.plan",)},
-    {"memory": ("memory", "device", "workspace", "steptime")},
+    {"vocabulary": ("errors", "files", "request", "config", "layout", "models.deepseek_v4.config")},
+    {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
+    {"state": ("state",)},
+    {"models": ("models", "weights")},
+    {"sampling": ("sampling",)},
+    {"speculation": ("speculation",)},
+    {"planning": ("planning",)},
     {"engine": ("engine",)},
-    {"face": ("face", "llm")},
+    {"api": ("api", "llm"), "debug": ("debug",)},
     {"integrations": ("integrations",)},
     {"door": ("", "__main__")},
 )
@@ -62,19 +43,15 @@ UPWARD = {
 }
 # What a room must not know although it lies below.
 UNKNOWN_TO = {
-    "models": ("config", "request", "text", *SCHEDULING),
-    "weights": ("request", "text", "engine"),
+    "models": ("request", "text", "scheduling"),
     "text": ("config",),
     "parallel": ("request",),
-    "face": ("kernels", "models", "weights", "parallel"),
+    "api": ("kernels", "models", "weights", "parallel"),
 }
-# Importing these must not need torch: policy is plain Python, and the face passes tensors on without making them.
+# Importing these must not need torch: policy is plain Python, and the api passes tensors on without making them.
 WITHOUT_TORCH = (
-    "speculation",
-    "errors", "files", "request", "config", "layout", "models.config", "parallel.shard", "parallel.eplb", "text.chat", "text.parse",
-    "text.tokenizer",
-    *SCHEDULING,
-    "face.bridge", "face.collect", "face.prepare", "face.session", "face.batch", "face.streams", "face.common", "llm",
+    "errors", "files", "request", "config", "layout", "llm", "models.deepseek_v4.config", "parallel.shard", "parallel.eplb",
+    "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling", "api",
 )  # fmt: skip
 READS_ENVIRONMENT = "config"
 PROGRAM = "__main__"  # where we are the host ourselves, and may print and set up logging
@@ -99,23 +76,23 @@ OWN_PROCESSES = {
 }
 # Public functions whose ``**keywords`` are no TypedDict, and why.
 OPEN_KEYWORDS = {
-    "memory.plan_memory": "fields of EngineConfig, which names unknown ones",
+    "planning.memory.plan_memory": "fields of EngineConfig, which names unknown ones",
     "request.SamplingParams.replace": "its own fields, which its constructor checks",
     "request.SamplingParams.for_rollout": "its own fields, which its constructor checks",
 }
 # Caches that outlive an engine, and why.
 CACHES = {
-    "kernels.gemm_triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
+    "kernels.gemm.triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_FILE_LINES = 700
+MAX_PACKAGE_LINES = 35_920
+MAX_TEST_LINES = 34_680
 MAX_FUNCTION_LINES = 80
 
-# Debts. These may only shrink: public names that docs/api.md does not describe yet, ops without tests of their own, and
-# files over the budget, each with a limit of its own.
+# Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
+# of their own.
 UNDOCUMENTED: set[str] = set()
 UNTESTED = {"kernels.compress.accumulate"}
-OVERLONG: dict[str, int] = {}
 
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakKeyDictionary",
            "WeakValueDictionary", "WeakSet", "count", "cycle", "Lock", "RLock", "Condition", "Event", "local", "ContextVar",
@@ -330,7 +307,7 @@ def test_only_declared_dependencies_are_imported() -> None:
     assert findings(undeclared) == []
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
+@pytest.mark.parametrize("name", [name for name in MODULES if any(is_within(name, prefix) for prefix in WITHOUT_TORCH)])
 def test_torch_free_modules_import_with_torch_blocked(name: str) -> None:
     """The package's own ``__init__`` is left out, for it may offer names that do need torch."""
     program = f"""
@@ -560,9 +537,10 @@ def _is_unpack(annotation: ast.expr | None) -> bool:
 # ------------------------------------------------------------------------------------------------------ sizes and coverage
 
 
-def test_files_stay_within_their_budget() -> None:
-    sizes = {name: len(module.path.read_text(encoding="utf-8").splitlines()) for name, module in MODULES.items()}
-    assert {name: lines for name, lines in sizes.items() if lines > OVERLONG.get(name, MAX_FILE_LINES)} == {}
+@pytest.mark.parametrize(("folder", "most"), [("dsv4lite", MAX_PACKAGE_LINES), ("tests", MAX_TEST_LINES)])
+def test_lines_stay_within_their_budget(folder: str, most: int) -> None:
+    """A change may lower the budget, and raise it only in a commit that says what was bought."""
+    assert sum(path.read_bytes().count(b"\n") for path in (ROOT / folder).rglob("*.py")) <= most
 
 
 def test_functions_stay_within_their_budget() -> None:
@@ -584,21 +562,19 @@ def test_public_names_are_documented() -> None:
 
 
 def test_every_op_has_its_tests() -> None:
-    """``kernels/x.py`` is tested by ``test_x.py`` and ``test_x_triton.py``, which name its public functions and launchers.
+    """A file of ``tests/kernels`` names each public function of the ops.
 
     A reference may hide behind its op. Kernels themselves are what the ahead-of-time test compiles.
     """
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "kernels").glob("test_*.py"))
     untested = set()
     for module in MODULES.values():
         if not module.name.startswith("kernels."):
             continue
-        file = module.name.removeprefix("kernels.").removesuffix("_triton")
-        tests = [ROOT / "tests" / "kernels" / f"test_{file}{end}.py" for end in ("", "_triton")]
-        text = "".join(path.read_text(encoding="utf-8") for path in tests if path.exists())
         for node in module.tree.body:
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             compiled = any(dotted(d.func if isinstance(d, ast.Call) else d) == "triton.jit" for d in node.decorator_list)
-            if not compiled and node.name.removesuffix("_ref") not in text:
+            if not compiled and not re.search(rf"\b{node.name.removesuffix('_ref')}", text):
                 untested.add(f"{module.name}.{node.name}")
     assert untested - UNTESTED == set()

@@ -1,0 +1,687 @@
+"""What the asynchronous and the synchronous face share: everything but the waiting.
+
+A ``Session`` owns one engine. It keeps the line of requests that wait for a place, feeds what the engine delivers to each request's
+``Collector``, and knows the state of the engine. Only ``start`` and ``close`` block: results are ``concurrent.futures.Future``
+objects, and a face brings the bridge whose home runs ``drain`` after an engine step.
+
+    caller                       home (event loop or delivery thread)           engine thread
+    submit  ----------------------------------------------------------------->  engine.submit
+                                 drain  <----- one post per step  ------------  deliver
+            ticket's deltas <--- collector: text, stop strings
+            and future
+    abort   ----------------------------------------------------------------->  engine.abort
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dsv4lite.api.bridge import Bridge
+from dsv4lite.api.collect import Collector
+from dsv4lite.api.prepare import Draft, EngineFacts
+from dsv4lite.config import EngineConfig
+from dsv4lite.errors import (
+    CapacityError,
+    ConfigError,
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from dsv4lite.request import Delta, FinishReason, Phase, Request, RequestOutput, SequenceUpdate
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.engine import EngineStats
+    from dsv4lite.planning.memory import MemoryPlan
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+SERVING = (Phase.READY, Phase.PAUSED)
+_HINTS = {
+    Phase.NEW: "start it first: enter it with `with` or `async with`, or make it with `create`",
+    Phase.STARTING: "wait until it has started",
+    Phase.READY: "it has been started already",
+    Phase.PAUSED: "it has been started already",
+    Phase.CLOSED: "make a new one",
+}
+_FOREVER = float("inf")
+_AT_ONCE = 64  # most requests that one call ends; it would hold up its thread, and with the lock all others, for 0.1 ms each
+_REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
+"""Errors that concern a request as a whole, not one of its sequences."""
+
+
+class EngineLike(Protocol):
+    """The engine as this side sees it. All methods but ``start`` and ``close`` are thread-safe and never block.
+
+    Every sequence of a request that was accepted ends with exactly one update that has a ``finish_reason``, however it ends. A
+    request that the engine refuses ends with one update whose ``error`` says so. ``deliver`` is called in the engine's thread,
+    ``deliver_failure`` in any. Once it is dead or closed, its methods raise ``EngineDeadError`` or ``EngineStateError``.
+    """
+
+    @property
+    def info(self) -> EngineFacts: ...
+    def start(
+        self, deliver: Callable[[list[SequenceUpdate]], None], deliver_failure: Callable[[EngineDeadError], None]
+    ) -> None: ...
+    def submit(self, request: Request) -> None: ...
+    def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None: ...
+    def pause(self) -> Future[None]: ...
+    def resume(self) -> Future[None]: ...
+    def reset_prefix_cache(self) -> Future[None]: ...
+    def dump_step(self, path: Path) -> Future[None]: ...
+    def stats(self) -> EngineStats: ...
+    def memory(self) -> MemoryPlan: ...
+    def close(self, *, wait: bool = True) -> None: ...
+
+
+def open_engine(config: EngineConfig) -> EngineLike:
+    """Make an engine; the only place that imports the layers below, and with them torch."""
+    from dsv4lite.engine.engine import Engine
+
+    return Engine(config)
+
+
+class Ticket:
+    """One open request, in line or in the engine.
+
+    Attributes:
+        request_id: What the caller knows it by.
+        future: Its output. It never fails: the ``error`` of the output says that the request did.
+        deltas: What a stream has not read yet.
+        wake: Called after ``deltas`` or ``future`` changed, in any thread; must not block nor call the session.
+        open_sequences: How many of its sequences the engine has not ended yet.
+    """
+
+    __slots__ = ("collector", "deltas", "future", "open_sequences", "request", "request_id", "streaming", "wake")
+
+    def __init__(self, request_id: str, request: Request, collector: Collector, streaming: bool, wake: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.request = request  # with the id by which the engine knows it
+        self.collector = collector
+        self.streaming = streaming
+        self.wake = wake
+        self.future: Future[RequestOutput] = Future()
+        self.deltas: deque[Delta] = deque()
+        self.open_sequences = request.params.n
+
+    @property
+    def done(self) -> bool:
+        return self.future.done()
+
+    def add(self, delta: Delta) -> None:
+        """Keep a delta for the stream, unless it says nothing."""
+        if self.streaming and (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason):
+            self.deltas.append(delta)
+            self.wake()
+
+
+@dataclass(slots=True, eq=False)
+class Pause:
+    """A call of ``pause``, until ``resume``; or a ``paused`` block, until it is left.
+
+    Attributes:
+        block: It is a block.
+        frozen: Requests that are in the engine keep their state meanwhile; otherwise they end first, and then this is so.
+        answered: The engine was told to stand still, and ``done`` follows what it answers.
+        done: When the engine stands still.
+    """
+
+    block: bool
+    frozen: bool
+    answered: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+
+class Session:
+    """One engine and the requests that are open on it. Thread-safe; see the module's text."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._phase = Phase.NEW
+        self._process: int | None = None  # which started the engine
+        self._failure: EngineDeadError | None = None
+        self._engine: EngineLike | None = None
+        self._facts: EngineFacts | None = None
+        self._bridge: Bridge | None = None
+        self._lifecycle = threading.Lock()  # held while the engine starts or closes
+        self._lock = threading.Lock()  # guards what follows, up to the mail; held for moments only
+        self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
+        self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
+        self._line: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, first come first served, by the engine's id
+        self._ending: OrderedDict[Ticket, FinishReason] = OrderedDict()  # visible ones that home ends, some at a time
+        self._pauses: list[Pause] = []  # while there are any, requests wait in line
+        self._stance: Future[None] = Future()  # the engine's answer to the last order to stand still or to run
+        self._stance.set_result(None)
+        self._next_sweep = _FOREVER  # when the deadlines of those in line will be looked at
+        self._serial = itertools.count()
+        self._mean_seconds = 1.0  # of recent requests
+        self._mail_lock = threading.Lock()
+        self._mail: list[SequenceUpdate] = []
+        self._posted = False
+        self._orphaned = False
+
+    # ---- state ----
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.CLOSED if self.forked else self._phase
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the engine's. The engine's thread is not in it, and any lock may be held for ever."""
+        return self._process is not None and self._process != os.getpid()
+
+    def require_process(self, call: str) -> None:
+        """Raise unless this process started the engine.
+
+        Raises:
+            EngineStateError: It is a fork of the one that did.
+        """
+        if self.forked:
+            message = f"{call}: process {self._process} started the engine, and this is a fork of it; start an engine here"
+            raise EngineStateError(message, state=Phase.CLOSED.value)
+
+    def require(self, call: str, *allowed: Phase) -> None:
+        """Raise unless the state is one of ``allowed``.
+
+        Raises:
+            EngineDeadError: The engine has failed.
+            EngineStateError: It is in another state, or in another process.
+        """
+        self.require_process(call)
+        phase = self._phase
+        if phase in allowed:
+            return
+        if phase is Phase.FAILED:
+            raise self._death()
+        names = [p.value for p in allowed]
+        raise EngineStateError(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", state=phase.value, allowed=names)
+
+    def facts(self, call: str) -> EngineFacts:
+        """Return what the engine knows about itself, for a call that needs it serving."""
+        self.require(call, *SERVING)
+        assert self._facts is not None
+        return self._facts
+
+    def engine(self, call: str) -> EngineLike:
+        """Return the engine, for a question that it answers at once."""
+        self.require_process(call)
+        with self._lock:
+            return self._serving(call)
+
+    def _serving(self, call: str) -> EngineLike:
+        self.require(call, *SERVING)
+        assert self._engine is not None
+        return self._engine
+
+    def _death(self) -> EngineDeadError:
+        assert self._failure is not None
+        return self._failure.copy()
+
+    # ---- start and close; these block ----
+
+    def start(self, bridge: Bridge) -> None:
+        """Load the engine, for as long as that takes.
+
+        Raises:
+            DSV4LiteError: Whatever the engine finds wrong; the state is then FAILED.
+            EngineStateError: It was started before, or closed meanwhile.
+        """
+        with self._lock:
+            self.require("start", Phase.NEW)
+            self._phase = Phase.STARTING
+            self._bridge, self._process = bridge, os.getpid()
+        with self._lifecycle:
+            engine: EngineLike | None = None
+            try:
+                engine = open_engine(self.config)
+                engine.start(self._deliver, self._deliver_failure)
+            except BaseException as error:
+                self._fail_to_start(error)
+                if engine is not None:
+                    engine.close()
+                raise
+            with self._lock:
+                wanted = self._phase is Phase.STARTING
+                if wanted:
+                    self._engine, self._facts, self._phase = engine, engine.info, Phase.READY
+            if not wanted:
+                engine.close()
+                self.require("start", Phase.STARTING)
+
+    def _fail_to_start(self, error: BaseException) -> None:
+        failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
+        failure.__cause__ = error.__cause__ if isinstance(error, EngineDeadError) else error
+        with self._lock:
+            self._failure = failure
+            if self._phase is Phase.STARTING:
+                self._phase = Phase.FAILED
+
+    def begin_close(self) -> None:
+        """Refuse everything from now on and end those in line. Does not block."""
+        if self.forked:
+            return
+        with self._lock:
+            self._phase = Phase.CLOSED
+            self._end_all(self._line.values(), "abort")
+            self._give_up_pauses("closed")
+        self._end_rest()
+
+    def close(self) -> None:
+        """End every open request with what it has, the engine and the bridge; waits for a start that is under way.
+
+        May be repeated. In a fork of the engine's process there is nothing to close.
+        """
+        if self.forked:
+            return
+        self.begin_close()
+        with self._lifecycle:
+            with self._lock:
+                engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+            self.drain()
+            with self._lock:
+                self._in_engine.clear()  # a dead engine ends nothing
+                self._end_all(self._visible.values(), "abort")
+            while self._ending:
+                self.drain()
+        if self._bridge is not None:
+            self._bridge.close()
+
+    def drop(self) -> None:
+        """End the engine of an ``AsyncLLM`` or ``LLM`` that is garbage: a call that still waits would have kept it.
+
+        A finalizer calls this, in any thread and inside of anything, so that it takes no lock and does not wait.
+        """
+        phase = self.phase
+        if phase in (Phase.NEW, Phase.CLOSED):
+            return
+        self._phase = Phase.CLOSED
+        if self._engine is not None:
+            self._engine.close(wait=False)
+        if self._bridge is not None:
+            self._bridge.close(wait=False)
+        if phase is not Phase.FAILED:
+            message = f"an engine of model={self.config.model!r} was dropped without closing: use a `with` block, or `close`"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def drop_ticket(self, ticket: Ticket) -> None:
+        """End the request of a stream that is garbage; like ``drop``, for a finalizer."""
+        if ticket.done or self.forked:
+            return
+        assert self._bridge is not None
+        self._bridge.post(partial(self.abort_ticket, ticket))
+        message = f"the stream of request {ticket.request_id!r} was dropped in its block, and ends; leave the block instead"
+        warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    # ---- requests ----
+
+    def submit(self, draft: Draft, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
+        """Hand a request to the engine, or put it in line.
+
+        Raises:
+            EngineStateError: The engine does not serve.
+            InvalidRequestError: The request id belongs to an open request.
+            QueueFullError: There is no place and the caller does not want to wait for one.
+        """
+        options = draft.options
+        self.require_process("generate")
+        with self._lock:
+            facts = self.facts("generate")
+            if options.request_id is not None and options.request_id in self._visible:
+                message = f"request_id={options.request_id!r} belongs to an open request; choose another, or none"
+                raise InvalidRequestError(message, parameter="request_id", value=options.request_id)
+            if not options.wait and len(self._in_engine) + len(self._line) >= self._places:
+                raise self._queue_full()
+            request_id = options.request_id or self._unused_id()
+            collector = Collector(
+                replace(draft.request, request_id=request_id),
+                facts.tokenizer,
+                index=options.index,
+                parser=draft.parser,
+                streaming=streaming,
+            )
+            engine_id = request_id
+            while engine_id in self._in_engine or engine_id in self._line:
+                # A caller may use its id again as soon as its request is over; the engine may still be busy ending that one.
+                engine_id = f"{request_id}~{next(self._serial)}"
+            ticket = Ticket(request_id, replace(draft.request, request_id=engine_id), collector, streaming, wake)
+            self._visible[request_id] = self._line[engine_id] = ticket
+            self._pump()
+            if engine_id in self._line and ticket.request.deadline is not None:
+                self._sweep_at(ticket.request.deadline)
+            return ticket
+
+    def abort(self, request_id: str | None = None) -> None:
+        """End one request, or all, with what they have; an unknown id is ignored. Of many, some are ended at home, soon."""
+        if self.forked:
+            return
+        self.drain()
+        with self._lock:
+            if request_id is None:
+                self._abandon(None)
+                self._end_all(self._visible.values(), "abort")
+            elif request_id in self._visible:
+                self._end(self._visible[request_id], "abort")
+        self._end_rest()
+
+    def abort_ticket(self, ticket: Ticket) -> None:
+        """End a request whose id may be another one's by now."""
+        if self.forked:
+            return
+        self.drain()
+        with self._lock:
+            self._end(ticket, "abort")
+
+    # ---- control ----
+
+    def pause(self, mode: PauseMode, *, block: bool = False) -> Pause:
+        """Let new requests wait in line, deal with open ones as ``mode`` says, and stop the engine.
+
+        Requests end first, or are ended, while no block wants them kept.
+
+        Args:
+            mode: What becomes of open requests.
+            block: The pause is over with ``leave``; otherwise with the next ``resume`` too.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise InvalidRequestError(f"mode={mode!r} must be 'keep', 'wait' or 'abort'", parameter="mode", value=mode)
+        self.require_process("pause")
+        with self._lock:
+            self._serving("pause")
+            if mode == "abort":
+                self._abandon(None)
+                self._end_all(self._visible.values(), "abort")
+            pause = Pause(block=block, frozen=mode == "keep")
+            self._pauses.append(pause)
+            self._arrange()
+        self._end_rest()
+        return pause
+
+    def resume(self) -> Future[None]:
+        """Take back all pauses that are no blocks, complete or not; the engine goes on unless there are blocks."""
+        self.require_process("resume")
+        with self._lock:
+            self._serving("resume")
+            self._give_up_pauses("resumed", blocks=False)
+            self._arrange()
+            return self._stance
+
+    def leave(self, pause: Pause) -> None:
+        """End a pause: its block was left, or its caller does not wait any more."""
+        if self.forked:
+            return
+        with self._lock:
+            if pause in self._pauses:
+                self._pauses.remove(pause)
+                self._arrange()
+
+    def reset_prefix_cache(self) -> Future[None]:
+        """Forget all cached prefixes."""
+        return self.engine("reset_prefix_cache").reset_prefix_cache()
+
+    def dump_step(self, path: str | os.PathLike[str]) -> Future[None]:
+        """Have the next step saved.
+
+        Raises:
+            ConfigError: There is no such folder, or it cannot be written to.
+        """
+        engine, file = self.engine("dump_step"), Path(path).absolute()
+        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
+        return engine.dump_step(file)
+
+    # ---- from the engine ----
+
+    def _deliver(self, updates: list[SequenceUpdate]) -> None:
+        with self._mail_lock:
+            if not self._orphaned:
+                self._mail += updates
+        self._post_drain()
+
+    def _deliver_failure(self, error: EngineDeadError) -> None:
+        with self._mail_lock:
+            self._failure = error
+        self._post_drain()
+
+    def _post_drain(self) -> None:
+        """Ask home to drain, unless that is asked already: a slow home gets several steps at once, never a backlog of posts."""
+        with self._mail_lock:
+            assert self._bridge is not None
+            if self._orphaned or (self._posted and not self._bridge.is_gone):
+                return
+            self._posted = self._bridge.post(self.drain)
+            self._orphaned = not self._posted
+        if self._orphaned:  # the host's loop ended without closing the engine: nothing will ever read an output again
+            with self._lock:
+                self._abandon(None)
+                for tickets in (self._visible, self._line, self._ending, self._in_engine):
+                    tickets.clear()  # what waits for them, and would keep the AsyncLLM alive, will never run again
+
+    def drain(self) -> None:
+        """Give everything that was delivered to those who wait for it, and end some of the requests to be ended. Never raises."""
+        with self._lock:
+            with self._mail_lock:
+                updates, self._mail, self._posted = self._mail, [], False
+                failure = self._failure
+            now = time.monotonic()
+            for update in updates:
+                self._take(update, now)
+            if failure is not None and self._phase in SERVING:
+                self._die()
+            self._end_some()
+            if self._pauses and not self._in_engine:
+                self._arrange()
+            self._pump()
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        """Have home end more requests, if there are more to be ended; not with the lock held."""
+        if self._ending:
+            self._post_drain()
+
+    def _take(self, update: SequenceUpdate, now: float) -> None:
+        ticket = self._in_engine.get(update.request_id)
+        if ticket is None:
+            return
+        refused = isinstance(update.error, _REFUSALS)
+        if update.finish_reason is not None:
+            ticket.open_sequences = 0 if refused else ticket.open_sequences - 1
+            if ticket.open_sequences == 0:
+                del self._in_engine[update.request_id]
+        if refused:
+            self._end(ticket, "error", update.error)
+        if ticket.done:
+            return
+        try:
+            if ticket.collector.keep(update):
+                return
+            delta = ticket.collector.push(update, now)
+            output = ticket.collector.output(now) if ticket.collector.finished else None
+        except Exception as flaw:
+            self._settle(ticket, _unreadable(ticket, flaw))
+            self._leave(ticket)
+            return
+        if delta.finish_reason is not None and update.finish_reason is None:
+            self._abandon(update.request_id, update.index)  # a stop string, of which the engine knows nothing
+        ticket.add(delta)
+        if output is not None:
+            self._mean_seconds += 0.1 * (output.timing.total - self._mean_seconds)
+            self._settle(ticket, output)
+
+    def _die(self) -> None:
+        self._phase = Phase.FAILED
+        self._in_engine.clear()
+        self._end_all(self._visible.values(), "error")
+        self._give_up_pauses("failed")
+
+    # ---- all that follows is called with the lock held ----
+
+    @property
+    def _places(self) -> int:
+        return self.config.max_num_seqs + self.config.max_queued_requests
+
+    def _pump(self) -> None:
+        """Hand requests to the engine while there are places, in order of arrival."""
+        while self._line and not self._pauses and self._phase is Phase.READY and len(self._in_engine) < self._places:
+            engine_id, ticket = self._line.popitem(last=False)
+            self._in_engine[engine_id] = ticket
+            try:
+                self._serving("generate").submit(ticket.request)
+            except DSV4LiteError as error:
+                del self._in_engine[engine_id]
+                self._end(ticket, "error", error)
+
+    def _end(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None = None) -> None:
+        """End a request for its caller at once, and tell the engine."""
+        if not ticket.done:
+            self._finish(ticket, reason, error)
+            self._leave(ticket)
+
+    def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason) -> None:
+        """End requests for their callers, some at once and the others at home; the engine is told by the caller of this."""
+        for ticket in list(tickets):
+            self._line.pop(ticket.request.request_id, None)
+            self._ending.setdefault(ticket, reason)
+        self._end_some()
+
+    def _end_some(self) -> None:
+        for _ in range(min(_AT_ONCE, len(self._ending))):
+            ticket, reason = self._ending.popitem(last=False)
+            if not ticket.done:
+                self._finish(ticket, reason, self._death() if reason == "error" else None)
+
+    def _finish(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None) -> None:
+        try:
+            deltas = ticket.collector.end(reason, error)
+            output = ticket.collector.output(time.monotonic())
+        except Exception as flaw:
+            deltas, output = [], _unreadable(ticket, flaw)
+        for delta in deltas:
+            ticket.add(delta)
+        self._settle(ticket, output)
+
+    def _settle(self, ticket: Ticket, output: RequestOutput) -> None:
+        self._visible.pop(ticket.request_id, None)  # none are left once the host's loop is gone
+        ticket.future.set_result(output)
+        ticket.wake()
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give up a place in line, or have the engine give up the request."""
+        engine_id = ticket.request.request_id
+        if self._line.get(engine_id) is ticket:
+            del self._line[engine_id]
+        elif self._in_engine.get(engine_id) is ticket:
+            self._abandon(engine_id)
+
+    def _abandon(self, engine_id: str | None, index: int | None = None) -> None:
+        """Have the engine end what nobody waits for; one that is dead or closing has done so."""
+        if self._engine is not None:
+            with contextlib.suppress(EngineDeadError, EngineStateError):
+                self._engine.abort(engine_id, index=index)
+
+    def _sweep_at(self, deadline: float) -> None:
+        """Look through the line at the monotonic second ``deadline``; the engine sees only the deadlines of what it has."""
+        if deadline < self._next_sweep:
+            self._next_sweep = deadline
+            assert self._bridge is not None
+            self._bridge.post_later(max(0.0, deadline - time.monotonic()), self._sweep)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            self._next_sweep = _FOREVER
+            now, late = time.monotonic(), []
+            for ticket in self._line.values():
+                deadline = ticket.request.deadline
+                if deadline is not None and deadline <= now:
+                    late.append(ticket)
+                elif deadline is not None:
+                    self._sweep_at(deadline)
+            self._end_all(late, "deadline")
+        self._end_rest()
+
+    def _arrange(self) -> None:
+        """Let the engine stand still or go on, as the pauses want it."""
+        still = bool(self._pauses) and (not self._in_engine or self._keep_requests())
+        try:
+            engine = self._serving("pause")
+            if still != (self._phase is Phase.PAUSED):
+                self._stance = engine.pause() if still else engine.resume()
+                self._phase = Phase.PAUSED if still else Phase.READY
+        except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
+            self._give_up_pauses("stopped", error=error)
+            return
+        for pause in self._pauses:
+            if still and not pause.answered and (pause.frozen or not self._in_engine):
+                pause.frozen = pause.answered = True
+                _copy(self._stance, pause.done)
+        self._pump()
+
+    def _keep_requests(self) -> bool:
+        """Return whether requests may not come to their end now: a block says so, or of other pauses the one that came last."""
+        waits = False
+        for pause in reversed(self._pauses):
+            if pause.frozen and (pause.block or not waits):
+                return True
+            waits = waits or not pause.frozen
+        return False
+
+    def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
+        """End all pauses, or those that are no blocks; what waits for them learns why."""
+        ended = [pause for pause in self._pauses if blocks or not pause.block]
+        self._pauses = [pause for pause in self._pauses if pause not in ended]
+        message = f"the engine was {event} before the pause was complete"
+        for pause in ended:
+            if not pause.answered:
+                failed = self._death() if self._phase is Phase.FAILED else error
+                pause.done.set_exception(failed or EngineStateError(message, state=self._phase.value))
+
+    def _queue_full(self) -> QueueFullError:
+        """A place gets free every ``mean duration / requests in the engine`` seconds (Little's law)."""
+        retry_after = self._mean_seconds * (len(self._line) + 1) / max(1, len(self._in_engine))
+        limit = self.config.max_queued_requests
+        return QueueFullError(
+            f"max_num_seqs={self.config.max_num_seqs} requests run and max_queued_requests={limit} wait already; "
+            f"retry in about {retry_after:.2g} s, or leave wait=True",
+            limit=limit,
+            retry_after=retry_after,
+        )
+
+    def _unused_id(self) -> str:
+        while (request_id := f"request-{next(self._serial)}") in self._visible:
+            pass
+        return request_id
+
+
+def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
+    """A flaw in reading an output costs that request, not the host's loop."""
+    error = RequestFailedError(f"the output of {ticket.request_id!r} could not be read: {flaw!r}")
+    error.__cause__ = flaw
+    ids = ticket.request.prompt_token_ids
+    return RequestOutput(request_id=ticket.request_id, prompt_token_ids=ids, outputs=(), error=error)
+
+
+def _copy(source: Future[None], target: Future[None]) -> None:
+    def settle(settled: Future[None]) -> None:
+        error = settled.exception()
+        if error is None:
+            target.set_result(None)
+        else:
+            target.set_exception(error.copy() if isinstance(error, EngineDeadError) else error)
+
+    source.add_done_callback(settle)

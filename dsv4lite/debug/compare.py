@@ -1,0 +1,153 @@
+"""How far an op's results are from its reference's, in the numbers that they stand for: codes with scales, packed rows, choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.experts.decode_small import sum_experts_ref
+from dsv4lite.kernels.indexer import PAGE_TOKENS
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.quantize import dequantize_fp8
+from dsv4lite.kernels.rows import RowStore
+from dsv4lite.weights.quant import ACTIVATION_GROUP
+
+# How far a row, the last dimension, of an op's results may be from the reference's, by its norm; or how many choices may be others.
+# A wrong kernel is off by much more; a right one by more where results are rounded to FP8 or FP4, and a last bit moves a code.
+BOUND = 2**-6
+BOUNDS: Mapping[str, float] = {
+    "choose_paged": 0.05,
+    "route": 0.05,
+    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "hc_enter_few", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("experts_forward", "moe_few", "fp8_weight_linear_quantize"), 2**-4),
+    "compress_step": 2**-3,
+}
+_SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One output of an op, and how far it is from its reference.
+
+    Attributes:
+        output: Its name.
+        relative: Largest distance of a row by its norm, ``inf`` where only one side is finite; of choices the share that differs;
+            ``None`` without a reference.
+        not_finite: Numbers that are NaN or infinite.
+        reference_not_finite: The same of the reference.
+        count: Numbers in all.
+    """
+
+    output: str
+    relative: float | None
+    not_finite: int
+    reference_not_finite: int
+    count: int
+
+
+def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return what an op returned by name, as numbers that can be compared."""
+    tensors = list(flatten(result))
+    if op == "hc_leave_enter":
+        return {"streams": tensors[0], "sums": tensors[1].sum(0)}
+    if op == "route":
+        return {"chosen": tensors[0], "weights": tensors[1]}
+    if op == "moe_few":
+        return {"chosen": tensors[0], "sums": sum_experts_ref(result)}
+    if op == "choose_paged":
+        return {"chosen": _choices(tensors[0], *arguments[2:4])}
+    if op == "latent_norms":
+        *query, fresh_TB = tensors
+        fmt = next(a for a in arguments if isinstance(a, RowStore)).format
+        rows, row_scales = fresh_TB.split([fmt.data_bytes, fmt.scale_bytes], -1)
+        return {"query": next(_numbers(query)), "rows": fmt.unpack(rows, row_scales, torch.float32)}
+    return {f"{i}": numbers for i, numbers in enumerate(_numbers(tensors))}
+
+
+def flatten(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from flatten(part)
+
+
+def _numbers(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors; FP8 codes with the scales that follow them as what they stand for."""
+    parts = iter(tensors)
+    for tensor in parts:
+        yield dequantize_fp8(tensor, next(parts), ACTIVATION_GROUP) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _choices(chosen_TK: Tensor, keys: RowStore, paging: Paging) -> Tensor:
+    """Blank what ``choose_paged`` leaves undefined: tokens that see no more entries than are chosen."""
+    visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS
+    return chosen_TK.masked_fill((visible_T <= chosen_TK.shape[1])[:, None], -1)
+
+
+def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor] | None) -> tuple[Difference, ...]:
+    """Measure an op's outputs against those of its reference, if there is one."""
+    if wanted is None:
+        return tuple(_difference(op, name, tensor, None) for name, tensor in got.items())
+    if op in ("route", "moe_few"):  # of the rest, rows can only be compared where the experts are the same
+        same_T = (got["chosen"] == wanted["chosen"]).all(-1)
+        got, wanted = ({name: x if name == "chosen" else x[same_T] for name, x in named.items()} for named in (got, wanted))
+    return tuple(_difference(op, name, tensor, wanted[name]) for name, tensor in got.items())
+
+
+def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Difference:
+    if not got.is_floating_point():
+        share = None if wanted is None else _share_missing(got, wanted)
+        return Difference(output=name, relative=share, not_finite=0, reference_not_finite=0, count=got.numel())
+    return Difference(
+        output=name,
+        relative=None if wanted is None else _distance(got, wanted),
+        not_finite=_bad_numbers(op, got),
+        reference_not_finite=0 if wanted is None else _bad_numbers(op, wanted),
+        count=got.numel(),
+    )
+
+
+def _bad_numbers(op: str, x: Tensor) -> int:
+    """Count numbers that are not finite, but for what accumulators hold where nothing has come yet: -inf."""
+    good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
+    return int((~good).sum())
+
+
+def _share_missing(got: Tensor, wanted: Tensor) -> float:
+    """Return the share of integers that differ; of rows of choices [T, K], that the other does not have, wherever in the row."""
+    if got.dim() == 2 and got.numel():
+        ordered = wanted.sort(-1).values
+        place = torch.searchsorted(ordered, got.contiguous()).clamp_max(got.shape[1] - 1)
+        return float((ordered.gather(1, place) != got).float().mean())
+    return float((got != wanted).float().mean()) if got.numel() else 0.0
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    if not got.numel():
+        return 0.0
+    a, b = (x.double().reshape(-1, x.shape[-1]) for x in (got, wanted))
+    both, same = a.isfinite() & b.isfinite(), (a == b) | (a.isnan() & b.isnan())
+    if not bool((both | same).all()):
+        return math.inf
+    norms = b.where(both, 0.0).norm(dim=1)
+    floor = max(_SMALL_ROW * float(norms.amax()), torch.finfo(torch.float32).tiny)
+    return float(((a - b).where(both, 0.0).norm(dim=1) / norms.clamp_min(floor)).amax())
+
+
+def written_rows(before: Tensor, *stores: RowStore) -> list[Tensor]:
+    """Return the rows float32 [N, C] of stores that any of them has changed since all were ``before`` uint8 [pages, bytes]."""
+    count, fmt = stores[0].rows_per_page, stores[0].format
+    changed = torch.stack([store.memory != before for store in stores]).any(0)
+    split = count * fmt.data_bytes
+    rows = changed[:, :split].unflatten(1, (count, fmt.data_bytes)).any(-1)
+    if fmt.scale_bytes:
+        rows |= changed[:, split : split + count * fmt.scale_bytes].unflatten(1, (count, fmt.scale_bytes)).any(-1)
+    addresses = rows.flatten().nonzero()[:, 0]
+    return [store.read(addresses, torch.float32) for store in stores]

@@ -1,0 +1,207 @@
+"""Runs a saved step again, op by op, each beside its reference, and names the first op that is wrong.
+
+Model and state are as they were. Sampling is no part of it: the model's own drafter guesses again behind the best tokens. A step
+that was replayed from a CUDA graph runs as it was recorded, padding included, but without the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lite.config import MTP, DSpark, EngineConfig
+from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
+from dsv4lite.device import choose_device, own_thread
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
+from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
+from dsv4lite.engine.packing import empty_last_token, pack
+from dsv4lite.errors import ConfigError
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.scheduling.step_plan import StepPlan, StepShape
+from dsv4lite.speculation.drafters import draft, make_drafter
+from dsv4lite.state.cache import GROW_PAGE, StateCache, StateSizes
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
+
+_MOST_NAMED = 8  # parameters in a note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What became of a step; prints as a table by kind of op, and the first that is wrong.
+
+    Attributes:
+        reason: Why the step was saved.
+        notes: What is not as it was, and what else to know.
+        ops: In the order in which they ran.
+    """
+
+    reason: str
+    notes: tuple[str, ...]
+    ops: tuple[OpReport, ...]
+
+    @property
+    def first(self) -> OpReport | None:
+        """The first op that is wrong."""
+        return next((op for op in self.ops if op.problem is not None), None)
+
+    def table(self) -> str:
+        """Return every output of every op, a line each."""
+        lines = [f"{'place':<28} {'op':<22} {'output':<10} {'difference':>10} {'not finite':>12} {'reference':>12}"]
+        for op in self.ops:
+            head, mark = f"{op.place:<28} {op.op:<22}", "" if op.problem is None else "  <--"
+            if op.error is not None:
+                lines.append(f"{head} {op.error}{mark}")
+            for d in op.differences:
+                apart, other = ("-", "-") if d.relative is None else (f"{d.relative:.2g}", f"{d.reference_not_finite}")
+                lines.append(f"{head} {d.output:<10} {apart:>10} {d.not_finite:>12} {other:>12}{mark}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [f"{'op':<22} {'calls':>6} {'beside a reference':>19} {'largest difference':>19} {'wrong':>6}"]
+        for name in dict.fromkeys(op.op for op in self.ops):
+            calls = [op for op in self.ops if op.op == name]
+            apart = [d.relative for op in calls for d in op.differences if d.relative is not None]
+            largest = f"{max(apart):.2g}" if apart else "-"
+            wrong = sum(op.problem is not None for op in calls)
+            lines.append(f"{name:<22} {len(calls):>6} {sum(op.compared for op in calls):>19} {largest:>19} {wrong:>6}")
+        lines += ["", f"saved because {self.reason}", *(f"note: {note}" for note in self.notes)]
+        return "\n".join([*lines, "no op is wrong" if self.first is None else f"first op that is wrong: {self.first}"])
+
+
+def replay(path: str | Path, *, model: str | None = None, device: str | None = None) -> ReplayReport:
+    """Run a saved step again.
+
+    While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
+
+    Args:
+        path: The file.
+        model: Folder or hub id of the checkpoint; default is the one that the step ran on.
+        device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
+
+    Raises:
+        ConfigError: The file is no saved step, or of another model, or there is no such device.
+        CheckpointError: The model cannot be loaded.
+    """
+    dump = StepDump.load(path)
+    if not dump.plan.sequences:
+        raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
+    settings = dict(dump.settings) | ({} if model is None else {"model": model})
+    where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
+    with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
+        step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
+        watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
+        with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
+            drafts = dump.drafter and step.plan.max_drafts > 0  # else it had no part in the step
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.layers)]
+            streams_TND = step.model(step.batch, layers)
+            logits_TV = step.model.logits(streams_TND)
+            if drafts:
+                _guess(step, streams_TND, logits_TV)
+        return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch), ops=tuple(watch.reports))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RebuiltStep:
+    """A step that is ready to run: a model, the state as it was, where its sequences are there, and tokens, padding last."""
+
+    model: DeepseekV4
+    cache: StateCache
+    plan: StepPlan
+    batch: Batch | PagedBatch
+
+
+def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> DeepseekV4:
+    """Load the model that a dump's settings name, in some arithmetic, with or without its own drafter.
+
+    Raises:
+        CheckpointError: It cannot be loaded.
+    """
+    config = EngineConfig.from_dict(settings)
+    return ModelSource.open(config).build(numerics, with_mtp=drafter, seed=config.seed)
+
+
+def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
+    """Give a saved step its state again, on the model's device; padding, if it had any, only on paged state.
+
+    Raises:
+        ConfigError: The state does not fit the model.
+    """
+    places = Places.of(dump.plan.sequences)
+    cache, plan = _state(dump, places, model), places.renumber(dump.plan)
+    if dump.graph is not None and model.paged:
+        return RebuiltStep(model=model, cache=cache, plan=plan, batch=_recorded(plan, dump.graph, model, cache))
+    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
+
+
+def _guess(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
+    """Let the model's own drafter keep what it needs of a step, and guess as far as was wanted, as if no guess in it had held."""
+    model, plan = step.model, step.plan
+    own = MTP(MTP.most) if model.dspark is None else DSpark(model.dspark.block)
+    first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
+    begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
+    best_S = logits_TV[begins].argmax(-1)
+    ends = (torch.zeros_like(best_S), best_S) if begins else None
+    drafter, shape = make_drafter(own, model, step.cache), StepShape.of((plan,))
+    draft(drafter, plan, shape, step.batch, streams_TND, first_rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
+
+
+def _home(saved: torch.device) -> str:
+    """Return where a step ran if that is here, else the CPU."""
+    return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
+
+
+def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> PagedBatch:
+    """Return the step that a graph has recorded, padding included."""
+    last_token, device = empty_last_token(cache), cache.device
+    tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)
+    for sequence in plan.sequences:
+        tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
+    inputs = decode_inputs(plan.sequences, graph.size, most_window_pages(model)).to(device)
+    return decode_batch(inputs, tables, last_token, model, graph.max_model_len)[0]
+
+
+def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:
+    """Return a state that holds the rows of a dump, and nothing else."""
+    sizes = StateSizes(grow_pages=len(places.pages), window_pages=max(1, len(places.windows)), slots=len(places.slots), snapshots=0)
+    cache = StateCache.allocate(replace(model.layout, copies=dump.copies), sizes, model.numerics.device)
+    if not dump.rows:
+        return cache
+    homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache.layers, places)} | carries(cache.layers)
+    shapes, saved = ({name: tuple(x.shape) for name, x in rows.items()} for rows in (homes, dump.rows))
+    if wrong := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
+        named = "; ".join(f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong[:3])
+        raise ConfigError(
+            f"the saved state does not fit the model ({named}): with --model name the one that the step ran on,"
+            f" {dump.settings.get('model')!r} then"
+        )
+    for name, home in homes.items():
+        home.copy_(dump.rows[name])
+    return cache
+
+
+def _notes(dump: StepDump, device: torch.device, watch: OpWatch) -> tuple[str, ...]:
+    notes = []
+    if bad := watch.bad_parameters:
+        more = len(bad) - _MOST_NAMED
+        named = ", ".join(bad[:_MOST_NAMED])
+        notes.append(f"parameters that are not finite: {named}" + (f" and {more} more" if more > 0 else ""))
+    if not dump.rows:
+        notes.append("the device was lost before its state could be saved: it is empty here")
+    if dump.left_out:
+        notes.append(f"{dump.left_out} other sequences of the step are left out: the file would have been too large")
+    if dump.reason != REQUESTED and all(op.problem is None for op in watch.reports):
+        notes.append("what the step was saved for did not happen again")
+    if not any(op.compared for op in watch.reports):
+        notes.append(f"there are no kernels on {device.type!r}: numbers that are not finite were looked for, and nothing else")
+    here = versions(device)
+    notes += [f"{name} was {was}, is {here.get(name, 'none')}" for name, was in dump.versions.items() if here.get(name) != was]
+    return tuple(notes)

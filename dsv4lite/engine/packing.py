@@ -1,0 +1,125 @@
+"""From a plan of plain ints to the tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.rows import RowStore
+from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
+from dsv4lite.state.cache import WINDOW_PAGE, LayerCache, StateCache
+
+_FEW = (1, 2, 4, 8)
+
+
+def apply_copies(plan: StepPlan, cache: StateCache) -> None:
+    """Bring the state to where the step's sequences expect it: fresh, restored and forked slots, copied pages."""
+    device = cache.device
+    if plan.resets:
+        cache.reset(_ids(plan.resets, device))
+    if plan.restores:
+        cache.restore(*_pairs(plan.restores, device))
+    for pairs, copy in (
+        (plan.slot_copies, cache.copy_slots),
+        (plan.grow_copies, cache.copy_grow_pages),
+        (plan.window_copies, cache.copy_window_pages),
+    ):
+        if pairs:
+            copy(*_pairs(pairs, device))
+
+
+def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
+    """Make window rows zero that a drafter, whose layers these are, has missed.
+
+    Such a row is a key like any other: what looks at it is led nowhere.
+    """
+    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.blanks for place in range(first, last)]
+    for layer in layers:
+        assert isinstance(layer.window, RowStore)
+        layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
+
+
+def apply_saves(plan: StepPlan, cache: StateCache) -> None:
+    """Keep snapshots of what the step left at cached borders."""
+    if plan.saves:
+        cache.save(*_pairs(plan.saves, cache.device))
+
+
+def empty_last_token(cache: StateCache) -> Tensor:
+    """Return the place of the token sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
+    return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
+
+
+def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch | PagedBatch:
+    """Return the step's batch.
+
+    Args:
+        plan: What to run.
+        model: Whose step it is.
+        last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
+        most_tokens: As many as the replica has that has the most, of those that share the experts.
+    """
+    sequences = [
+        SequenceInput(
+            token_ids=s.token_ids,
+            start=s.start,
+            slot=s.slot,
+            pages=s.pages,
+            window_first=s.window_first,
+            window_pages=s.window_pages,
+            drafts=s.drafts,
+            carry=s.carry,
+        )
+        for s in plan.sequences
+    ]
+    numerics = model.numerics
+    batch: Batch | PagedBatch
+    if model.paged:
+        batch = make_paged_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
+    else:
+        batch = make_batch(sequences, model.config, model.rotary, numerics.device, banded=numerics.banded)
+    unknown, row = [], -1
+    for sequence in plan.sequences:
+        row += len(sequence.token_ids)
+        if sequence.token_ids[-1] == IN_FLIGHT:
+            unknown.append((row, sequence.slot))
+    if unknown:
+        rows, slots = _pairs(tuple(unknown), numerics.device)
+        batch.token_ids_T[rows] = last_token[slots]
+    batch.most_tokens = most_tokens
+    return batch
+
+
+def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
+    """Return a step of one sequence without a single real token: it launches everything and changes nothing.
+
+    Ranks that share experts run it with equally many.
+    """
+    ids = (0,) * tokens
+    nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
+    batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
+    batch.paging.positions_T.fill_(-1)
+    batch.most_tokens = tokens
+    return batch
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    sizes = [size for size in _FEW if size < most]
+    sizes += range(16, min(most, 64), 8)
+    sizes += range(64, min(most, 256), 32)
+    sizes += range(256, most, 128)
+    return [*sizes, most]
+
+
+def _ids(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _pairs(pairs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    both = torch.tensor(pairs, dtype=torch.int64, device=device)
+    return both[:, 0], both[:, 1]

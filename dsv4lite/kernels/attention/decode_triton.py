@@ -1,0 +1,338 @@
+"""Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``attention_triton.py`` is for many).
+
+One program takes one token x 16 heads x one of ``splits`` shares of its rows; ``attention_merge_triton.py`` adds the shares.
+Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
+anything is known of the token; all bytes of a piece are asked for before one is used. The first piece of a program, mostly its only
+one, is no loop. Rows are widened once, and both products read them from one place in shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.attention import WINDOW
+from dsv4lite.kernels.attention.inputs import PackedInputs
+from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.rows.packed import LOG2_E, bf16, scaled
+from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate, rounded
+
+_HEADS = 16
+_SMALL_SPLITS = 16  # from here on there are programs to spare
+
+# A copy that the compiler does not look through: Triton else converts bytes into a product's layout before it widens them, twice.
+_COPY = tl.constexpr("mov.b32 $0, $1;")
+# $1 or, by a bit that is never set, all the others: these are read before $1 is used.
+_BEHIND = tl.constexpr("""{
+.reg .b32 t;
+or.b32 t, $2, $3; or.b32 t, t, $4;
+lop3.b32 $0, $1, t, $5, 0xF8;
+}""")
+
+
+@triton.jit
+def _kept(x, GPU: tl.constexpr):
+    if GPU:
+        x = tl.inline_asm_elementwise(_COPY, "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def _behind(codes, a, b, c, never, GPU: tl.constexpr):
+    """Return ``codes``, for which the compiler must have asked for the others, too; ``never`` is 0."""
+    if GPU:
+        given = [codes, a, b, c, never]
+        codes = tl.inline_asm_elementwise(_BEHIND, "=r,r,r,r,r,r,r,r,r", given, dtype=tl.uint8, is_pure=False, pack=4)
+    return codes
+
+
+@triton.jit
+def _page_numbers(
+    piece, tables, grow_columns, window_columns, WINDOW_PIECES: tl.constexpr, ENTRY_ROWS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return the first three page numbers of the window, and the one of the piece's entries if all are on one page."""
+    _selected, grow, window_pages = tables
+    w0 = tl.load(window_pages, mask=window_columns > 0, other=0)
+    w1 = tl.load(window_pages + 1, mask=window_columns > 1, other=0)
+    w2 = tl.load(window_pages + 2, mask=window_columns > 2, other=0)
+    page = w0
+    if ENTRY_ROWS > 0 and ENTRY_ROWS % ROWS == 0:
+        column = tl.maximum((piece - WINDOW_PIECES) * ROWS // ENTRY_ROWS, 0)
+        page = tl.load(grow + column, mask=column < grow_columns, other=0)
+    return w0, w1, w2, page
+
+
+@triton.jit
+def _locate(
+    piece, numbers, stores, tables, at, entry_rows, listed, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to the data and the scales of a piece's rows, and how many there are, at most 0 if none."""
+    ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
+    WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
+    SCALES: tl.constexpr = 8
+    w0, w1, w2, entry_page = numbers
+    fresh, window, entries = stores
+    selected, grow, window_pages = tables
+    position, first, row, page_first = at
+    r = tl.arange(0, ROWS)
+    in_window = piece < WINDOW_PIECES
+    # Reference: _window_rows
+    window_rows = tl.minimum(position + 1, WINDOW)
+    left = tl.where(in_window, window_rows - piece * ROWS, 0)
+    place = position + 1 - window_rows + piece * ROWS + r
+    since = place - first
+    column = place // WINDOW_ROWS - page_first
+    far = (r < left) & (since < 0) & (column > 2)
+    page = tl.where(column == 0, w0, tl.where(column == 1, w1, w2))
+    page = tl.where(far, tl.load(window_pages + column, mask=far, other=0), page)
+    base = window + page.to(tl.int64) * WINDOW_BYTES
+    own = fresh + (row + since).to(tl.int64) * FRESH_ROW
+    place = place % WINDOW_ROWS
+    data = tl.where(since >= 0, own, base + place * DATA)
+    scales = tl.where(since >= 0, own + DATA, base + WINDOW_ROWS * DATA + place * SCALES)
+    if ENTRY_ROWS > 0:
+        # Reference: _entry_rows
+        done = (piece - WINDOW_PIECES) * ROWS
+        more = tl.where(in_window, 0, entry_rows - done)
+        left += more
+        entry = done + r
+        if ENTRY_ROWS % ROWS == 0:
+            page = tl.zeros((ROWS,), tl.int32) + entry_page
+        else:
+            page = tl.load(grow + entry // ENTRY_ROWS, mask=r < more, other=0)
+        if SELECTED:
+            chosen = r < tl.where(listed, more, 0)
+            entry = tl.where(chosen, tl.load(selected + entry, mask=chosen, other=0), entry)
+            page = tl.where(chosen, tl.load(grow + entry // ENTRY_ROWS, mask=chosen, other=0), page)
+        base = entries + page.to(tl.int64) * ENTRY_BYTES
+        place = entry % ENTRY_ROWS
+        data = tl.where(in_window, data, base + place * DATA)
+        scales = tl.where(in_window, scales, base + ENTRY_ROWS * DATA + place * SCALES)
+    return tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES), left
+
+
+@triton.jit
+def _group(data, live, number: tl.constexpr):
+    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0, volatile=True)
+
+
+@triton.jit
+def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr):
+    """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
+    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
+    tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0, volatile=True)
+    words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0, volatile=True)
+    c0 = _group(data, live, 0)
+    c1 = _group(data, live, 1) if NOPE > 64 else c0
+    c2 = _group(data, live, 2) if NOPE > 128 else c0
+    c3 = _group(data, live, 3) if NOPE > 192 else c0
+    c4 = _group(data, live, 4) if NOPE > 256 else c0
+    c5 = _group(data, live, 5) if NOPE > 320 else c0
+    c6 = _group(data, live, 6) if NOPE > 384 else c0
+    c0 = _behind(c0, c4, c5, c6, never, GPU)
+    return c0, c1, c2, c3, c4, c5, c6, tail, words
+
+
+@triton.jit
+def _pair(a, b, ROWS: tl.constexpr, GPU: tl.constexpr):
+    """Return two tiles [R, 64] side by side."""
+    return _kept(tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, 128)), GPU)
+
+
+@triton.jit
+def _widened(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+    """Return a piece's rows in tiles of 128 channels, bfloat16 (float32 in the interpreter); unused ones repeat the first."""
+    # Reference: RowFormat.unpack
+    words = raw[8]
+    tail = raw[7] if GPU else raw[7].to(tl.float32)
+    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, ROWS, GPU)
+    k1 = k0
+    k2 = k0
+    k3 = k0
+    if NOPE > 64:
+        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, ROWS, GPU)
+    if NOPE > 192:
+        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), ROWS, GPU)
+        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, ROWS, GPU)
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+    """Return the sums with the first ``rows`` rows of a piece added."""
+    acc0, acc1, acc2, acc3, peak, total = sums
+    q0, q1, q2, q3 = queries
+    k0, k1, k2, k3 = _widened(raw, NOPE, ROWS, GPU)
+    # Products scaled one by one do not wait for each other.
+    logits = tl.dot(q0, tl.trans(k0)) * scale
+    if NOPE > 64:
+        logits += tl.dot(q1, tl.trans(k1)) * scale
+    if NOPE > 192:
+        logits += tl.dot(q2, tl.trans(k2)) * scale
+        logits += tl.dot(q3, tl.trans(k3)) * scale
+    # Reference: sparse_attention, one block; exponentials of two instead of e.
+    logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(logits - new_peak[:, None])
+    total = total * shrink + tl.sum(p, 1)
+    p = bf16(p, GPU)
+    acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
+    if NOPE > 64:
+        acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
+    if NOPE > 192:
+        acc2 = tl.dot(p, k2, acc2 * shrink[:, None])
+        acc3 = tl.dot(p, k3, acc3 * shrink[:, None])
+    return acc0, acc1, acc2, acc3, new_peak, total
+
+
+@triton.jit
+def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
+    """Return the sums of all channels, [H, C]; every value stays with its thread."""
+    if NOPE == 64:
+        acc = sums[0]
+    elif NOPE == 192:
+        acc = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), (0, 2, 1)), (HEADS, 256))
+    else:
+        acc = tl.permute(tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3])), (0, 2, 3, 1))
+        acc = tl.reshape(acc, (HEADS, 512))
+    return acc
+
+
+@triton.jit
+def _turned(x, cos, sin, HEADS: tl.constexpr, GPU: tl.constexpr):
+    """Rotate the last 64 of 128 channels."""
+    pair = tl.arange(0, 64) - 32
+    turned = pair >= 0
+    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
+    return rotate(x, c, s, turned[None, :], HEADS, 128, GPU)
+
+
+@triton.jit
+def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
+    """Norm and rotate queries in tiles of 128 channels; float32 that holds bfloat16."""
+    # Reference: rope(rms_norm_heads(q_THC, eps), cos, sin)
+    x0, x1, x2, x3 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32), tiles[3].to(tl.float32)
+    squares = rounded(x0 * x0, False, GPU)
+    if NOPE > 64:
+        squares += rounded(x1 * x1, False, GPU)
+    if NOPE > 192:
+        squares += rounded(x2 * x2, False, GPU) + rounded(x3 * x3, False, GPU)
+    mean = rounded(mean_of(tl.sum(squares, 1), NOPE + 64), False, GPU)
+    factor = rounded(inverse_root(rounded(mean + eps, False, GPU)), False, GPU)[:, None]
+    x0, x1 = rounded(x0 * factor, False, GPU), rounded(x1 * factor, False, GPU)
+    x2, x3 = rounded(x2 * factor, False, GPU), rounded(x3 * factor, False, GPU)
+    if NOPE == 64:
+        x0 = _turned(x0, cos, sin, HEADS, GPU)
+    elif NOPE == 192:
+        x1 = _turned(x1, cos, sin, HEADS, GPU)
+    else:
+        x3 = _turned(x3, cos, sin, HEADS, GPU)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _queries(
+    q, at, inside, cos, sin, eps, NORM: tl.constexpr, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr
+):  # fmt: skip
+    """Return queries [H, C] in tiles of 128 channels, which are normed and rotated if NORM; unused ones repeat the first."""
+    q0 = tl.load(q + at, mask=inside, other=0.0)
+    q1 = tl.load(q + 128 + at, mask=inside, other=0.0) if NOPE > 64 else q0
+    q2 = tl.load(q + 256 + at, mask=inside, other=0.0) if NOPE > 192 else q0
+    q3 = tl.load(q + 384 + at, mask=inside, other=0.0) if NOPE > 192 else q0
+    if NORM:
+        q0, q1, q2, q3 = _normed((q0, q1, q2, q3), cos, sin, eps, NOPE, HEADS, GPU)
+    if GPU:
+        q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
+    else:
+        q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
+    return _kept(q0, GPU), _kept(q1, GPU), _kept(q2, GPU), _kept(q3, GPU)
+
+
+@triton.jit(do_not_specialize=["grow_columns", "window_columns"])
+def _attend_few_kernel(
+    q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
+    cos, sin, parts, stats, grow_columns, window_columns, q_row, scale, eps,
+    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
+    FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
+    NORM: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor()
+    C: tl.constexpr = NOPE + 64
+    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(1)
+    position = tl.load(positions + token)
+    if SINGLES:
+        sequence, first, row = token, position, token.to(tl.int32)
+    else:
+        sequence = tl.load(sequences + token).to(tl.int64)
+        first, row = tl.load(firsts + sequence), tl.load(first_rows + sequence)
+    page_first = tl.load(window_firsts + sequence)
+    tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
+    numbers = _page_numbers(split, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
+    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
+    pieces = WINDOW_PIECES + (entry_rows + ROWS - 1) // ROWS
+    # No page number is less than -1: looking at them has the compiler ask for them above, not below.
+    lowest = tl.minimum(tl.minimum(numbers[0], numbers[1]), tl.minimum(numbers[2], numbers[3]))
+    if (split >= pieces) | (tl.minimum(lowest, page_first) < -1):
+        return
+    stores = (fresh, window, entries)
+    here = (position, first, row, page_first)
+    never = (position >> 30) & 1  # padding has no rows
+    data, scales, rows = _locate(
+        split, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
+        NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+    )  # fmt: skip
+    raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
+    inside = (head < H)[:, None]
+    at = token * q_row + head[:, None] * C + tl.arange(0, 128)[None, :]
+    queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
+    zero = tl.zeros((HEADS, 128), tl.float32)
+    sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
+    sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
+    for piece in tl.range(split + SPLITS, pieces, SPLITS, num_stages=1):
+        numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
+        data, scales, rows = _locate(
+            piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,
+            ENTRY_ROWS, NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+        )  # fmt: skip
+        raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
+        sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
+
+    place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
+    at = (place + token * H + head[:, None]) * C + tl.arange(0, C)[None, :]
+    let_successor_in()
+    tl.store(parts + at, _joined(sums, NOPE, HEADS), mask=inside)
+    stat = stats + (place + token * H + head[:, None]) * 2 + tl.arange(0, 2)[None, :]
+    tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
+
+
+def few_attention_triton(
+    inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor], norm_eps: float | None = None
+) -> Tensor:
+    """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
+    (tokens, heads, channels), q = inputs.q_THC.shape, inputs.q_THC
+    assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
+    parts, stats = inputs.shares()
+    rows, warps = _piece(inputs.ratio, inputs.splits)
+    _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
+        *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0,
+        **inputs.layer(rows), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
+        num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
+    )  # fmt: skip
+    return merged(inputs, parts, stats, sink_H, angles, rows, fills=False)
+
+
+def _piece(ratio: int, splits: int) -> tuple[int, int]:
+    """Return the rows of a piece, and warps: small ones for layers whose rows are hardly more than the window's."""
+    few = splits >= _SMALL_SPLITS and (ratio == 0 or ratio >= WINDOW)
+    return (32, 4) if few else (64, 8)

@@ -1,0 +1,198 @@
+"""Kernels of ``exchange.py``: every rank writes into the memory of the others, and waits for what arrives in its own.
+
+A number travels with the count of its call in one word of 64 bits, which is written and read as a whole: it is there when the count
+is. So any bits may be sent, and nothing has to be cleared. One program sends and receives one block of numbers, which is its own in
+every call, and counts its calls: they take the buffers in turn. Peers fill a buffer again when they have this rank's block of a
+later call, that is, when this kernel has ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.all_reduce import TURNS, Inbox
+from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.exchange import BLOCK, TokenRows, fits
+from dsv4lite.kernels.experts.decode_small import ExpertSum
+
+_WARPS = 8
+_PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
+
+
+@triton.jit
+def _words(addresses, peer):
+    """Return where the buffer of a rank begins."""
+    return tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+    """Write a block of numbers, int32, into the memory of a rank."""
+    word = (call << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+    to = (((call % TURNS) * RANKS + rank) * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(_words(addresses, peer) + to, word)
+
+
+@triton.jit
+def _receive(
+    addresses, rank, blocks, block, call, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr
+):  # fmt: skip
+    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once they are here, or nobody waits any more."""
+    first = (((call % TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * BLOCK
+    source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
+    expected = call.to(tl.int32)
+    words = tl.load(source, volatile=True)
+    missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
+    looks = 0
+    while missing > 0:
+        words = tl.load(source, volatile=True)
+        missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
+        looks += 1
+        if looks % PATIENCE == 0:
+            abandoned = tl.load(tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32)), volatile=True)
+            missing = tl.where(abandoned != 0, 0, missing)
+    return words.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "rank", "blocks"])
+def gather_kernel(
+    x, codes, scales, ids, positions, all_x, all_codes, all_scales, all_ids, all_positions, addresses, calls,
+    tokens, count, rank, blocks, RANKS: tl.constexpr, X: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // PARTS).to(tl.int64)
+    here = row + tl.zeros((BLOCK,), tl.int64) < tokens
+    call = tl.load(calls + program) + 1
+    # A row: numbers in pairs, codes in fours, scales, id, position.
+    number = (program % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    code = number - X
+    scale = code - CODES
+    last = scale - SCALES
+    is_number, is_code = number < X, (code >= 0) & (code < CODES)
+    is_scale, is_id, is_position = (scale >= 0) & (scale < SCALES), last == 0, last == 1
+    value = tl.load(x + row * X + number, mask=here & is_number, other=0)
+    value |= tl.load(codes + row * CODES + code, mask=here & is_code, other=0)
+    value |= tl.load(scales + row * SCALES + scale, mask=here & is_scale, other=0).to(tl.int32)
+    value |= tl.load(ids + row + last, mask=here & is_id, other=0).to(tl.int32)
+    value |= tl.load(positions + row + (last - 1), mask=here & is_position, other=0).to(tl.int32)
+    value = tl.where(here | (last != 1), value, -1)
+    for i in tl.static_range(RANKS):
+        _send(addresses, (rank + 1 + i) % RANKS, rank, blocks, program, call, value, RANKS, BLOCK, TURNS)  # itself last
+    found = _receive(addresses, rank, blocks, program, call, RANKS, BLOCK, TURNS, PATIENCE)
+    to = tl.arange(0, RANKS)[:, None].to(tl.int64) * count + row
+    tl.store(all_x + to * X + number[None, :], found, mask=is_number[None, :])
+    tl.store(all_codes + to * CODES + code[None, :], found, mask=is_code[None, :])
+    tl.store(all_scales + to * SCALES + scale[None, :], found.to(tl.uint8), mask=is_scale[None, :])
+    tl.store(all_ids + to + last[None, :], found.to(all_ids.dtype.element_ty), mask=is_id[None, :])
+    tl.store(all_positions + to + (last[None, :] - 1), found.to(all_positions.dtype.element_ty), mask=is_position[None, :])
+    tl.store(calls + program, call)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "rank", "blocks"])
+def scatter_kernel(
+    y, chosen, shared, out, addresses, calls, tokens, count, rank, blocks, RANKS: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // PARTS).to(tl.int64)
+    column = (program % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    call = tl.load(calls + program) + 1
+    for i in tl.static_range(RANKS):
+        peer = (rank + 1 + i) % RANKS  # itself last
+        token = peer * count + row
+        # Reference: total = total + outputs[:, k]
+        part = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(TOP_K):
+            pair = token * TOP_K + k
+            end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+            part += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
+        _send(addresses, peer, rank, blocks, program, call, part.to(tl.int32, bitcast=True), RANKS, BLOCK, TURNS)
+    found = _receive(addresses, rank, blocks, program, call, RANKS, BLOCK, TURNS, PATIENCE)
+    total = tl.sum(found.to(tl.float32, bitcast=True), axis=0)
+    inside = column < tl.where(row < tokens, HIDDEN, 0)
+    if SHARED:
+        total += tl.load(shared + (rank * count + row) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out + row * HIDDEN + column, total, mask=inside)
+    else:
+        tl.store(out + row * HIDDEN + column, to_bf16(total, NATIVE), mask=inside)
+    tl.store(calls + program, call)
+
+
+def gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
+    """Launch ``gather_few``."""
+    tokens, hidden = rows.x_TD.shape
+    ranks = len(inbox.addresses) - 1
+    assert 0 < tokens <= count and hidden % 4 == 0 and fits(inbox, count, hidden), (tokens, count, hidden)
+    assert (
+        inbox.numbers % (2 * BLOCK) == 0
+        and rows.x_TD.dtype == torch.bfloat16
+        and all(tensor.is_contiguous() and len(tensor) == tokens for tensor in rows)
+    )
+    every = TokenRows(*(torch.empty(ranks * count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device) for tensor in rows))
+    scales = rows.scales.shape[1]
+    parts = triton.cdiv(hidden // 2 + hidden // 4 + scales + 2, BLOCK)
+    gather_kernel[(count * parts,)](
+        *_as_sent(rows),
+        *_as_sent(every),
+        inbox.addresses,
+        inbox.calls,
+        tokens,
+        count,
+        inbox.rank,
+        inbox.numbers // (2 * BLOCK),
+        RANKS=ranks,
+        X=hidden // 2,
+        CODES=hidden // 4,
+        SCALES=scales,
+        PARTS=parts,
+        BLOCK=BLOCK,
+        TURNS=TURNS,
+        PATIENCE=_PATIENCE,
+        num_warps=_WARPS,
+    )
+    return every
+
+
+def _as_sent(rows: TokenRows) -> tuple[Tensor, ...]:
+    return rows.x_TD.view(torch.int32), rows.codes.view(torch.int32), *rows[2:]
+
+
+def scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Launch ``scatter_few``."""
+    outputs, shared, (every, top_k, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
+    ranks = len(inbox.addresses) - 1
+    count, pieces = every // ranks, triton.cdiv(hidden, BLOCK)
+    assert every == ranks * count and 0 < tokens <= count and 2 * count * pieces * BLOCK <= inbox.numbers, (every, ranks, tokens)
+    assert outputs.is_contiguous() and parts.chosen_TK.is_contiguous() and (shared is None or shared.is_contiguous())
+    assert dtype in (torch.bfloat16, torch.float32), dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
+    scatter_kernel[(count * pieces,)](
+        outputs,
+        parts.chosen_TK,
+        outputs if shared is None else shared,
+        out,
+        inbox.addresses,
+        inbox.calls,
+        tokens,
+        count,
+        inbox.rank,
+        inbox.numbers // (2 * BLOCK),
+        RANKS=ranks,
+        TOP_K=top_k,
+        EXPERTS=parts.experts,
+        HIDDEN=hidden,
+        SHARED=shared is not None,
+        PARTS=pieces,
+        BLOCK=BLOCK,
+        NATIVE=native_e4m3(outputs),
+        TURNS=TURNS,
+        PATIENCE=_PATIENCE,
+        num_warps=_WARPS,
+    )
+    return out

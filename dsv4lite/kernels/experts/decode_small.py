@@ -1,0 +1,180 @@
+"""Experts of few tokens, from the first products on: router, shared expert and routed ones together, in two launches.
+
+    experts, weights = route(logits)                     float32
+    s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up
+    y_k = what expert k makes of x, weighed              see ``experts.py``
+
+What remains is their sum, ``sum_k y_k + s``: it is left to whoever reads it, for it needs no product.
+
+Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``route``, ``swiglu_quantize``, ``fp8_linear`` and
+``experts_forward``; kernels have the bits of theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.experts import Tiles, experts_outputs_ref
+from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
+from dsv4lite.kernels.routing import Copies, route_ref, take_copies
+from dsv4lite.kernels.swiglu import swiglu_quantize_ref
+
+MOE_FEW_TOKENS = PAIR_ROWS
+_MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
+
+
+class Router(NamedTuple):
+    """How experts are chosen: the arguments of ``route`` that are the same in every step, and where a step's tokens are.
+
+    Attributes:
+        top_k: Experts per token.
+        scale: Of their weights.
+        bias_E: For the selection, float32.
+        table_VK: Experts of every token id, int64, instead of a selection.
+        token_ids_T: The tokens' ids.
+        positions_T: Negative for padding.
+    """
+
+    top_k: int
+    scale: float
+    bias_E: Tensor | None
+    table_VK: Tensor | None
+    token_ids_T: Tensor
+    positions_T: Tensor | None
+
+
+class Held(NamedTuple):
+    """Which part of a layer's experts a rank has.
+
+    Attributes:
+        partial: Routed experts are cut by width: what they return is a part, float32.
+        shared_partial: So is the shared expert.
+        first: Slots are counted through all ranks: this rank's begin with this one.
+        copies: Which slots experts have; ``None`` if each has the one of its id.
+    """
+
+    partial: bool = False
+    shared_partial: bool = False
+    first: int = 0
+    copies: Copies | None = None
+
+    def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
+        """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
+        slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
+        # What lies before the first comes to lie behind the last.
+        return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
+
+
+class ExpertSum(NamedTuple):
+    """A sum over experts that nobody has taken yet: the routed ones in order, then the shared one, float32, rounded once.
+
+    Attributes:
+        chosen_TK: Experts by their slots, int64 [T, K]; where there is no such slot nothing is added, whatever the output.
+        outputs_TKD: bfloat16 [T, K, D]; float32 where they are parts of what experts return.
+        shared_TD: bfloat16 or float32 [T, D], likewise; ``None`` where another rank has it.
+        experts: How many slots there are.
+    """
+
+    chosen_TK: Tensor
+    outputs_TKD: Tensor
+    shared_TD: Tensor | None
+    experts: int
+
+
+def suits_few(tokens: int, top_k: int) -> bool:
+    """Return whether ``moe_few`` is for so many tokens."""
+    return 0 < tokens <= MOE_FEW_TOKENS and top_k <= _MOST_EXPERTS
+
+
+def moe_few(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor | None,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    row_tile: int | None = None,
+    *,
+    held: Held | None = None,
+) -> ExpertSum:
+    """Run few tokens through their experts.
+
+    Args:
+        logits_TE: float32 outputs of the gate.
+        router: Chooses by them.
+        x_codes, x_scales: Inputs in FP8, as ``experts_forward`` takes them.
+        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I]; ``None`` leaves that expert to another rank.
+        shared_codes, shared_scales: Its w2, as ``fp8_linear`` takes it.
+        w13, w2: Routed experts.
+        limit: Of the activations.
+        row_tile: As for ``fp8_linear``.
+        held: What ``w13``, ``w2`` and the shared expert are, if not whole.
+    """
+    given = (logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
+    if use_triton(x_codes):
+        from dsv4lite.kernels.experts.decode_small_triton import moe_few_triton
+
+        return moe_few_triton(*given, held)
+    return moe_few_ref(*given, row_tile, held=held)
+
+
+def moe_few_ref(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor | None,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    row_tile: int | None = None,
+    *,
+    held: Held | None = None,
+) -> ExpertSum:
+    """See ``moe_few``."""
+    chosen_TK, weight_TK = route_ref(
+        logits_TE,
+        router.top_k,
+        router.scale,
+        bias_E=router.bias_E,
+        chosen_TK=router.table_VK,
+        token_ids_T=None if router.table_VK is None else router.token_ids_T,
+        positions_T=router.positions_T,
+    )
+    held, experts = held or Held(), w2.shape[0]
+    shared_TD: Tensor | None = None
+    if h_TI is not None:
+        dtype = torch.float32 if held.shared_partial else h_TI.dtype
+        shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
+    slots_TK = held.own_slots(chosen_TK, experts)
+    outputs_TKD = experts_outputs_ref(x_codes, x_scales, slots_TK, weight_TK, w13, w2, limit, partial=held.partial)
+    return ExpertSum(slots_TK, outputs_TKD if held.partial else outputs_TKD.bfloat16(), shared_TD, experts)
+
+
+def sum_experts(parts: ExpertSum) -> Tensor:
+    """Return the sum, [T, D] in the dtype of the shared expert's output, or float32 without that."""
+    if use_triton(parts.outputs_TKD):
+        from dsv4lite.kernels.experts.triton import combine_triton
+
+        return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, parts.shared_TD)
+    return sum_experts_ref(parts)
+
+
+def sum_experts_ref(parts: ExpertSum) -> Tensor:
+    """See ``sum_experts``."""
+    found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
+    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
+    total = outputs[:, 0]
+    for k in range(1, outputs.shape[1]):
+        total = total + outputs[:, k]
+    return total if parts.shared_TD is None else (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

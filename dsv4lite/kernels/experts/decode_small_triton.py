@@ -1,0 +1,290 @@
+"""Kernels of ``moe_few.py``: two launches, for a launch that waits for another takes longer than the little work of most.
+
+    prepare    a program routes each token, the last one of them groups all; beside them the shared expert's activation, and scales
+    experts    the routed experts' first product (``experts_triton.py``), the shared expert's second, the routed ones' second
+
+Each part does what its kernel for many tokens does, in the same order. Programs of the last product wait for the first one's of
+their expert, which have smaller numbers, were started before them and wait for nobody: so it ends however few run at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.experts import GROUP, Tiles
+from dsv4lite.kernels.experts.decode_small import MOE_FEW_TOKENS, ExpertSum, Held, Router
+from dsv4lite.kernels.experts.triton import Block, Work, down_tile, gate_up_tile
+from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.routing.triton import route_rows
+from dsv4lite.kernels.swiglu.triton import swiglu_groups
+
+_OUTS = 64  # of one program of the shared expert, as of any product of few rows
+# How both products are multiplied in one launch.
+_ONE_TOKEN = Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)
+_MORE_TOKENS = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
+# Programs of a token's activation, and warps of every program, by the tile of tokens.
+_SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), MOE_FEW_TOKENS: (4, 4)}
+
+
+@triton.jit
+def _group_rows(
+    token, ids, place, used, order, owner, blocks, pairs, most, TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr
+):  # fmt: skip
+    """Give each expert a block, in the order of their ids; experts of tokens [TOKENS, TOP_TILE] are those that are used."""
+    PAIRS: tl.constexpr = ids.shape[0] * ids.shape[1]
+    fill = tl.arange(0, FILL)
+    tl.store(order + fill, pairs, mask=fill < most * ROWS)  # a number that is no pair
+    wanted = tl.reshape(used, (PAIRS,))
+    expert = tl.where(wanted, tl.reshape(ids, (PAIRS,)), -1)
+    number = tl.reshape(tl.broadcast_to(token[:, None], ids.shape), (PAIRS,)).to(tl.int32)
+    pair = number * TOP_K + tl.reshape(place, (PAIRS,))
+    # Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
+    same = expert[None, :] == expert[:, None]
+    row = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
+    first = wanted & (row == 0)
+    block = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
+    tl.store(blocks, tl.sum(first.to(tl.int32)))
+    tl.store(owner + block, expert, mask=first)
+    tl.debug_barrier()  # other threads have filled the blocks
+    tl.store(order + block * ROWS + row, pair, mask=wanted)
+
+
+@triton.jit(do_not_specialize=["tokens", "most", "first"])
+def _prepare_kernel(
+    logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
+    chosen, weights, routed, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
+    tokens, most, logits_stride, route_scale, width, limit, first,
+    EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor()
+    let_successor_in()
+    program = tl.program_id(0)
+    if program < tokens:
+        token = program + tl.arange(0, 1)
+        ids, weight, place = route_rows(
+            token.to(tl.int64), token < tokens, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
+        )  # fmt: skip
+        used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
+        at = token[:, None] * TOP_K + place
+        tl.store(weights + at, weight, mask=used)
+        if COPIES > 0:
+            # Reference: take_copies
+            if COUNTS:
+                tl.atomic_add(load + ids, tl.full(ids.shape, 1, tl.int64), mask=used, sem="relaxed")
+            turn = token[:, None] % tl.load(copy_counts + ids, mask=used, other=1).to(tl.int32)
+            ids = tl.load(copy_slots + ids * COPIES + turn, mask=used, other=0).to(tl.int32)
+        # Reference: own_slots
+        here = used & (ids >= first) & (ids < first + HELD)
+        ids = tl.where(here, ids - first, HELD)
+        tl.store(chosen + at, ids.to(tl.int64), mask=used)
+        tl.debug_barrier()  # all threads have written when one of them says so
+        arrived = tl.atomic_add(routed, 1, sem="acq_rel", scope="gpu")
+        if arrived == tokens - 1:
+            every = tl.arange(0, TOKENS)
+            each = tl.arange(0, TOP_TILE)[None, :] + tl.zeros((TOKENS, TOP_TILE), tl.int32)
+            there = (every < tokens)[:, None] & (each < TOP_K)
+            all_ids = tl.load(chosen + every[:, None] * TOP_K + each, mask=there, other=HELD, cache_modifier=".cg").to(tl.int32)
+            _group_rows(every, all_ids, each, all_ids < HELD, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+            tl.store(routed, 0)  # as the next step finds it
+    else:
+        mine = ((program - tokens) // SHARERS).to(tl.int64)
+        part = (program - tokens) % SHARERS
+        if SHARED > 0:
+            group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
+            swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+        if part == 0:
+            column = tl.arange(0, COLUMNS_TILE)
+            scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
+            tl.store(x_words + mine * COLUMNS + column, scale << 23, mask=column < COLUMNS)
+            choice = tl.arange(0, TOP_TILE)
+            block = mine * TOP_K + choice
+            wanted = (choice < TOP_K) & (block < most)
+            tl.store(done + block, tl.zeros((TOP_TILE,), tl.int32), mask=wanted)
+            hidden = tl.arange(0, GROUPS_TILE)[None, :]
+            counts = arrivals + block[:, None] * GROUPS + hidden
+            tl.store(counts, tl.zeros((TOP_TILE, GROUPS_TILE), tl.int32), mask=wanted[:, None] & (hidden < GROUPS))
+
+
+@triton.jit(do_not_specialize=["pairs", "M"])
+def _experts_kernel(
+    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
+    u_numbers, w2_codes, w2_scales, y, done, gate_up_programs, shared_programs,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor()
+    program = tl.program_id(0)
+    if program < gate_up_programs:
+        gate_up_tile(
+            program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+        )  # fmt: skip
+    elif program < gate_up_programs + shared_programs:
+        fp8_tile(
+            program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
+            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
+        )  # fmt: skip
+    else:
+        down_tile(
+            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, order, owner, blocks, y, pairs,
+            HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+        )  # fmt: skip
+
+
+def moe_few_triton(
+    logits_TE: Tensor,
+    router: Router,
+    x_codes: Tensor,
+    x_scales: Tensor,
+    h_TI: Tensor | None,
+    shared_codes: Tensor,
+    shared_scales: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    held: Held | None = None,
+) -> ExpertSum:
+    """Launch ``moe_few``."""
+    held = held or Held()
+    (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
+    assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
+    assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
+    work = Work.allocate(tokens, router.top_k, w2, _ONE_TOKEN if tokens == 1 else _MORE_TOKENS, by_token=True)
+    done = torch.empty(work.groups.most, dtype=torch.int32, device=x_codes.device)
+    shared = h_TI is not None
+    if h_TI is None:  # of no channel
+        h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
+    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, done, held)
+    u, u_codes = work.room_for_u()
+    y = work.room_for_y(partial=held.partial)
+    shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
+    shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
+    inputs = shared_codes.shape[1]
+    blocks, shared_programs = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS) if shared else 0
+    assert shared_codes.shape == (hidden, h_TI.shape[1] // 2 if shared else inputs), shared_codes.shape
+    assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
+    codes = capability_of(x_codes.device) < 89
+    s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
+    _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
+        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes),
+        s,
+        s_scales,
+        w,
+        shared_scales,
+        shared_TD,
+        tokens,
+        hidden,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits_of(hidden, blocks)),
+        work.numbers(u_codes),
+        w2.codes,
+        w2.scales,
+        y,
+        done,
+        work.gate_up_programs,
+        shared_programs,
+        TOP_K=router.top_k,
+        BM=MOE_FEW_TOKENS,
+        BN=_OUTS,
+        SCALE_ROWS=scale_rows(shared_codes, shared_scales),
+        EVEN_K=inputs % FP8_BLOCK == 0,
+        CODES=codes,
+        GROUPED=GROUPED_TILES,
+        **work.constants(w13),
+        launch_pdl=dependent_launch(x_codes.device),
+    )
+    return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
+
+
+def _prepare(
+    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, done: Tensor, held: Held
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Route and group; return slots, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
+    (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
+    table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
+    assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
+    assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
+    assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
+    load_E = None if copies is None else copies.load_E
+    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+    weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
+    inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _SHARERS if tokens <= tile)
+    most_sharers, num_warps = _SHARERS[tile]
+    shared_groups = triton.cdiv(inputs, GROUP)
+    s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
+    s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
+    shared = triton.next_power_of_2(shared_groups) if inputs else 0
+    sharers = min(max(shared, 1), most_sharers)
+    columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    _prepare_kernel[(tokens + tokens * sharers,)](
+        logits_TE,
+        logits_TE if bias is None else bias,
+        chosen_TK if table is None else table,
+        router.token_ids_T,
+        router.token_ids_T if positions is None else positions,
+        *((chosen_TK,) * 2 if copies is None else copies[:2]),
+        chosen_TK if load_E is None else load_E,
+        h_TI,
+        x_scales,
+        chosen_TK,
+        weight_TK,
+        counters_of(device),
+        groups.order,
+        groups.owner,
+        groups.count,
+        groups.arrivals,
+        done,
+        groups.x_words,
+        s_codes,
+        s_scales,
+        tokens,
+        groups.most,
+        logits_TE.stride(0),
+        router.scale,
+        inputs,
+        limit,
+        held.first,
+        EXPERTS=experts,
+        HELD=work.experts,
+        COPIES=0 if copies is None else copies.slots_EC.shape[1],
+        COUNTS=load_E is not None,
+        BLOCK=triton.next_power_of_2(experts),
+        TOP_K=top_k,
+        TOP_TILE=triton.next_power_of_2(top_k),
+        BIASED=bias is not None,
+        FIXED=table is not None,
+        PADDED=positions is not None,
+        TOKENS=tile,
+        ROWS=work.block.rows,
+        FILL=triton.next_power_of_2(tile * top_k * work.block.rows),
+        COLUMNS=columns,
+        COLUMNS_TILE=triton.next_power_of_2(columns),
+        GROUPS=hidden_groups,
+        GROUPS_TILE=triton.next_power_of_2(hidden_groups),
+        SHARED=shared,
+        SHARERS=sharers,
+        ALIGNED=inputs % GROUP == 0,
+        NATIVE=work.native,
+        GPU=on_gpu(logits_TE.device),
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+        launch_pdl=dependent_launch(device),
+    )
+    return chosen_TK, weight_TK, s_codes, s_scales

@@ -1,0 +1,570 @@
+"""Kernels of ``experts.py``: four launches, the same whatever the routing, without a word to the host.
+
+    group     rows of each expert -> blocks of ``rows`` rows, and the expert of each block (``grouping_triton.py``)
+    gate_up   one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
+    down      one block x 64 or 128 columns of the result, one row per token and expert
+    combine   sum over k, and the shared expert
+
+Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes come from memory in the
+order in which a thread needs them (``experts.py``), so they are widened, four at a time, and multiplied without changing places.
+Every block size runs the same additions in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
+from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton
+from dsv4lite.kernels.pdl import let_successor_in
+from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
+
+_SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """How one program multiplies.
+
+    Attributes:
+        rows: Tokens of one block.
+        tiles: Tiles of 64 weight rows.
+        num_stages: Of the weight stream.
+        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
+        max_registers: Per thread, where more would halve the programs on a multiprocessor.
+    """
+
+    rows: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    unroll: int = 1
+
+    def unroll_of(self, fp4: bool, native: bool) -> int:
+        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
+        return self.unroll if fp4 and native else 1
+
+
+# By the most pairs of token and expert there are: few need many programs.
+FEW: tuple[tuple[int, Block], ...] = (
+    (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
+    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
+    (96, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+)
+# By the most pairs there are for each expert.
+BLOCKS: tuple[tuple[int | None, Block], ...] = (
+    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
+    (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
+)
+
+
+def block_for(pairs: int, experts: int) -> Block:
+    """Return how to multiply, from the numbers of pairs and of experts alone."""
+    few = [block for most, block in FEW if pairs <= most]
+    return few[0] if few else next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
+
+
+@triton.jit
+def _inputs(x, valid, NATIVE: tl.constexpr):
+    """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
+    if NATIVE:
+        numbers = tl.load(x, mask=valid[None, :], other=0.0)
+    else:
+        numbers = widen_fp8(tl.load(x, mask=valid[None, :], other=0), False)
+    return numbers
+
+
+@triton.jit
+def _tile_product(
+    x,
+    valid,
+    words,
+    codes,
+    scales,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORD_STEP: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Return ``w @ x.T``, float32 [TILES * 64, rows].
+
+    Args:
+        x: Pointers to the first 128 columns of the inputs, [128, rows].
+        valid: Which rows there are.
+        words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``WORD_STEP`` further.
+        codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
+    """
+    BYTES: tl.constexpr = 4096 if FP4 else 8192
+    LIFT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # what widening left out
+    bits = tl.reshape(tl.load(scales), (TILES * 64,))
+    base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
+    acc = tl.zeros((TILES * 64, ROWS), tl.float32)
+    for c in tl.range(0, CHUNKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        unit = tl.load(words + c * WORD_STEP).to(tl.float32, bitcast=True)
+        s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
+        numbers = _inputs(x + c * 128, valid, NATIVE)
+        codes_c = codes + c * BYTES
+        if FP4:
+            s &= 0x7C7C7C7C
+            w = side_by_side(
+                widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
+                widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
+            )
+            part = tl.dot(w, numbers)
+        else:
+            w = side_by_side(
+                side_by_side(place(tl.load(codes_c), TILES), place(tl.load(codes_c + 2048), TILES)),
+                side_by_side(place(tl.load(codes_c + 4096), TILES), place(tl.load(codes_c + 6144), TILES)),
+            )
+            part = tl.dot(widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
+        acc += part * unit[None, :]
+    if FP4:
+        acc *= ((base + LIFT) << 23).to(tl.float32, bitcast=True)[:, None]
+    else:
+        acc *= 1 << LIFT
+    return acc
+
+
+@triton.jit
+def _quantize_last(
+    u, u_codes, u_words, arrivals, block, group, pair, valid,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
+):  # fmt: skip
+    """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them; count it in ``done``."""
+    # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
+    tl.debug_barrier()  # all threads have written when one of them says so
+    arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == SHARERS - 1:
+        at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
+        y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+        bits = fp8_scale_bits(y)
+        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
+        tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
+        if done is not None:
+            tl.debug_barrier()  # all threads have written when one of them says so
+            tl.atomic_add(done + block, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def gate_up_tile(
+    program,
+    x,
+    x_words,
+    codes,
+    scales,
+    order,
+    owner,
+    blocks,
+    weight,
+    u,
+    u_codes,
+    u_words,
+    arrivals,
+    pairs,
+    limit,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    done=None,
+):
+    """Compute ``TILES * 32`` columns of ``u`` for one block; ``done`` counts the groups of 128 that are quantized."""
+    PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
+    CHUNKS: tl.constexpr = HIDDEN // 128
+    block = (program // PROGRAMS).to(tl.int64)
+    program = program % PROGRAMS
+    row = tl.arange(0, ROWS)
+    count = tl.load(blocks)
+    expert = tl.load(owner + block).to(tl.int64)
+    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    if block < count:
+        valid = pair < pairs
+        pair = tl.where(valid, pair, 0)
+        token = pair // TOP_K
+        words = x_words + (token * CHUNKS if BY_TOKEN else block * (CHUNKS * ROWS) + row)
+        tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
+        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
+        both = to_bf16(
+            _tile_product(
+                x + token[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
+                valid,
+                words,
+                codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+                scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+                CHUNKS,
+                ROWS,
+                1 if BY_TOKEN else ROWS,
+                TILES,
+                FP4,
+                NATIVE,
+                STAGES,
+                UNROLL,
+            ),
+            NATIVE,
+        )
+        mix = tl.load(weight + pair, mask=valid, other=0.0)
+        # A thread has row bit 3 of a tile, gate or up, in its own registers.
+        gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
+        # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+        gate = tl.minimum(gate.to(tl.float32), limit)
+        up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+        activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+        activated = tl.reshape(activated, (TILES * 32, ROWS))
+        column = program * (TILES * 32) + tl.arange(0, TILES * 32)
+        tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
+        SHARERS: tl.constexpr = 4 // TILES
+        _quantize_last(u, u_codes, u_words, arrivals, block, program // SHARERS, pair, valid, WIDTH, ROWS, SHARERS, NATIVE, done)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _gate_up_kernel(
+    x,
+    x_words,
+    codes,
+    scales,
+    order,
+    owner,
+    blocks,
+    weight,
+    u,
+    u_codes,
+    u_words,
+    arrivals,
+    pairs,
+    limit,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    gate_up_tile(
+        tl.program_id(0),
+        x,
+        x_words,
+        codes,
+        scales,
+        order,
+        owner,
+        blocks,
+        weight,
+        u,
+        u_codes,
+        u_words,
+        arrivals,
+        pairs,
+        limit,
+        HIDDEN,
+        WIDTH,
+        TOP_K,
+        ROWS,
+        False,
+        TILES,
+        FP4,
+        NATIVE,
+        STAGES,
+        UNROLL,
+    )
+
+
+@triton.jit
+def down_tile(
+    program, u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
+):  # fmt: skip
+    """Compute ``TILES * 64`` columns of the result for one block; with ``done``, once that has counted all groups of its inputs."""
+    PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
+    CHUNKS: tl.constexpr = WIDTH // 128
+    block = (program // PROGRAMS).to(tl.int64)
+    program = program % PROGRAMS
+    row = tl.arange(0, ROWS)
+    count = tl.load(blocks)
+    expert = tl.load(owner + block).to(tl.int64)
+    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    if block < count:
+        valid = pair < pairs
+        pair = tl.where(valid, pair, 0)
+        tile = (expert * (HIDDEN // 64) + program * TILES) * CHUNKS + tl.arange(0, TILES) * CHUNKS
+        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        if done is not None:
+            counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # reads it
+            while counted < CHUNKS:
+                counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
+        # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
+        out = _tile_product(
+            u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
+            valid,
+            u_words + block * (CHUNKS * ROWS) + row,
+            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
+            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+            CHUNKS,
+            ROWS,
+            ROWS,
+            TILES,
+            FP4,
+            NATIVE,
+            STAGES,
+            UNROLL,
+        )
+        let_successor_in()
+        PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
+        if not PARTIAL:
+            out = to_bf16(out, NATIVE)
+        column = program * (TILES * 64) + tl.arange(0, TILES * 64)
+        tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _down_kernel(
+    u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    down_tile(
+        tl.program_id(0), u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+        HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(
+    y,
+    chosen,
+    shared,
+    out,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    # Reference: total = total + outputs[:, k]
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(0, TOP_K):
+        pair = token * TOP_K + k
+        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+        total += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
+    if SHARED:
+        # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
+        total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        total = to_bf16(total, NATIVE)
+    tl.store(out + token * HIDDEN + column, total, mask=inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Sizes of one call, and what its kernels hand to each other.
+
+    Attributes:
+        native: The chip knows e4m3; the interpreter, too, goes the way of older chips, for its own rounding differs.
+        groups: Which pairs of token and expert each block has.
+        u_words: Bits of the scales of ``u`` in the blocks' order, int32 [blocks, I / 128, rows].
+    """
+
+    block: Block
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    native: bool
+    groups: Groups
+    u_words: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: Block | None = None, *, by_token: bool = False) -> Work:
+        """Make room for the pairs of some tokens; inputs have their scales by token, or in the blocks' order."""
+        (experts, hidden, width), device = w2.shape, w2.codes.device
+        block = block or block_for(tokens * top_k, experts)
+        groups = Groups.allocate(tokens, top_k, experts, hidden, width, block.rows, device, by_token=by_token)
+        return cls(
+            block=block,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            width=width,
+            native=native_e4m3(w2.codes),
+            groups=groups,
+            u_words=torch.empty(groups.most, width // GROUP, block.rows, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def gate_up_programs(self) -> int:
+        """How many programs the first product has."""
+        return self.groups.most * (self.width // HALF_ROWS // self.block.tiles)
+
+    @property
+    def down_programs(self) -> int:
+        """How many programs the second product has."""
+        return self.groups.most * (self.hidden // TILE_ROWS // self.block.tiles)
+
+    def room_for_u(self) -> tuple[Tensor, Tensor]:
+        """Return places for ``u``, bfloat16 [pairs, I], and for its codes, uint8."""
+        shape, device = (self.groups.pairs, self.width), self.u_words.device
+        return torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def room_for_y(self, *, partial: bool) -> Tensor:
+        """Return a place for each pair's result, or part of it, [pairs, D]."""
+        dtype = torch.float32 if partial else torch.bfloat16
+        return torch.empty(self.groups.pairs, self.hidden, dtype=dtype, device=self.u_words.device)
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        """Return codes as the products read them."""
+        return codes.view(torch.float8_e4m3fn if self.native else torch.uint8)
+
+    def gate_up_arguments(
+        self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u: Tensor, u_codes: Tensor
+    ) -> tuple[Tensor | int | float, ...]:
+        """Return what ``gate_up_tile`` takes after its number; scales of ``u`` go to ``u_words``."""
+        groups = self.groups
+        return (
+            self.numbers(x_codes),
+            groups.x_words,
+            w13.codes,
+            w13.scales,
+            groups.order,
+            groups.owner,
+            groups.count,
+            weight_TK,
+            u,
+            u_codes,
+            self.u_words,
+            groups.arrivals,
+            groups.pairs,
+            limit,
+        )
+
+    def down(self, u_codes: Tensor, w2: Tiles, *, partial: bool = False) -> Tensor:
+        """Launch the second product; return each pair's result [pairs, D]: nothing where there is no expert."""
+        groups = self.groups
+        y = self.room_for_y(partial=partial)
+        _down_kernel[(self.down_programs,)](
+            self.numbers(u_codes),
+            self.u_words,
+            w2.codes,
+            w2.scales,
+            groups.order,
+            groups.owner,
+            groups.count,
+            y,
+            groups.pairs,
+            **self.constants(w2),
+        )
+        return y
+
+    def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
+        """Return how both products are compiled and launched."""
+        return {
+            "HIDDEN": self.hidden,
+            "WIDTH": self.width,
+            "ROWS": self.block.rows,
+            "TILES": self.block.tiles,
+            "STAGES": self.block.num_stages,
+            "UNROLL": self.block.unroll_of(weights.fp4, self.native),
+            "FP4": weights.fp4,
+            "NATIVE": self.native,
+            "num_warps": self.block.num_warps,
+            "num_stages": self.block.num_stages,
+            "maxnreg": self.block.max_registers,
+            "enable_fp_fusion": True,
+        }
+
+
+def experts_forward_triton(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    shared_TD: Tensor | None = None,
+    *,
+    partial: bool = False,
+    block: Block | None = None,
+) -> Tensor:
+    """Launch ``experts_forward``; ``block`` is for measurements."""
+    assert shared_TD is None or shared_TD.is_contiguous()
+    y = experts_outputs_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=partial, block=block)
+    return combine_triton(y.flatten(0, 1), chosen_TK, w2.shape[0], shared_TD)
+
+
+def experts_outputs_triton(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    chosen_TK: Tensor,
+    weight_TK: Tensor,
+    w13: Tiles,
+    w2: Tiles,
+    limit: float,
+    *,
+    partial: bool = False,
+    block: Block | None = None,
+) -> Tensor:
+    """Launch ``experts_outputs``."""
+    (tokens, hidden), top_k = x_codes.shape, chosen_TK.shape[1]
+    experts, _, width = w2.shape
+    assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden, (w13.shape, w2.shape)
+    assert hidden % GROUP == width % GROUP == 0 and w13.fp4 == w2.fp4
+    assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
+    assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
+    if tokens == 0:
+        return torch.empty(0, top_k, hidden, dtype=torch.float32 if partial else torch.bfloat16, device=x_codes.device)
+    work = Work.allocate(tokens, top_k, w2, block)
+    group_triton(chosen_TK, x_scales, experts, work.groups)
+    u, u_codes = work.room_for_u()
+    arguments = work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes)
+    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(w13))
+    del u, arguments
+    return work.down(u_codes, w2, partial=partial).view(tokens, top_k, hidden)
+
+
+def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor | None) -> Tensor:
+    """Sum pairs [T * K, D] over k, float32; with ``shared_TD``, add that and round to its dtype."""
+    (tokens, top_k), hidden = chosen_TK.shape, y.shape[1]
+    dtype = torch.float32 if shared_TD is None else shared_TD.dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
+    if tokens:
+        _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+            y,
+            chosen_TK,
+            out if shared_TD is None else shared_TD,
+            out,
+            EXPERTS=experts,
+            HIDDEN=hidden,
+            TOP_K=top_k,
+            SHARED=shared_TD is not None,
+            BLOCK=_SUM_BLOCK,
+            NATIVE=native_e4m3(y),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out

@@ -1,0 +1,169 @@
+"""Kernels of ``hc.py`` for any number of streams in float32 or bfloat16: one program per token, so that its bits are its own.
+
+    leave      writes a sub-layer's output into the streams, and sums the squares of what it writes
+    collapse   coefficients of the token, its weighted sum of the streams, and the norm
+
+Streams are projected by the library in between.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.rows.triton import inverse_root, rounded
+
+_BLOCK = 1024  # channels at a time
+
+
+@triton.jit
+def _leave_kernel(
+    streams, y, post, comb, out, squares,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LEAVE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = out.dtype.element_ty == tl.float32
+    token = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, WIDTH, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        for k in tl.static_range(STREAMS):
+            here = (token * STREAMS + k) * WIDTH + column
+            if LEAVE:
+                # Reference: hc_expand_ref
+                added = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+                value = added * tl.load(post + token * STREAMS + k)
+                for j in tl.static_range(STREAMS):
+                    weight = tl.load(comb + (token * STREAMS + j) * STREAMS + k)
+                    x = tl.load(streams + (token * STREAMS + j) * WIDTH + column, mask=inside, other=0.0)
+                    value += x.to(tl.float32) * weight
+                value = rounded(value, WIDE, GPU)
+                tl.store(out + here, value.to(out.dtype.element_ty), mask=inside)
+            else:
+                value = tl.load(streams + here, mask=inside, other=0.0).to(tl.float32)
+            total += value * value
+    # Reference: z.square().sum(-1)
+    tl.store(squares + token, tl.sum(total))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _mix(sums, base, scale, post, comb, factor, eps, STREAMS: tl.constexpr, TILE: tl.constexpr, ITERS: tl.constexpr):
+    """Store how a token's output returns to the streams."""
+    # Reference: hc_split
+    j = tl.arange(0, TILE)
+    here = j < STREAMS
+    m = tl.load(sums + STREAMS + j, mask=here, other=0.0) * factor
+    written = 2 * _sigmoid(m * tl.load(scale + 1) + tl.load(base + STREAMS + j, mask=here, other=0.0))
+    tl.store(post + j, written, mask=here)
+    at = j[:, None] * STREAMS + j[None, :]
+    both = here[:, None] & here[None, :]
+    m = tl.load(sums + 2 * STREAMS + at, mask=both, other=0.0) * factor
+    m = m * tl.load(scale + 2) + tl.load(base + 2 * STREAMS + at, mask=both, other=0.0)
+    e = tl.where(both, tl.exp(m - tl.max(tl.where(both, m, float("-inf")), 1)[:, None]), 0.0)
+    a = tl.where(both, e / tl.where(here, tl.sum(e, 1), 1.0)[:, None] + eps, 0.0)
+    # Reference: sinkhorn; places without a stream stay 1
+    row = tl.full((TILE,), 1.0, tl.float32)
+    col = tl.where(here, tl.sum(a, 0) + eps, 1.0)
+    for _ in range(ITERS - 1):
+        row = tl.where(here, eps * row + tl.sum(a / col[None, :], 1), 1.0)
+        col = tl.where(here, eps * col + tl.sum(a / row[:, None], 0), 1.0)
+    tl.store(comb + at, a / (row[:, None] * col[None, :]), mask=both)
+
+
+@triton.jit
+def _collapse_kernel(
+    streams, sums, base, scale, norm_weight, x, post, comb, eps, norm_eps,
+    STREAMS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr,
+    HEAD: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
+    token = tl.program_id(0).to(tl.int64)
+    sums += token * (ROWS + 1)
+    # Reference: hc_normalise
+    factor = inverse_root(tl.load(sums + ROWS) / (STREAMS * WIDTH) + norm_eps)
+    if not HEAD:
+        _mix(
+            sums, base, scale, post + token * STREAMS, comb + token * (STREAMS * STREAMS), factor, eps, STREAMS, TILE, ITERS
+        )  # fmt: skip
+    # Reference: weighted_sum
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    total = tl.zeros((PADDED,), tl.float32)
+    for j in tl.static_range(STREAMS):
+        pre = _sigmoid(tl.load(sums + j) * factor * tl.load(scale) + tl.load(base + j)) + eps
+        stream = tl.load(streams + (token * STREAMS + j) * WIDTH + column, mask=inside, other=0.0)
+        total += stream.to(tl.float32) * pre
+    total = rounded(total, WIDE, GPU)
+    if not HEAD:
+        # Reference: rms_norm
+        weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+        total = rounded(total * inverse_root(tl.sum(total * total) / WIDTH + norm_eps) * weight, WIDE, GPU)
+    tl.store(x + token * WIDTH + column, total.to(x.dtype.element_ty), mask=inside)
+
+
+def plain_leave_enter_triton(
+    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch ``hc_leave_enter``, or, without ``fn``, ``hc_expand``; ``pending`` is a sub-layer's output, ``post`` and ``comb``.
+
+    Returns:
+        The streams, and float32 [1, T, rows of fn + 1].
+    """
+    tokens, streams, width = streams_TND.shape
+    y, post, comb = pending or (streams_TND,) * 3
+    assert streams_TND.is_contiguous() and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
+    out = streams_TND if pending is None else torch.empty_like(streams_TND)
+    rows = 0 if fn is None else len(fn)
+    sums = torch.empty(1, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
+    squares = torch.empty(tokens, dtype=torch.float32, device=streams_TND.device)
+    if tokens:
+        _leave_kernel[(tokens,)](
+            streams_TND, y, post, comb, out, squares,
+            STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, triton.next_power_of_2(width)), LEAVE=pending is not None,
+            GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    if fn is not None:
+        sums[0, :, :rows] = matmul_rows(out.flatten(1).float(), fn, row_tile)
+        sums[0, :, rows] = squares
+    return out, sums
+
+
+def plain_collapse_triton(
+    streams_TND: Tensor,
+    sums: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch ``hc_collapse``; without ``norm_weight``, that of the model's head, which neither norms nor returns.
+
+    Returns:
+        x [T, D], post [T, N], comb [T, N, N].
+    """
+    (tokens, streams, width), rows, device, head = streams_TND.shape, len(base), streams_TND.device, norm_weight is None
+    assert sums.shape == (1, tokens, rows + 1) and sums.is_contiguous() and streams_TND.is_contiguous(), sums.shape
+    assert rows == (streams if head else streams * (streams + 2)), (rows, streams)
+    x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
+    mixed = 0 if head else tokens
+    post = torch.empty(mixed, streams, dtype=torch.float32, device=device)
+    comb = torch.empty(mixed, streams, streams, dtype=torch.float32, device=device)
+    if tokens:
+        _collapse_kernel[(tokens,)](
+            streams_TND, sums, base, scale, x if norm_weight is None else norm_weight, x, post, comb, eps, norm_eps,
+            STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
+            ITERS=iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return x, post, comb

@@ -1,0 +1,91 @@
+"""The norms of the two latents that all heads share, and the packed kv row that the window keeps.
+
+    qr = rms_norm(latent[:R]) q_norm            rounded to bfloat16, then to FP8, 1x128, for the product with wq_b
+    kv = rope(rms_norm(latent[R:]) kv_norm)     rounded to bfloat16 twice, then packed
+
+Where rows are plain, both stay as they are, in the dtype of the latents.
+
+Source: DeepSeek-V4 specification 3.3 and 5.2.  Numerics: those of ``rms_norm``, ``rope``, ``quantize_fp8`` and ``Fp8Kv.pack``.
+The kernel's sum of squares has another order: about one bfloat16 in 10^4 is the neighbouring one before it is quantized;
+float32 agrees to 1e-6.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.rope import rope
+from dsv4lite.kernels.rows import PlainRow, RowStore
+
+QUERY_GROUP = 128
+WINDOW_TOKENS = 128
+
+
+def latent_norms_ref(
+    latent_TK: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    window: RowStore,
+    paging: Paging,
+    window_tokens: int = WINDOW_TOKENS,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """See ``latent_norms``."""
+    rank, position_T = q_norm.shape[0], paging.positions_T
+    latent_TK = latent_TK.masked_fill((position_T < 0)[:, None], 0.0)
+    qr_TR, plain = rms_norm(latent_TK[:, :rank], q_norm, eps), isinstance(window.format, PlainRow)
+    q_codes, q_scales = (qr_TR, None) if plain else quantize_fp8(qr_TR, QUERY_GROUP)
+    kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
+    fresh_TB = torch.cat(window.format.pack(kv_TC), -1)
+
+    sequence_T = paging.sequence_T.long()
+    first_kept_S = paging.first_S + paging.lens_S - window_tokens
+    kept = ((position_T >= 0) & (position_T >= first_kept_S[sequence_T])).nonzero()[:, 0]
+    sequence, position, rows = sequence_T[kept], position_T[kept].long(), window.rows_per_page
+    page = paging.window_SP[sequence, position // rows - paging.window_first_S[sequence]].long()
+    written = page >= 0
+    window.write((page * rows + position % rows)[written], kv_TC[kept[written]])
+    return q_codes, q_scales, fresh_TB
+
+
+def latent_norms(
+    latent_TK: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    window: RowStore,
+    paging: Paging,
+    window_tokens: int = WINDOW_TOKENS,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalise both latents, rotate and pack the kv row, and keep it in the window.
+
+    Args:
+        latent_TK: [T, R + C], bfloat16, or with plain rows in their dtype.
+        q_norm, kv_norm: float32 [R] and [C].
+        cos, sin: float32 [T, rope / 2].
+        eps: Of both norms.
+        window: Receives the rows of each sequence's last ``window_tokens`` tokens, where ``paging`` names a page for them.
+        paging: Where the tokens stand. Those of padding give zeros.
+        window_tokens: How far back later tokens look.
+
+    Returns:
+        Codes float8_e4m3fn [T, R] and scale bytes uint8 [T, ceil(R / 128)] of the query latent, or with plain rows itself and
+        ``None``; and the packed kv rows uint8 [T, data + scale bytes].
+    """
+    if use_triton(latent_TK):
+        from dsv4lite.kernels.latent_norm_store.triton import latent_norms_triton
+        from dsv4lite.kernels.norm.unquantized_triton import plain_latent_norms_triton
+
+        if isinstance(window.format, PlainRow):
+            return plain_latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
+        return latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
+    return latent_norms_ref(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)

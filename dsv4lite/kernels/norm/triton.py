@@ -1,0 +1,62 @@
+"""Kernel of ``rms_norm``: one program per row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.quantize.triton import _rows_of
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, row_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, NATIVE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    # Reference: y = x.float(); y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y) / N + eps)
+    # Reference: (y if weight is None else y * weight.float()).to(x.dtype)
+    if WEIGHTED:
+        y = y * w
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out + row * N + column, y, mask=inside)
+    else:
+        tl.store(out + row * N + column, to_bf16(y, NATIVE), mask=inside)
+
+
+def _warps(block: int) -> int:
+    """Return how many warps share a row: 16 channels or more for each thread of the wide ones."""
+    return min(8, max(1, block // 512))
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Launch ``rms_norm``."""
+    assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
+    assert weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]), weight
+    rows = _rows_of(x)
+    count, width = rows.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    if count:
+        rms_norm_kernel[(count,)](
+            rows,
+            rows if weight is None else weight,
+            out,
+            rows.stride(0),
+            eps,
+            N=width,
+            BLOCK=block,
+            WEIGHTED=weight is not None,
+            NATIVE=native_e4m3(x),
+            num_warps=_warps(block),
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,168 @@
+"""Block quantization with power-of-two scales: FP8 e4m3, FP4 e2m1, and the Hadamard transform before FP4.
+
+    s = 2^ceil(log2(amax / qmax))          exponent taken from the float's bits, never from an approximate log2
+    q = round_to_nearest_even(clamp(x / s, -qmax, qmax))
+
+Source: DeepSeek-V4 specification 4.1-4.3 and 2.3.  Numerics: codes and scale bytes equal the official kernels' bit for bit.
+A scale is stored as an e8m0 byte b and means 2^(b - 127).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+
+FP8_MAX = 448.0
+FP4_MAX = 6.0
+FP8_AMAX_FLOOR = 1e-4
+FP4_AMAX_FLOOR = 6.0 * 2.0**-126
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def scale_bits(amax: Tensor, qmax: float) -> Tensor:
+    """Return the float32 bits of ``2^ceil(log2(amax / qmax))``, int32, exactly, for positive float32 ``amax``.
+
+    A mantissa that is not zero carries into the exponent. The e8m0 byte of the scale is ``bits >> 23``.
+    """
+    return ((amax * (1.0 / qmax)).view(torch.int32) + 0x7FFFFF) & 0x7F800000
+
+
+def _scale_and_inverse(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a power of two and its inverse, float32 [..., 1], from bits [...]."""
+    return bits.view(torch.float32)[..., None], (0x7F000000 - bits).view(torch.float32)[..., None]
+
+
+def e8m0_to_float(scale: Tensor) -> Tensor:
+    """Return float32 values of e8m0 scales, ``float8_e8m0fnu`` or uint8 bytes (255 is NaN); float scales pass through."""
+    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return scale.float()
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def _groups(x: Tensor, group: int) -> Tensor:
+    width = x.shape[-1]
+    if width % group:
+        x = torch.nn.functional.pad(x, (0, group - width % group))
+    return torch.unflatten(x.float(), -1, (-1, group))
+
+
+def quantize_fp8_ref(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """See ``quantize_fp8``."""
+    codes, bits = _fp8_groups(x, group)
+    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
+
+
+def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantize groups of the last dimension to e4m3.
+
+    Args:
+        x: Float [..., N]. A NaN stays one, and its group is lost with it (the official kernel's clamp turns it into a number).
+        group: Channels that share a scale; the last group may be shorter.
+
+    Returns:
+        Codes float8_e4m3fn [..., N] and scale bytes uint8 [..., ceil(N / group)].
+    """
+    if use_triton(x) and x.dtype in (torch.bfloat16, torch.float32) and group & (group - 1) == 0:
+        from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
+
+        return quantize_fp8_triton(x, group)
+    return quantize_fp8_ref(x, group)
+
+
+def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return codes [..., groups, group] and the bits of their scales [..., groups]."""
+    y = _groups(x, group)
+    bits = scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
+    return (y * _scale_and_inverse(bits)[1]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), bits
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Return float32 [..., N] from e4m3 codes and scale bytes (or float scales) per ``group``."""
+    return (_groups(codes.float(), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
+
+
+def round_fp8(x: Tensor, group: int) -> Tensor:
+    """Round to e4m3 and back, in the dtype of ``x``: what a reader of the quantized tensor sees."""
+    codes, bits = _fp8_groups(x, group)
+    return (codes.float() * bits.view(torch.float32)[..., None]).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Return the 4-bit codes, uint8, of values in [-6, 6] rounded to nearest, ties to the even code."""
+    a = x.abs()
+    # Thresholds half way between neighbours; a tie goes up exactly where the upper code is even.
+    code = (a > 0.25).to(torch.uint8) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Return the float32 values of 4-bit codes."""
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=codes.device)
+    return table[codes.int()]
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes [..., N] into bytes [..., N / 2]; the even element is the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Return 4-bit codes uint8 [..., N] of packed bytes [..., N / 2] (uint8 or int8)."""
+    packed = packed.view(torch.uint8)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """Quantize groups of the last dimension to e2m1.
+
+    Returns:
+        Codes uint8 [..., N], one per byte, and scale bytes uint8 [..., N / group].
+    """
+    y = _groups(x, group)
+    bits = scale_bits(y.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), FP4_MAX)
+    scaled = (y * _scale_and_inverse(bits)[1]).clamp(-FP4_MAX, FP4_MAX)
+    return e2m1_codes(scaled).flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
+
+
+def dequantize_fp4(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
+    """Return float32 [..., N] from unpacked codes and scale bytes."""
+    return (_groups(e2m1_values(codes), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
+
+
+def round_fp4(x: Tensor, group: int = 32) -> Tensor:
+    """Round to e2m1 and back, in the dtype of ``x``."""
+    codes, scales = quantize_fp4(x, group)
+    return dequantize_fp4(codes, scales, group).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last dimension, a power of two; Sylvester order, float32 inside, one rounding."""
+    width = x.shape[-1]
+    y, half = x.float(), 1
+    while half < width:
+        pair = y.unflatten(-1, (-1, 2, half))
+        y = torch.stack([pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]], -2).flatten(-3)
+        half *= 2
+    scale: float = width**-0.5
+    return (y * scale).to(x.dtype)
+
+
+def dequantize_matrix(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a checkpoint matrix as float32 [..., out, in]; the format follows from the dtypes.
+
+    Args:
+        weight: float8_e4m3fn [..., out, in] with 128x128 scales, packed FP4 int8/uint8 [..., out, in / 2] with scales per row
+            and 32 inputs, or plain floats.
+        scale: e8m0 (or float32, for FP8) scales; ``None`` for plain floats.
+    """
+    if weight.dtype == torch.float8_e4m3fn:
+        assert scale is not None
+        rows, cols = weight.shape[-2:]
+        wide = e8m0_to_float(scale).repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :cols]
+        return weight.float() * wide
+    if weight.dtype in (torch.int8, torch.uint8):
+        assert scale is not None
+        return dequantize_fp4(unpack_fp4(weight), scale.view(torch.uint8), 32)
+    return weight.float()

@@ -1,0 +1,273 @@
+"""Turning logits into tokens: penalties, truncation, counter-based draws and log-probabilities.
+
+    z        = penalties(logits) + bias, forbidden tokens at -inf
+    scaled   = (z - max z) / temperature, then min_p, then top_k, then top_p
+    token    = argmax(scaled - log(exponential variate of (stream, position, token id)))
+
+Every op here treats each row alone, so a row has the same bits whatever shares its batch: sums whose order a backend may choose by
+the number of rows are taken over integers, which are exact in any order. Ties always go to the lowest token id.
+
+Randomness has no state. The noise of one token is a 32-bit hash of (stream, position, token id), integer arithmetic that any other
+implementation can repeat bit by bit: with ``^`` xor, ``>>`` logical shift, and everything modulo 2**32,
+
+    mix(x, key) = x ^= x >> 16;  x = x * 0x21F0AAAD + key;  x ^= x >> 15;  x *= 0x735A2D97;  x ^= x >> 15
+    a, b = mix(stream[0] ^ position, 0), mix(stream[1] ^ position, 0);  bits = mix(token id ^ a, b)
+
+Shapes: R rows, V vocabulary, K places. Logits are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import use_triton
+
+_MULTIPLIER_1 = 0x21F0AAAD
+_MULTIPLIER_2 = 0x735A2D97
+# Weights of the nucleus in fixed point: exact to add up in any order, and 2**23 tokens of weight 1 still fit into int64.
+_FIXED_POINT = float(2**40)
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def argmax_finite_ref(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``argmax_finite``."""
+    top, token_ids = logits.max(dim=-1, keepdim=True)  # a NaN wins over every number
+    return top, token_ids.squeeze(-1), (top.abs() < float("inf")).squeeze(-1)
+
+
+def argmax_finite(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the best token of each row and whether the row can be sampled from at all.
+
+    Args:
+        logits: float32 [R, V].
+
+    Returns:
+        The largest logit, float32 [R, 1]; its lowest token id, int64 [R]; and bool [R], false where a logit is NaN or +inf or all
+        are -inf (the other two are then meaningless, but the id is still one of the vocabulary).
+    """
+    if use_triton(logits):
+        from dsv4lite.kernels.sampling.triton import argmax_finite_triton
+
+        return argmax_finite_triton(logits)
+    return argmax_finite_ref(logits)
+
+
+def penalize(
+    logits: Tensor, in_prompt: Tensor, output_counts: Tensor, *, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Make tokens that already occurred less likely.
+
+    Args:
+        logits: float32 [R, V].
+        in_prompt: bool [R, V], the tokens of the prompt.
+        output_counts: int32 [R, V], how often each token was generated.
+        repetition: float32 [R, 1]; divides positive and multiplies negative logits of tokens in prompt or output.
+        frequency: float32 [R, 1]; subtracted for every occurrence in the output.
+        presence: float32 [R, 1]; subtracted once if the token is in the output.
+
+    Returns:
+        float32 [R, V].
+    """
+    generated = output_counts > 0
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(in_prompt | generated, repeated, logits)
+    return logits - frequency * output_counts - presence * generated
+
+
+def scale(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """Shift each row's best logit to 0, so that no temperature can overflow, and divide by the temperature.
+
+    Args:
+        logits: float32 [R, V].
+        top: float32 [R, 1], the largest logit.
+        temperature: float32 [R, 1], positive and finite.
+
+    Returns:
+        float32 [R, V], at most 0.
+    """
+    return (logits - top).div_(temperature)
+
+
+def drop_below(scaled: Tensor, log_min_p: Tensor) -> Tensor:
+    """Drop tokens below a fraction of the best token's probability.
+
+    Args:
+        scaled: float32 [R, V], best logit 0.
+        log_min_p: float32 [R, 1], logarithm of that fraction; -inf keeps all.
+
+    Returns:
+        float32 [R, V], dropped tokens at -inf.
+    """
+    return scaled.masked_fill(scaled < log_min_p, float("-inf"))
+
+
+def best_tokens(logits: Tensor, k: int) -> Tensor:
+    """Return the ``k`` best tokens of each row, best first, equal ones by token id.
+
+    Args:
+        logits: float32 [R, V].
+        k: At most V.
+
+    Returns:
+        int64 [R, k].
+    """
+    if k == 0:
+        return torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
+    return _first(_ranking_keys(logits), k)
+
+
+def _ranking_keys(logits: Tensor) -> Tensor:
+    """Value above, token id below, int64 [R, V]: no two keys of a row are equal, so any algorithm sorts them the same way."""
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 equal
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # integers in the order of the floats
+    backward_ids = torch.arange(logits.shape[-1] - 1, -1, -1, dtype=torch.int64, device=logits.device)
+    return ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(backward_ids)
+
+
+def _first(keys: Tensor, k: int) -> Tensor:
+    return keys.shape[-1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def keep_best(scaled: Tensor, top_k: Tensor, top_p: Tensor, *, width: int) -> Tensor:
+    """Keep the k best tokens, and of those the smallest set of best tokens whose share reaches p.
+
+    Args:
+        scaled: float32 [R, V], best logit 0.
+        top_k: int64 [R, 1], in [1, width].
+        top_p: float64 [R, 1], in (0, 1]; 1 keeps all.
+        width: At least the largest k; does not influence the result.
+
+    Returns:
+        float32 [R, V], dropped tokens at -inf.
+    """
+    token_ids = best_tokens(scaled, width)
+    values = scaled.gather(-1, token_ids)
+    values.masked_fill_(torch.arange(width, device=scaled.device) >= top_k, float("-inf"))
+    share = _share(values)
+    outside = (_mass_before(share) >= top_p * share.sum(dim=-1, keepdim=True)) & (top_p < 1)
+    return _only(scaled, token_ids, values.masked_fill_(outside, float("-inf")))
+
+
+def keep_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of best tokens whose share of the whole vocabulary reaches p.
+
+    Args:
+        scaled: float32 [R, V], best logit 0.
+        top_p: float64 [R, 1], in (0, 1).
+
+    Returns:
+        float32 [R, V], dropped tokens at -inf.
+    """
+    vocab_size = scaled.shape[-1]
+    mass = top_p * _share(scaled).sum(dim=-1, keepdim=True)
+    # A nucleus is mostly small, so the CPU looks at more and more of the best tokens until they hold every row's. On a device the
+    # question whether they do would wait for all that is queued there, so it sorts everything at once.
+    width = min(64, vocab_size) if scaled.device.type == "cpu" else vocab_size
+    keys = _ranking_keys(scaled)
+    while True:
+        token_ids = _first(keys, width)
+        values = scaled.gather(-1, token_ids)
+        share = _share(values)
+        if width == vocab_size or bool((share.sum(dim=-1, keepdim=True) >= mass).all()):
+            return _only(scaled, token_ids, values.masked_fill_(_mass_before(share) >= mass, float("-inf")))
+        width = min(8 * width, vocab_size)
+
+
+def _share(scaled: Tensor) -> Tensor:
+    """Probabilities up to a factor, int64: their sums are exact, hence the same in any order."""
+    return torch.exp(scaled).mul_(_FIXED_POINT).to(torch.int64)
+
+
+def _mass_before(share: Tensor) -> Tensor:
+    return share.cumsum(dim=-1).sub_(share)
+
+
+def _only(scaled: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
+    return torch.full_like(scaled, float("-inf")).scatter_(-1, token_ids, values)
+
+
+def _shift_xor_(x: Tensor, bits: int) -> Tensor:
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _mix_(x: Tensor, key: Tensor | int) -> Tensor:
+    """Hash int32 in place; int32 arithmetic wraps, so its bits are those of uint32."""
+    _shift_xor_(x, 16).mul_(_MULTIPLIER_1).add_(key)
+    _shift_xor_(x, 15).mul_(_MULTIPLIER_2)
+    return _shift_xor_(x, 15)
+
+
+def random_bits(streams: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Hash (stream, position, token id).
+
+    Args:
+        streams: int32 [R, 2], 64 bits that name the random stream of each row.
+        positions: int32 [R], place of the token that is drawn.
+        vocab_size: V.
+
+    Returns:
+        int32 [R, V], all 32 bits random.
+    """
+    keys = _mix_(streams ^ positions[:, None], 0)
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=streams.device)
+    return _mix_(token_ids ^ keys[:, :1], keys[:, 1:])
+
+
+def log_exponential(bits: Tensor) -> Tensor:
+    """Turn random bits into logarithms of standard exponential variates (negative Gumbel noise), between -22.3 and 2.9.
+
+    The low 31 bits become u in (0, 1), and log(-log(1 - u)) the result. Small variates win the race, and there u is finest.
+
+    Args:
+        bits: int32, any shape; overwritten.
+
+    Returns:
+        float32 of the same shape, finite for all bits.
+    """
+    minus_u = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31)).clamp_min_(-_LARGEST_BELOW_ONE)
+    return minus_u.log1p_().neg_().log_()
+
+
+def draw(scaled: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+    """Draw one token per row from ``softmax(scaled)``: the token whose exponential clock, of rate ``exp(scaled)``, rings first.
+
+    Args:
+        scaled: float32 [R, V].
+        streams: int32 [R, 2].
+        positions: int32 [R].
+
+    Returns:
+        int64 [R]; each depends on its own row, stream and position only.
+    """
+    return (scaled - log_exponential(random_bits(streams, positions, scaled.shape[-1]))).argmax(dim=-1)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Score given tokens, and list the best ones beside them.
+
+    Args:
+        logits: float32 [T, V].
+        token_ids: int64 [T].
+        k: How many of the best tokens to list, at most V.
+
+    Returns:
+        Log-probabilities of the tokens, float32 [T]; their ranks, int32 [T], 1 plus the number of strictly more probable tokens;
+        the best tokens, int32 [T, k], equal ones by token id; and their log-probabilities, float32 [T, k].
+    """
+    if use_triton(logits):
+        from dsv4lite.kernels.sampling.triton import token_logprobs_triton
+
+        values, ranks, top, log_sums = token_logprobs_triton(logits, token_ids)
+        best = best_tokens(logits, k)
+        return values, ranks, best.to(torch.int32), logits.gather(-1, best) - top - log_sums
+    return token_logprobs_ref(logits, token_ids, k)
+
+
+def token_logprobs_ref(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``token_logprobs``."""
+    token_ids = token_ids.unsqueeze(-1)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    ranks = (logits > logits.gather(-1, token_ids)).sum(dim=-1, dtype=torch.int32).add_(1)
+    best = best_tokens(logits, k)
+    return logprobs.gather(-1, token_ids).squeeze(-1), ranks, best.to(torch.int32), logprobs.gather(-1, best)

@@ -1,0 +1,182 @@
+"""Kernels of ``sampling.argmax_finite`` and ``sampling.token_logprobs``.
+
+A row's vocabulary is cut into pieces, one program each; the last program of a row to arrive puts their results together. Results
+have the same bits however the work is cut: values become integers in their order with the token id beneath, and the largest key
+is the same in whatever order they are compared; what exponentials add up to is counted in integers, too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.gemm.triton import COUNTERS, counters_of
+from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
+
+PIECE = 2048  # logits of one program
+_NUM_WARPS = 4
+
+
+@triton.jit
+def ascending(x):
+    """Return int32 in the order of the floats; -0.0 equals 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def arrive(arrivals, row, pieces):
+    """Return whether this program is the last of a row; what all have written can be read then, past the first cache."""
+    tl.debug_barrier()  # everything is written before the thread that counts says so
+    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+    last = arrived == pieces - 1
+    if last:
+        tl.store(arrivals + row, 0)  # as the next kernel finds it
+    return last
+
+
+@triton.jit
+def _argmax_kernel(
+    logits,
+    keys,
+    top,
+    token_ids,
+    finite,
+    arrivals,
+    vocabulary,
+    row_stride,
+    pieces,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    wait_for_predecessor()
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
+    # top, token_ids = logits.max(dim=-1, keepdim=True): -0.0 equals 0.0, and a NaN wins over every number
+    ordered = tl.where(value == value, ascending(value), 0x7FFFFFFF)
+    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    tl.store(keys + row * pieces + tl.program_id(1), tl.max(key, axis=0))
+    if arrive(arrivals, row, pieces):
+        piece = tl.arange(0, PIECES)
+        every = tl.load(keys + row * pieces + piece, mask=piece < pieces, other=-0x8000000000000000, cache_modifier=".cg")
+        token_id = 0x7FFFFFFF - (tl.max(every, axis=0) & 0x7FFFFFFF)
+        best = tl.load(logits + row * row_stride + token_id)
+        tl.store(top + row, best)
+        tl.store(token_ids + row, token_id)
+        # (top.abs() < float("inf")).squeeze(-1)
+        tl.store(finite + row, (tl.abs(best) < float("inf")).to(tl.uint8))
+
+
+@triton.jit
+def share(x):
+    """Return ``exp(x)`` of x <= 0 in units of 2**-40, int64: sums do not depend on their order."""
+    # Reference: torch.exp(scaled).mul_(_FIXED_POINT).to(torch.int64)
+    return (tl.exp(x) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def log_of_shares(total):
+    """Return the logarithm of a sum of shares."""
+    return tl.log((total.to(tl.float64) * 9.094947017729282e-13).to(tl.float32))
+
+
+@triton.jit
+def _score_kernel(
+    logits,
+    token_ids,
+    top,
+    partial,
+    logprobs,
+    ranks,
+    log_sums,
+    arrivals,
+    vocabulary,
+    row_stride,
+    pieces,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
+    best = tl.load(top + row)
+    own = tl.load(logits + row * row_stride + tl.load(token_ids + row))
+    mine = partial + row * 2 * pieces + tl.program_id(1)
+    tl.store(mine, tl.sum(share(value - best), 0))
+    tl.store(mine + pieces, tl.sum((value > own).to(tl.int64), 0))
+    if arrive(arrivals, row, pieces):
+        at = tl.arange(0, PIECES)
+        shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
+        better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
+        # Reference: log_softmax(logits)[token_ids], (logits > logits[token_ids]).sum(-1) + 1
+        log_sum = log_of_shares(tl.sum(shares, 0))
+        tl.store(logprobs + row, own - best - log_sum)
+        tl.store(ranks + row, (1 + tl.sum(better, 0)).to(tl.int32))
+        tl.store(log_sums + row, log_sum)
+
+
+def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``sampling.argmax_finite``."""
+    rows, vocabulary = logits.shape
+    assert logits.dtype == torch.float32 and vocabulary > 0 and rows <= COUNTERS, (logits.dtype, logits.shape)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    pieces = triton.cdiv(vocabulary, PIECE)
+    keys = torch.empty(rows, pieces, dtype=torch.int64, device=logits.device)
+    top = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
+    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    if rows:
+        _argmax_kernel[(rows, pieces)](
+            logits,
+            keys,
+            top,
+            token_ids,
+            finite.view(torch.uint8),
+            counters_of(logits.device),
+            vocabulary,
+            logits.stride(0),
+            pieces,
+            PIECE=PIECE,
+            PIECES=triton.next_power_of_2(pieces),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
+            launch_pdl=dependent_launch(logits.device),
+        )
+    return top, token_ids, finite
+
+
+def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities and ranks of given tokens, as ``sampling.token_logprobs`` does, and what makes those of others.
+
+    Returns:
+        float32 [T]; int32 [T]; largest logits float32 [T, 1] and logarithms of the sums [T, 1]: a logit less both, in this order.
+    """
+    rows, vocabulary = logits.shape
+    top, _, _ = argmax_finite_triton(logits)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    pieces, device = triton.cdiv(vocabulary, PIECE), logits.device
+    partial = torch.empty(rows, 2, pieces, dtype=torch.int64, device=device)
+    logprobs, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=device)
+    if rows:
+        _score_kernel[(rows, pieces)](
+            logits,
+            token_ids,
+            top,
+            partial,
+            logprobs,
+            ranks,
+            log_sums,
+            counters_of(device),
+            vocabulary,
+            logits.stride(0),
+            pieces,
+            PIECE=PIECE,
+            PIECES=triton.next_power_of_2(pieces),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return logprobs, ranks, top, log_sums[:, None]

@@ -1,0 +1,91 @@
+"""Kernels of ``swiglu.py``: one token x four groups of 128 channels for each program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.rows.triton import rounded
+from dsv4lite.kernels.swiglu import GROUP
+
+_GROUPS = 4  # of one program
+
+
+@triton.jit
+def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Activate and quantize groups [GROUPS] of 128 channels of a token."""
+    if ALIGNED:
+        width = groups * 128  # the compiler sees that rows are aligned
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    # gate, up = h_TI.chunk(2, -1)
+    row = h + token * 2 * width + column
+    gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
+    # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), GROUP)
+    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
+    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up, NATIVE).to(tl.float32)
+    bits = fp8_scale_bits(y)
+    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
+    tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["width", "groups"])
+def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr, GPU: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = h + token * 2 * width + column
+    # swiglu(gate, up, limit).to(h_TI.dtype)
+    gate = tl.minimum(tl.load(row, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
+    up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
+    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
+    y = rounded(gate / (1.0 + tl.exp(-gate)) * up, h.dtype.element_ty == tl.float32, GPU)
+    tl.store(u + token * width + column, y.to(u.dtype.element_ty), mask=inside)
+
+
+def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
+    """See ``swiglu.swiglu_halves``."""
+    tokens, width, block = h_TI.shape[0], h_TI.shape[1] // 2, _GROUPS * GROUP
+    assert h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, h_TI.shape
+    u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
+    if h_TI.numel():
+        grid = (tokens, triton.cdiv(width, block))
+        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=on_gpu(h_TI.device), num_warps=4, enable_fp_fusion=True)
+    return u
+
+
+def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """See ``swiglu.swiglu_quantize``."""
+    tokens, width = h_TI.shape[0], h_TI.shape[1] // 2
+    groups = triton.cdiv(width, GROUP)
+    assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, (h_TI.dtype, h_TI.shape)
+    codes = torch.empty(tokens, width, dtype=torch.uint8, device=h_TI.device)
+    scales = torch.empty(tokens, groups, dtype=torch.uint8, device=h_TI.device)
+    if h_TI.numel():
+        _swiglu_kernel[(tokens, triton.cdiv(groups, _GROUPS))](
+            h_TI,
+            codes,
+            scales,
+            width,
+            groups,
+            limit,
+            GROUPS=_GROUPS,
+            NATIVE=native_e4m3(h_TI),
+            ALIGNED=width % GROUP == 0,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return codes.view(torch.float8_e4m3fn), scales

@@ -1,0 +1,661 @@
+"""DeepSeek-V4 in the report's order: hyper-connections, compressed sparse attention, mixture of experts, multi-token prediction.
+
+Shape suffixes: T tokens, S sequences, N streams, D model, H heads, C head channels, R low rank, G output groups,
+E experts or entries, K experts per token or selected entries, I expert width, V vocabulary.  Names are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dsv4lite.kernels.attention import FEW_SPLITS, paged_attention, sparse_attention
+from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
+from dsv4lite.kernels.gemm import PAIR_ROWS
+from dsv4lite.kernels.hc import HcWeights, hc_head_norm
+from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
+from dsv4lite.kernels.latent_norm_store import latent_norms
+from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.qk_norm_rope import head_norms
+from dsv4lite.kernels.quantize import hadamard
+from dsv4lite.kernels.rope import rope, rope_frequencies
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.models.deepseek_v4.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.moe import MoE
+from dsv4lite.models.partial_sums import total
+from dsv4lite.models.share import Share, stages
+from dsv4lite.parallel.eplb import balance
+from dsv4lite.parallel.experts import DispatcherFactory
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.state.cache import LayerCache, StateLayout
+from dsv4lite.weights.quant import (
+    Matrix,
+    NamedSlots,
+    Numerics,
+    Rounded,
+    Slot,
+    TensorSlot,
+    grouped_then_linear,
+    linear,
+    pair,
+    parameter,
+    rounded_linear,
+)
+
+if TYPE_CHECKING:
+    from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter
+
+
+class Compressor(nn.Module):
+    """Pools groups of tokens into one cache row each (2.3.1 of the report; specification 3.5)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, ratio: int, width: int) -> None:
+        super().__init__()
+        self.ratio, self.eps = ratio, config.norm_eps
+        self.columns = width * (2 if ratio == OVERLAP_RATIO else 1)
+        self.ape = parameter(ratio, self.columns, numerics=numerics)
+        self.norm = parameter(width, numerics=numerics)
+
+    def forward(
+        self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, batch: Batch, group: GroupStep, dtype: torch.dtype
+    ) -> Tensor:
+        """Advance the accumulators; return the rotated entries that close [E, width]."""
+        entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[batch.carry_from], group.segments)
+        carry[batch.carry_to] = after.detach()
+        return rope(rms_norm(entries_EC.to(dtype), self.norm, self.eps), *group.rope_E)
+
+    def step(
+        self,
+        projected: Tensor,
+        carry: Tensor,
+        store: RowStore,
+        paging: Paging,
+        ratio: int,
+        cos_T: Tensor,
+        sin_T: Tensor,
+        *,
+        hadamard: bool = False,
+    ) -> None:
+        """Do all of that on paged state: advance the accumulators, and store the entries that close."""
+        compress_step(projected, self.ape, self.norm, carry, store, paging, ratio, cos_T, sin_T, self.eps, hadamard)
+
+    def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
+        """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
+        yield prefix + "ape", TensorSlot(self.ape)
+        yield prefix + "norm.weight", TensorSlot(self.norm)
+        yield prefix + "wkv.weight", inputs.rows(begin, begin + self.columns)
+        yield prefix + "wgate.weight", inputs.rows(begin + self.columns, begin + 2 * self.columns)
+
+
+class Attention(nn.Module):
+    """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics, self.tp = numerics, share.mesh.tp
+        self.kind, self.ratio = c.kind(layer), c.ratios[layer]
+        self.heads, self.groups = share.heads, share.groups
+        heads, channels = share.heads, c.head_dim
+        self.attn_sink = parameter(heads, numerics=numerics)
+        self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
+        self.kv_norm = parameter(channels, numerics=numerics)
+        index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        dense = partial(Matrix, numerics=numerics, fp8=True)
+        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
+        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
+        self.wo_a = dense(share.groups, c.o_lora_rank, heads * channels // share.groups)
+        self.wo_b = dense(c.hidden_size, share.groups * c.o_lora_rank, rounds_input=True)
+        self.kv_format: RowFormat = Fp8Kv(c.nope_dim, c.rope_dim) if numerics.quantized else PlainRow(channels, numerics.dtype)
+        self.key_format: RowFormat = Fp4Key(c.index_dim) if numerics.quantized else PlainRow(c.index_dim, numerics.dtype)
+        if self.ratio:
+            self.compressor = Compressor(c, numerics, self.ratio, channels)
+            rows = 2 * self.compressor.columns
+            if self.kind == "csa":
+                self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim)
+                rows += 2 * self.key_compressor.columns + c.index_heads
+            # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
+            self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
+
+    def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> Tensor:
+        """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
+        if isinstance(batch, PagedBatch):
+            return self.project_out(self._attend_paged(x_TD, rounded, batch, cache))
+        c, tokens = self.config, x_TD.shape[0]
+        angles = batch.compress_rope_T if self.ratio else batch.rope_T
+        assert angles is not None
+        latent = linear(x_TD, self.wq_a_wkv)
+        qr_TR = rms_norm(latent[:, : c.q_lora_rank], self.q_norm, c.norm_eps)
+        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *angles)
+        if self.numerics.quantized:
+            kv_TC = self.kv_format.simulate(kv_TC)
+        query = linear(qr_TR, self.wq_b)
+        q_THC = query[:, : self.heads * c.head_dim].view(tokens, self.heads, c.head_dim)
+        q_THC = rope(rms_norm_heads(q_THC, c.norm_eps), *angles)
+        cache.window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+
+        index: tuple[Tensor, Tensor] | None = None
+        if self.ratio:
+            projected = linear(x_TD, self.compress_in, torch.float32)
+            self._compress(projected, batch, cache)
+            if self.kind == "csa":
+                iq_THC = query[:, self.heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
+                weights_TH = projected[:, -c.index_heads :].to(x_TD.dtype) * self._index_scale
+                index = (self._round_index(rope(iq_THC, *angles)), weights_TH)
+        o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
+        return self.project_out(rope(o_THC, *angles, inverse=True))
+
+    def _attend_paged(self, x_TD: Tensor, rounded: Rounded | None, batch: PagedBatch, cache: LayerCache) -> Tensor:
+        """The same up to the heads' results [T, H, C], on rows in pages, in ops that know a step's tokens only from the device.
+
+        Queries take more memory than anything else in a step (``planning/memory.py``): none of theirs stays longer
+        than it is needed.
+        """
+        c, paging = self.config, batch.paging
+        window, entries = cache.window, cache.entries
+        assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
+        angles = batch.compress_rope_T if self.ratio else batch.rope_T
+        latent, projected = self._enter(x_TD, rounded)
+        norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
+        qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
+        chooses = self.kind == "csa" and batch.max_tokens > c.most_unselected
+        heads, index_heads = (self.heads, c.head_dim), c.index_heads if chooses else 0
+        query = self._queries(qr_TR, qr_scales, prod(heads) + index_heads * c.index_dim, x_TD.dtype)
+        norm_eps: float | None = None
+        iq_THC: Tensor | None = None
+        if self.numerics.quantized and batch.splits >= FEW_SPLITS and not index_heads:
+            q_THC, norm_eps = query.unflatten(1, heads), c.norm_eps
+        else:
+            q_THC, iq_THC = head_norms(query, *heads, index_heads, c.index_dim, *angles, c.norm_eps, fp4=self.numerics.quantized)
+        del query
+        if self.ratio:
+            projected = self._compress_paged(x_TD, projected, batch, cache, chooses)
+        selected_TK: Tensor | None = None
+        if iq_THC is not None:
+            assert isinstance(cache.keys, RowStore) and projected is not None
+            count = batch.max_tokens // self.ratio
+            weights = (projected, cache.keys, paging, c.index_topk, count, self._index_scale)
+            selected_TK = choose_paged(iq_THC, *weights)
+        return paged_attention(
+            q_THC,
+            fresh_TB,
+            window,
+            entries,
+            paging,
+            self.attn_sink,
+            c.head_dim**-0.5,
+            *angles,
+            ratio=self.ratio,
+            selected_TK=selected_TK,
+            splits=batch.splits,
+            window_size=c.window,
+            norm_eps=norm_eps,
+        )
+
+    def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
+        """Keep the kv rows that later tokens see, and do nothing else; of a layer without compressed entries."""
+        c, window = self.config, cache.window
+        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
+        if isinstance(batch, PagedBatch):
+            assert isinstance(window, RowStore)
+            latent_norms(latent, self.q_norm, self.kv_norm, *batch.rope_T, c.norm_eps, window, batch.paging, c.window)
+            return
+        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *batch.rope_T)
+        window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+
+    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Tensor | None]:
+        """Return the latents, and with few tokens what compressors and indexer see: many take memory, so that comes later."""
+        if self.ratio and len(x_TD) <= PAIR_ROWS:
+            return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+        return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
+
+    def _queries(self, qr_TR: Tensor, qr_scales: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the first ``columns`` of what query latents make: those of the indexer are last, and wanted if it chooses."""
+        if qr_scales is None:
+            return linear(qr_TR, self.wq_b)[:, :columns]
+        # A smaller product may add in another order.
+        rows = None if self.numerics.deterministic else columns
+        return rounded_linear((qr_TR, qr_scales), self.wq_b, dtype, rows=rows)[:, :columns]
+
+    def _compress_paged(
+        self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache, chooses: bool
+    ) -> Tensor | None:
+        """Store the entries that close and index keys; if the layer chooses, return what weights of index heads come from."""
+        group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
+        assert isinstance(cache.entries, RowStore) and cache.carry is not None
+        if projected is None:
+            projected = linear(x_TD, self.compress_in, torch.float32)
+        width = self.compressor.columns
+        self.compressor.step(projected[:, : 2 * width], cache.carry, cache.entries, *group)
+        if self.kind == "csa":
+            assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
+            part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
+            self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
+        # A copy, so that the rest of so many rows is not kept.
+        return projected[:, -self.config.index_heads :].contiguous() if chooses else None
+
+    def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
+        group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
+        assert cache.entries is not None and cache.carry is not None
+        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.carry, batch, group, dtype)
+        cache.entries.write(group.write_E, entries)
+        if self.kind == "csa":
+            assert cache.keys is not None and cache.key_carry is not None
+            begin, width = 2 * width, self.key_compressor.columns
+            values, scores = projected[:, begin : begin + width], projected[:, begin + width : begin + 2 * width]
+            keys = self.key_compressor(values, scores, cache.key_carry, batch, group, dtype)
+            cache.keys.write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
+
+    def _round_index(self, iq_THC: Tensor) -> Tensor:
+        return self.key_format.simulate(hadamard(iq_THC)) if self.numerics.quantized else iq_THC
+
+    @property
+    def _index_scale(self) -> float:
+        return float((self.config.index_dim * self.config.index_heads) ** -0.5)
+
+    def _attend(
+        self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Gather the rows of a block of tokens and attend, [N, H, C]."""
+        rows, valid = block.window_rows(kv_TC, cache.window), block.valid_NW
+        count = (block.last_position + 1) // self.ratio if self.ratio else 0
+        if count:
+            assert cache.entries is not None
+            entries, seen_NK = self._visible_entries(block, count, batch, cache, index)
+            addresses = batch.entry_addresses(block, entries, self.ratio)
+            rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], -2)
+            valid = torch.cat([valid, seen_NK], 1)
+        query = q_THC[block.begin : block.end]
+        return sparse_attention(query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block)
+
+    def _visible_entries(
+        self, block: QueryBlock, count: int, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return which entries a block attends to.
+
+        Returns:
+            Indices int64 [N, K], -1 where none, or [K] for a band; and bool [N, K], which of them each token sees.
+        """
+        visible_N = batch.groups[self.ratio].visible_T[block.begin : block.end]
+        every = torch.arange(count, device=visible_N.device)
+        seen = every < visible_N[:, None]
+        if index is None or count <= self.config.index_topk:
+            # Everything visible is attended, so nothing needs to be scored.
+            if block.banded:
+                return every, seen
+            chosen = every.expand(len(visible_N), -1)
+        else:
+            assert cache.keys is not None
+            wanted = torch.where(seen, every, -1) if block.sequence is None else every
+            keys = cache.keys.read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
+            queries, weights = (part[block.begin : block.end] for part in index)
+            scores = index_scores(queries, weights, keys, row_tile=self.numerics.row_tile)
+            chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
+            if block.banded:
+                return union_of(chosen, seen)
+        return torch.where(seen, chosen, -1), seen
+
+    def project_out(self, o_THC: Tensor) -> Tensor:
+        """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
+        o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
+        if self.tp.size == 1:
+            return grouped_then_linear(o_TGK, self.wo_a, self.wo_b, o_THC.dtype)
+        return total(self.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, torch.float32), o_THC.dtype)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        c = self.config
+        head_rows, index_rows = self.heads * c.head_dim, c.index_heads * c.index_dim
+        yield prefix + "attn_sink", TensorSlot(self.attn_sink)
+        yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
+        yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
+        yield prefix + "wq_a.weight", self.wq_a_wkv.rows(0, c.q_lora_rank)
+        yield prefix + "wkv.weight", self.wq_a_wkv.rows(c.q_lora_rank, c.q_lora_rank + c.head_dim)
+        yield prefix + "wq_b.weight", self.wq_b.rows(0, head_rows)
+        yield prefix + "wo_a.weight", self.wo_a.whole()
+        yield prefix + "wo_b.weight", self.wo_b.whole()
+        if self.ratio:
+            yield from self.compressor.slots(prefix + "compressor.", self.compress_in, 0)
+        if self.kind == "csa":
+            begin = 2 * self.compressor.columns
+            yield prefix + "indexer.wq_b.weight", self.wq_b.rows(head_rows, head_rows + index_rows)
+            yield from self.key_compressor.slots(prefix + "indexer.compressor.", self.compress_in, begin)
+            begin += 2 * self.key_compressor.columns
+            yield prefix + "indexer.weights_proj.weight", self.compress_in.rows(begin, begin + c.index_heads)
+
+
+class Hc(nn.Module):
+    """Parameters of one hyper-connection."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, *, head: bool = False) -> None:
+        super().__init__()
+        n = config.streams
+        rows = n if head else n * (n + 2)
+        self.fn = parameter(rows, n * config.hidden_size, numerics=numerics)
+        self.base = parameter(rows, numerics=numerics)
+        self.scale = parameter(1 if head else 3, numerics=numerics)
+
+    @property
+    def weights(self) -> HcWeights:
+        return HcWeights(self.fn, self.base, self.scale)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "_fn", TensorSlot(self.fn)
+        yield prefix + "_base", TensorSlot(self.base)
+        yield prefix + "_scale", TensorSlot(self.scale)
+
+
+class Block(nn.Module):
+    """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+        super().__init__()
+        self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
+        self.attn_norm = parameter(config.hidden_size, numerics=numerics)
+        self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
+        self.attn = Attention(config, numerics, share, layer)
+        self.ffn = MoE(config, numerics, share, hashed=config.hashed(layer))
+
+    def forward(self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
+        x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
+        streams.leave(self.attn(x_TD, rounded, batch, cache))
+        x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
+        positions_T = batch.paging.positions_T if isinstance(batch, PagedBatch) else None
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, positions_T, batch.most_tokens))
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
+        yield prefix + "ffn_norm.weight", TensorSlot(self.ffn_norm)
+        yield from self.hc_attn.slots(prefix + "hc_attn")
+        yield from self.hc_ffn.slots(prefix + "hc_ffn")
+        yield from self.attn.slots(prefix + "attn.")
+        yield from self.ffn.slots(prefix + "ffn.")
+
+
+class Mtp(nn.Module):
+    """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
+
+    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.eps = config.norm_eps
+        self.enorm, self.hnorm, self.norm = (parameter(d, numerics=numerics) for _ in range(3))
+        self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
+        self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
+        self.hc_head = Hc(config, numerics, head=True)
+        self.block = Block(config, numerics, share, layer)
+
+    def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
+        """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
+        e_TD = linear(rms_norm(embedded_TD, self.enorm, self.eps), self.e_proj)
+        h = linear(rms_norm(streams_TND, self.hnorm, self.eps).flatten(0, 1), self.h_proj)
+        return e_TD[:, None] + h.view_as(streams_TND)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield from self.block.slots(prefix)
+        for name in ("enorm", "hnorm", "norm"):
+            yield f"{prefix}{name}.weight", TensorSlot(getattr(self, name))
+        yield prefix + "e_proj.weight", self.e_proj.whole()
+        yield prefix + "h_proj.weight", self.h_proj.whole()
+        yield from self.hc_head.slots(prefix + "hc_head")
+
+
+class DeepseekV4(nn.Module):
+    """The whole model, or one rank's share of it.
+
+    Parameters are allocated, not initialised: fill them through ``slots()``, which names a checkpoint's tensors and their places.
+
+    Args:
+        config: Sizes of the whole model.
+        numerics: Arithmetic and device.
+        mesh: This rank's place among those that share the model; default is that there are no others.
+        dispatcher: How tokens get to experts on other ranks (``parallel/experts.py``): a name, or what makes one.
+        redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with any number, even 0, experts
+            can be moved where they are needed (``rebalance``).
+        with_mtp: Whether the last stage has a drafter: the MTP blocks, or DSpark.
+
+    Attributes:
+        targets: Hidden layers that the drafter looks at.
+        passes_taps: Whether stages have to pass on what it sees there (``empty_taps``).
+
+    Raises:
+        ConfigError: The model cannot be shared so.
+    """
+
+    def __init__(
+        self,
+        config: V4Config,
+        numerics: Numerics,
+        mesh: Mesh | None = None,
+        *,
+        dispatcher: str | DispatcherFactory = "auto",
+        redundant_experts: int | None = None,
+        with_mtp: bool = False,
+    ) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics = numerics
+        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher, redundant_experts)
+        drafts = with_mtp and share.last and c.num_draft_layers > 0
+        self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, share.mesh.pp.size)[-1].start
+        if share.first or drafts:
+            self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if share.last:
+            self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
+            self.norm = parameter(c.hidden_size, numerics=numerics)
+            self.hc_head = Hc(c, numerics, head=True)
+        self.layers = nn.ModuleList(Block(c, numerics, share, i) for i in share.layers)
+        self._skipped: frozenset[int] = frozenset()
+        count = c.num_mtp_layers if drafts else 0
+        self.mtp = nn.ModuleList(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(count))
+        self.dspark: DSparkDrafter | None = None
+        if drafts and c.dspark is not None:
+            from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # which is made of the blocks above
+
+            self.dspark = DSparkDrafter(c, c.dspark, numerics, share)
+        self.rotary = Rotary.of(
+            main=rope_frequencies(c.rope_dim, c.rope_theta),
+            compress=rope_frequencies(
+                c.rope_dim,
+                c.compress_rope_theta,
+                factor=c.yarn.factor,
+                original=c.yarn.original_positions,
+                beta_fast=c.yarn.beta_fast,
+                beta_slow=c.yarn.beta_slow,
+            ),
+            ratios=c.ratios,
+            device=numerics.device,
+        )
+
+    @property
+    def layout(self) -> StateLayout:
+        """Formats of this model's state."""
+        numerics, with_mtp = self.numerics, len(self.mtp) > 0 or self.dspark is not None
+        return StateLayout.of(
+            self.config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp, layers=self.share.layers
+        )
+
+    @property
+    def paged(self) -> bool:
+        """Whether steps run in the ops that work on packed rows."""
+        return self.numerics.paged
+
+    def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
+        """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
+
+        A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
+
+        Args:
+            batch: The tokens; with ``passes_taps`` they bring the taps of the stages before.
+            caches: State of these layers, then of the drafter's.
+            streams_TND: What the stage before this one returned; the first has none before it.
+        """
+        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND, batch)
+        drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
+        if taps_TK is None and drafter is not None:
+            taps_TK = self.empty_taps(len(batch.token_ids_T))
+        for i, (layer, block) in enumerate(zip(self.share.layers, self.layers, strict=True)):
+            if layer in self._skipped:
+                continue
+            block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+            if taps_TK is not None and layer in self.targets:
+                taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
+        if drafter is not None:
+            assert taps_TK is not None
+            drafter.feed(taps_TK, batch, caches[len(self.layers) :])
+        return streams.final()
+
+    @contextmanager
+    def brief(self) -> Iterator[None]:
+        """Let passes leave out layers that launch the kernels of two others before them: what they return is of no use."""
+        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.share.layers]
+        alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
+        self._skipped = frozenset(layer for layer, skipped in zip(self.share.layers, alike, strict=True) if skipped)
+        try:
+            yield
+        finally:
+            self._skipped = frozenset()
+
+    def empty_taps(self, tokens: int) -> Tensor:
+        """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""
+        width = len(self.targets) * self.config.hidden_size
+        return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
+
+    def take_part(self, most_tokens: int | None = None) -> None:
+        """Let this rank's experts work on other ranks' tokens, with none of its own.
+
+        Args:
+            most_tokens: As many as the others' batches say.
+        """
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.ffn.take_part(most_tokens)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be recorded in a CUDA graph, if it says ``most_tokens``."""
+        dispatchers = (block.ffn.dispatch for block in self.layers if isinstance(block, Block))
+        return self.paged and all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+
+    def _enter(self, token_ids_T: Tensor) -> Tensor:
+        """Return the streams [T, N, D] that tokens begin with."""
+        return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
+
+    def embedded(self, token_ids_T: Tensor) -> Tensor:
+        """Return embeddings [T, D]; each comes from the rank that has its row, and nothing from the others."""
+        tp, vocab = self.share.mesh.tp, self.share.vocab
+        if tp.size == 1:
+            return self.embed[token_ids_T]
+        row_T = token_ids_T - vocab.start
+        found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
+        return tp.all_reduce(torch.where(found_T1, self.embed[row_T.clamp(0, len(vocab) - 1)], 0))
+
+    def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
+        rounded = self.numerics.quantized and isinstance(batch, PagedBatch)
+        return Streams(value_TND, self.config, self.numerics.row_tile, rounded=rounded)
+
+    def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
+        return self._head(streams_TND, self.hc_head, self.norm, out)
+
+    def mtp_forward(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> Tensor:
+        """Run the MTP block; return its streams [T, N, D].
+
+        Args:
+            streams_TND: Final streams of the main model, or of this block when chaining drafts.
+            batch: The same positions, with the *next* token at each.
+            cache: The block's own window.
+            depth: Which MTP block.
+        """
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch)
+        mtp.block(streams, batch, cache)
+        return streams.final()
+
+    def mtp_take_part(self, most_tokens: int, depth: int = 0) -> None:
+        """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        mtp.block.ffn.take_part(most_tokens)
+
+    def mtp_feed(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> None:
+        """Keep what the MTP block's later tokens see of a step's tokens; arguments are those of ``mtp_forward``."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch), mtp.block
+        block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
+
+    def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
+        """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
+        mtp = self.mtp[depth]
+        assert isinstance(mtp, Mtp)
+        return self._head(streams_TND, mtp.hc_head, mtp.norm)
+
+    def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
+        c = self.config
+        y_TD = hc_head_norm(streams_TND, hc.weights, norm, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
+        return self.project(y_TD, out)
+
+    def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V], in ``out`` if given; each comes from the rank that has its row of the head."""
+        tp = self.share.mesh.tp
+        if tp.size == 1:
+            return linear(normed_TD, self.head, torch.float32, out=out)
+        logits = tp.all_gather(linear(normed_TD, self.head, torch.float32), dim=1)
+        return logits if out is None else out.copy_(logits)
+
+    def one_pass(self, token_ids: Sequence[int]) -> Tensor:
+        """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
+        batch, caches = one_pass([token_ids], self.config, self.rotary, self.numerics, num_layers=self.config.num_hidden_layers)
+        streams: Tensor = self(batch, caches)
+        return streams
+
+    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
+        """Choose where experts shall be, by how often each was chosen since the last time, and begin to count anew.
+
+        Every rank of the stage calls this at the same time, between steps.
+
+        Returns:
+            The places on this rank that wait for another expert, by the official names of the tensors that belong there. Until all
+            are filled, as at the start, no step may run. And for every layer the busiest rank's load over the average: as experts
+            lay, and as they lie now.
+        """
+        waiting: dict[str, Slot] = {}
+        imbalances: list[tuple[float, float]] = []
+        ep, drafting = self.share.mesh.ep, self.mtp if self.dspark is None else self.dspark.stages
+        for group, name, first in ((self.layers, "layers", self.share.layers.start), (drafting, "mtp", 0)):
+            for i, part in enumerate(group, first):
+                assert isinstance(part, (Block, Mtp))
+                ffn = part.ffn if isinstance(part, Block) else part.block.ffn
+                assert ffn.map is not None, "experts stay where they are unless redundant_experts is given"
+                loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
+                ffn.map.load_E.zero_()
+                wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
+                imbalances.append((ffn.placement.imbalance(loads), wanted.imbalance(loads)))
+                waiting.update(ffn.place(wanted, f"{name}.{i}.ffn."))
+        return waiting, imbalances
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
+        named: dict[str, Slot] = {}
+        if self.share.first or self.mtp or self.dspark is not None:
+            named["embed.weight"] = TensorSlot(self.embed)
+        if self.share.last:
+            named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
+        for group, prefix, first in ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0)):
+            for i, part in enumerate(group, first):
+                assert isinstance(part, (Block, Mtp))
+                named.update(part.slots(f"{prefix}.{i}."))
+        if self.dspark is not None:
+            named.update(self.dspark.slots("mtp."))
+        return named

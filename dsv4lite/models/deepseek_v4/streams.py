@@ -1,0 +1,92 @@
+"""The residual streams that hyper-connections read from and write to (specification 3.1).
+
+Shape suffixes: T tokens, N streams, D model.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4lite.kernels.hc import (
+    HcMix,
+    HcWeights,
+    Output,
+    hc_collapse,
+    hc_collapse_quantize,
+    hc_enter_few,
+    hc_expand,
+    hc_leave_enter,
+    suits_few,
+)
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.weights.quant import Rounded
+
+
+class Streams:
+    """The residual streams between sub-layers; a sub-layer's output is written when the next one enters (one pass over them)."""
+
+    def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None, *, rounded: bool = False) -> None:
+        self.value_TND = streams_TND
+        self._pending: tuple[Output, HcMix] | None = None
+        self._mix: HcMix | None = None
+        self._config = config
+        self._row_tile = row_tile
+        self._rounded = rounded
+
+    def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
+        """Return the sub-layer's normed input [T, D], and the same in FP8 where it is wanted."""
+        c = self._config
+        if suits_few(self.value_TND, self._row_tile):
+            pending, self._pending = self._pending, None
+            self.value_TND, x_TD, rounded, self._mix = hc_enter_few(
+                self.value_TND,
+                pending,
+                weights,
+                norm_weight,
+                iters=c.sinkhorn_iters,
+                eps=c.hc_eps,
+                norm_eps=c.norm_eps,
+                quantize=self._rounded,
+            )
+            return x_TD, rounded
+        self.value_TND, projected = hc_leave_enter(self.value_TND, self._pending, weights.fn, c.norm_eps, self._row_tile)
+        self._pending = None
+        if self._rounded:
+            x_TD, codes, scales, self._mix = hc_collapse_quantize(
+                self.value_TND,
+                projected,
+                weights.base,
+                weights.scale,
+                norm_weight,
+                iters=c.sinkhorn_iters,
+                eps=c.hc_eps,
+                norm_eps=c.norm_eps,
+            )
+            return x_TD, (codes, scales)
+        x_TD, self._mix = hc_collapse(
+            self.value_TND,
+            projected,
+            weights.base,
+            weights.scale,
+            norm_weight,
+            iters=c.sinkhorn_iters,
+            eps=c.hc_eps,
+            norm_eps=c.norm_eps,
+            exact=self._row_tile is not None,
+        )
+        return x_TD, None
+
+    def leave(self, output: Output) -> None:
+        """Take the sub-layer's output."""
+        assert self._mix is not None and self._pending is None
+        self._pending = (output, self._mix)
+
+    def mean(self) -> Tensor:
+        """Return the average of the streams, [T, D]."""
+        return self.final().float().mean(1).to(self.value_TND.dtype)
+
+    def final(self) -> Tensor:
+        """Return the streams [T, N, D] with everything written."""
+        if self._pending is not None:
+            self.value_TND, self._pending = hc_expand(self._pending[0], self.value_TND, self._pending[1]), None
+        return self.value_TND

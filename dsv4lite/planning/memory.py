@@ -1,0 +1,556 @@
+"""The exact memory budget of an engine, worked out from config and headers before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, check_speculative
+from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
+from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
+from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.peer_memory import opened_bytes
+from dsv4lite.planning.roofline import stage_floor
+from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
+from dsv4lite.speculation.speculator import make_speculators
+from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
+from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.source import ModelSource
+
+log = logging.getLogger("dsv4lite.planning.memory")
+
+GIB = 1 << 30
+CPU_STATE_BYTES = GIB
+_AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
+_FLOAT16 = {
+    torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
+    torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
+}
+_SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBudget:
+    """Bytes on one device.
+
+    Attributes:
+        total: Memory of the device, or what is free of it on a CPU.
+        available: What of it is free; all of it where the plan is for another machine.
+        weights: Parameters and buffers, in their resident form.
+        grow_pages, window_pages, slots, snapshots: Sequence state by store.
+        workspace: Most that one step allocates besides (activations, logits); an estimate where references run.
+        graphs: What recorded decode steps and the sampling behind them keep.
+    """
+
+    device: str
+    total: int
+    available: int
+    weights: int
+    grow_pages: int
+    window_pages: int
+    slots: int
+    snapshots: int
+    workspace: int
+    graphs: int
+
+    @property
+    def state(self) -> int:
+        """All sequence state."""
+        return self.grow_pages + self.window_pages + self.slots + self.snapshots
+
+    @property
+    def used(self) -> int:
+        """Everything."""
+        return self.weights + self.state + self.workspace + self.graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPlan:
+    """One way to share a model among devices.
+
+    Attributes:
+        fits: Whether every rank's part does.
+        kv_tokens: Tokens whose state fits at once, in all replicas.
+        alone_s: Least seconds of a decode step of one sequence on the chip that was named (``planning/roofline.py``): to compare
+            layouts, not to foretell speed. ``None`` where no chip was named.
+        full_s: The same with ``max_num_seqs`` sequences in every replica.
+    """
+
+    layout: Layout
+    fits: bool
+    kv_tokens: int
+    alone_s: float | None
+    full_s: float | None
+
+    def __str__(self) -> str:
+        times = " ".join(f"{1e3 * seconds:8.2f} ms" for seconds in (self.alone_s, self.full_s) if seconds is not None)
+        return f"  {self.layout!s:<28}{self.kv_tokens:>14,} tokens {times}  {'fits' if self.fits else 'does not fit'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What an engine will hold; prints as a table.
+
+    Attributes:
+        planned_for: The device, and the formats of weights and state on it.
+        kv_tokens: Tokens whose state fits at once.
+        max_model_len: Longest sequence the engine will accept.
+        max_concurrency: Sequences of that length that fit at once.
+        bytes_per_token: Growing state.
+        bytes_per_sequence: Fixed state of a running sequence.
+        fits: Whether the engine would start.
+        advice: What would help; empty when all is well.
+        layouts: Where ``devices`` were given: every way to share the model, best first; the plan is the first one's.
+    """
+
+    model: str
+    planned_for: str
+    per_device: tuple[DeviceBudget, ...]
+    sizes: StateSizes
+    kv_tokens: int
+    max_model_len: int
+    max_concurrency: int
+    bytes_per_token: float
+    bytes_per_sequence: int
+    fits: bool
+    advice: tuple[str, ...] = ()
+    layouts: tuple[LayoutPlan, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [self.model, f"  planned for {self.planned_for}"]
+        for budget in self.per_device:
+            lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all, {_gib(budget.available)} free")
+            for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace", "graphs"):
+                lines.append(f"    {name.replace('_', ' '):<26}{_gib(getattr(budget, name)):>12}")
+            lines.append(f"    {'used':<26}{_gib(budget.used):>12}")
+        lines += [
+            f"  {'state per token':<28}{self.bytes_per_token:>12,.1f} bytes",
+            f"  {'state per running sequence':<28}{self.bytes_per_sequence:>12,} bytes",
+            f"  {'tokens of state':<28}{self.kv_tokens:>12,}",
+            f"  {'longest sequence':<28}{self.max_model_len:>12,} tokens",
+            f"  {'such sequences at once':<28}{self.max_concurrency:>12,}",
+            f"  {'fits':<28}{'yes' if self.fits else 'no':>12}",
+        ]
+        if self.layouts:
+            times = ", and the least time of a step of one sequence and of all" if self.layouts[0].alone_s is not None else ""
+            lines.append(f"  layouts, with tokens of state{times}:")
+        return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice)])
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
+
+
+def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
+    """Return the arithmetic: the checkpoint's own unless the settings say otherwise.
+
+    Raises:
+        UnsupportedError: Settings that contradict the checkpoint.
+    """
+    model = source.model
+    if model.quantized:
+        if config.dtype == "float32":
+            raise UnsupportedError(
+                "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'"
+            )
+        dtype = torch.bfloat16
+    else:
+        dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if source.dtype == torch.float16:
+            dtype = torch.float32 if config.dtype == "auto" else dtype  # which has all its numbers; bfloat16 has not
+            log.warning("%s is float16 and is computed in %s: %s", source.folder, dtype, _FLOAT16[dtype])
+    wanted = config.kv_cache_dtype
+    natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
+    if wanted not in ("auto", natural):
+        kind = "quantized" if model.quantized else "plain"
+        raise UnsupportedError(f"kv_cache_dtype={wanted!r} with a {kind} {dtype} model: its rows are {natural!r}; leave 'auto'")
+    return Numerics.choose(
+        dtype=dtype,
+        quantized=model.quantized,
+        deterministic=config.deterministic,
+        device=device,
+        dense_fp8=source.dense_fp8,
+        expert_format=source.expert_format,
+    )
+
+
+def weight_bytes(
+    model: V4Config,
+    numerics: Numerics,
+    mesh: Mesh | None = None,
+    *,
+    with_mtp: bool,
+    dispatcher: str = "auto",
+    redundant_experts: int | None = None,
+) -> int:
+    """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them.
+
+    Raises:
+        ConfigError: The model cannot be shared so.
+    """
+    meta = replace(numerics, device=torch.device("meta"))
+    skeleton = DeepseekV4(model, meta, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
+    return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
+
+
+def _working(
+    config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, share: Share, drafting: Drafting
+) -> tuple[int, int]:
+    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each guess."""
+    tokens, sequences, local = config.max_num_batched_tokens, config.max_num_seqs, share.local(model)
+    sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
+    listed = config.max_logprobs
+    workspace, graphs = reference_workspace(local, tokens, sampled, listed), 0
+    if numerics.paged:
+        workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest, listed=listed)
+        graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
+    if numerics.paged and drafting.max_drafts:
+        graphs += drafting_bytes(local, numerics, sequences=sequences, rows=sampled, own=drafting.own is not None)
+    recorded = sampled if numerics.paged else 0
+    if config.layout.world > 1:
+        by_expert = config.dispatcher not in ("auto", "local", "all_gather")
+        partial = local.expert_width < model.expert_width
+        workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert, partial=partial)
+        graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert, partial=partial)
+        if numerics.device.type == "cuda":
+            workspace += opened_bytes(len(config.layout.group(config.layout.exchanging, 0)))
+    if config.layout.pp > 1:
+        workspace += hop_bytes(local, numerics, tokens)
+        graphs += hop_bytes(local, numerics, recorded)
+    return workspace, graphs
+
+
+def plan_state(
+    config: EngineConfig, model: V4Config, layout: StateLayout, budget: int, *, longest: int | None
+) -> tuple[StateSizes, int, tuple[str, ...]]:
+    """Divide a budget of bytes between the stores.
+
+    Returns:
+        The sizes, the longest sequence that fits, and advice if it is shorter than wanted.
+    """
+    span = (model.window - 2) // WINDOW_PAGE + 2
+    snapshots = max(16, config.max_num_seqs) if config.enable_prefix_caching else 0
+    fixed = StateSizes(
+        grow_pages=0,
+        window_pages=span * (config.max_num_seqs + snapshots + _SPARE_SEQUENCES),
+        slots=config.max_num_seqs,
+        snapshots=snapshots,
+    )
+    left = budget - layout.bytes(fixed)
+    wanted = longest or model.max_positions
+    # No more than all sequences at full length could use, and as much again for cached prefixes.
+    useful = 2 * config.max_num_seqs * -(-wanted // GROW_PAGE)
+    page = layout.grow_page_bytes
+    pages = useful if page == 0 else max(0, min(useful, left // page))
+    length = min(wanted, pages * GROW_PAGE)
+    advice = []
+    if length < wanted and longest is not None:
+        needed = layout.bytes(fixed) + -(-longest // GROW_PAGE) * page
+        advice.append(f"max_model_len={longest} needs {_gib(needed)} of state; there are {_gib(budget)}")
+    if left < 0:
+        advice.append(
+            f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(layout.bytes(fixed))} before the first token"
+        )
+    return replace(fixed, grow_pages=pages), length, tuple(advice)
+
+
+def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
+    """Find out who guesses tokens ahead.
+
+    Raises:
+        UnsupportedError: The checkpoint has not what is wanted.
+        ConfigError: More guesses are wanted than its drafter makes.
+        CheckpointError: Its config tells of another drafter than its tensors.
+    """
+    drafters = check_speculative(config.speculative)
+    own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
+    if own is not None or config.speculative == "auto":
+        own = _own_drafter(own, source)
+    return Drafting(own=own, speculators=make_speculators(drafters), adaptive=adapts(drafters, own))
+
+
+def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
+    """Return the model's own drafter as it is wanted, or by default as it comes, if it comes with one."""
+    kind, shape = source.drafter, source.model.dspark
+    if wanted is None:
+        return MTP() if kind == "mtp" else DSpark(k=shape.block) if kind == "dspark" and shape is not None else None
+    if kind != ("mtp" if isinstance(wanted, MTP) else "dspark"):
+        lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
+        instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
+        raise UnsupportedError(
+            f"speculative={wanted!r}: {source.folder} has no {lacks}; take {instead[kind]}, 'auto', a Speculator, or None"
+        )
+    if isinstance(wanted, DSpark) and shape is not None and wanted.k > shape.block:
+        raise ConfigError(f"speculative={wanted!r}: the drafter's block has {shape.block} rows; k is at most that")
+    return wanted
+
+
+def _memory_of(device: torch.device) -> tuple[int, int]:
+    """Return what is free of a device's memory, and all of it."""
+    return (host_memory(),) * 2 if device.type == "cpu" else available_memory(device)
+
+
+def _longest(config: EngineConfig, model: V4Config) -> int | None:
+    """Return the tokens that a sequence is to have room for; ``None`` means what fits.
+
+    Raises:
+        ConfigError: The model has fewer positions.
+    """
+    longest, limit = config.max_model_len, model.max_positions
+    if longest is not None and longest > limit:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
+        )
+    return longest
+
+
+def make_plan(
+    config: EngineConfig,
+    model: V4Config,
+    numerics: Numerics,
+    *,
+    drafting: Drafting | None = None,
+    rank: int = 0,
+    total: int | None = None,
+    target: str | None = None,
+) -> MemoryPlan:
+    """Plan one rank of an engine, on a device of its own.
+
+    Args:
+        config: Settings.
+        model: Sizes of the model.
+        numerics: Arithmetic and device.
+        drafting: Who guesses tokens ahead; by default nobody.
+        rank: Which rank.
+        total: Bytes of the device; default is what this machine has.
+        target: The device in words; default is this machine's.
+
+    Raises:
+        ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
+    """
+    longest = _longest(config, model)
+    on_cpu = numerics.device.type == "cpu"
+    available, total = (total, total) if total is not None else _memory_of(numerics.device)
+    drafting = drafting or Drafting()
+    mesh = Mesh.outline(config.layout, rank)
+    share, extra = Share.of(model, mesh), config.redundant_experts
+    drafts, dtype, quantized = drafting.own is not None and share.last, numerics.dtype, numerics.quantized
+    layout = StateLayout.of(
+        model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
+    )
+    named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
+    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
+    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
+    usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
+    room = usable - weights - workspace - graphs
+    budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
+    sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
+    per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
+    used = weights + workspace + graphs + layout.bytes(sizes)
+    notes = list(advice)
+    if room < 0:
+        notes = [_too_large(weights, workspace + graphs, usable)]
+    elif budget > room:
+        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
+    elif used > available:
+        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * layout.grow_page_bytes))
+    if room >= 0 and length < 1:
+        notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
+    pages_each = -(-max(1, length) // GROW_PAGE)
+    return MemoryPlan(
+        model=config.model,
+        planned_for=f"{target or f'the {numerics.device} of this machine'}: {_formats(numerics)}",
+        per_device=(
+            DeviceBudget(
+                device=str(numerics.device),
+                total=total,
+                available=available,
+                weights=weights,
+                grow_pages=sizes.grow_pages * layout.grow_page_bytes,
+                window_pages=sizes.window_pages * layout.window_page_bytes,
+                slots=sizes.slots * layout.slot_bytes,
+                snapshots=sizes.snapshots * layout.snapshot_bytes,
+                workspace=workspace,
+                graphs=graphs,
+            ),
+        ),
+        sizes=sizes,
+        kv_tokens=sizes.grow_pages * GROW_PAGE,
+        max_model_len=length,
+        max_concurrency=min(sizes.slots, sizes.grow_pages // pages_each),
+        bytes_per_token=layout.grow_page_bytes / GROW_PAGE,
+        bytes_per_sequence=per_sequence,
+        fits=not notes,
+        advice=tuple(notes),
+    )
+
+
+def _formats(numerics: Numerics) -> str:
+    """Name the formats of weights and state."""
+    plain = str(numerics.matrix_dtype).removeprefix("torch.")
+    matrices = "FP8" if numerics.resident_fp8 else plain
+    experts = plain if numerics.resident_experts == "plain" else numerics.resident_experts.upper()
+    rows = "FP8" if numerics.quantized else str(numerics.dtype).removeprefix("torch.")
+    return f"{matrices} matrices, {experts} experts, {rows} KV rows"
+
+
+def _too_large(weights: int, working: int, usable: int) -> str:
+    """Say what leaves no room for any state."""
+    if weights > usable:
+        remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
+        return f"the weights ({_gib(weights)}) do not fit in {_gib(usable)}; {remedy}"
+    remedy = "lower max_num_batched_tokens or max_num_seqs"
+    return f"the weights ({_gib(weights)}) and the workspace of a step ({_gib(working)}) do not fit in {_gib(usable)}; {remedy}"
+
+
+def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
+    """Say who could free the memory of a device that others have taken; ``least`` is what is used besides state that grows."""
+    ways = ["free what this program or other processes hold there (nvidia-smi lists them)"]
+    if available > least:
+        if config.kv_cache_memory_bytes is not None:
+            ways.append(f"lower kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} by {used - available:,}")
+        elif int(100 * available / total):
+            share = int(100 * available / total) / 100
+            ways.append(
+                f"set gpu_memory_utilization={share} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
+            )
+    return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
+
+
+def plan_memory(
+    model: str | EngineConfig,
+    *,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    devices: int | None = None,
+    **settings: Any,
+) -> MemoryPlan:
+    """Work out what an engine would hold, from the checkpoint's config and headers alone.
+
+    With ``gpu`` or ``memory_bytes`` the plan is for a GPU that need not be here, unless ``device="cpu"``. Without them it is for
+    this machine.
+
+    Args:
+        model: Folder or hub id of a checkpoint, or a whole configuration.
+        gpu: Chip to plan for, by its name in ``device.CHIPS``, such as ``"h200"``.
+        memory_bytes: Memory of each device to plan for; default is that of ``gpu``, or of this machine's device.
+        devices: Compare all layouts of so many devices, and return the plan of the best: of those that fit, the one with the
+            shortest steps of many sequences.
+        settings: Fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: Settings or model config are wrong, or the chip is not known.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
+    chip = None if gpu is None else find_chip(gpu)
+    device, total, target = _target(config, chip, memory_bytes)
+    source = ModelSource.open(config, fetch=False)
+    numerics = choose_numerics(config, source, device)
+    drafting = choose_drafting(config, source)
+
+    def plan_rank(config: EngineConfig, rank: int) -> MemoryPlan:
+        return make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=total, target=target)
+
+    if devices is not None:
+        return _best_plan(config, source.model, numerics, devices, chip, plan_rank)
+    return merge_plans([plan_rank(config, rank) for rank in range(config.layout.world)])
+
+
+def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
+    """Return the device to plan for, its bytes where it is not this machine's, and its name.
+
+    Raises:
+        ConfigError: A chip and a CPU are named, the device does not exist, or its memory is not known.
+    """
+    total = memory_bytes if memory_bytes is not None or chip is None else chip.memory_bytes
+    if total is None and config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={config.device!r}: this machine has no GPU whose memory could be planned; name one (gpu='h200', --gpu h200), "
+            "or its memory (memory_bytes, --memory)"
+        )
+    if total is None or not config.device.startswith(("auto", "cuda")):
+        device = choose_device(config)
+        if chip is not None:
+            raise ConfigError(f"gpu={chip.name!r} with device='cpu' names two devices; leave one out")
+        name = f"the {device} of this machine" if total is None else f"a {device} with {_gib(total)}"
+        if device.type == "cpu" and config.device == "auto":
+            name += " (it has no GPU; to plan for one, name it: gpu='h200' or --gpu h200)"
+        return device, total, name
+    if total < 1:
+        raise ConfigError(f"memory_bytes={total} must be at least 1")
+    device = torch.device("cuda")
+    if chip is None:
+        return device, total, f"a GPU with {_gib(total)}"
+    major, minor = chip.capability
+    return device, total, f"{chip.name} with {_gib(total)}, compute capability {major}.{minor}"
+
+
+def _best_plan(
+    config: EngineConfig,
+    model: V4Config,
+    numerics: Numerics,
+    devices: int,
+    chip: Chip | None,
+    plan_rank: Callable[[EngineConfig, int], MemoryPlan],
+) -> MemoryPlan:
+    """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
+
+    Raises:
+        ConfigError: There are no devices.
+    """
+    if devices < 1:
+        raise ConfigError(f"devices={devices} must be at least 1")
+    rates = chip or CHIPS["h200"]  # some chip's, to put layouts in order; times are told of a chip that was named
+    found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
+    for layout in layouts_for(model, devices):
+        sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
+        one = replace(config, **sizes)
+        # The ranks of a stage hold equally much, and take equally long.
+        firsts = range(0, layout.world, layout.stage)
+        plans = [plan_rank(one, rank) for rank in firsts]
+        plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
+        shares = [Share.of(model, Mesh.outline(layout, rank)) for rank in firsts]
+        alone, full = (
+            [_floor(model, numerics, share, plan, count, rates) for share, plan in zip(shares, plans, strict=True)]
+            for count in (1, -(-config.max_num_seqs // layout.pp))
+        )
+        kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
+        times = (sum(alone), full_s) if chip is not None else (None, None)
+        entry = LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=kv_tokens, alone_s=times[0], full_s=times[1])
+        found.append((full_s / layout.dp, entry, plan))  # more replicas do more in a step
+    found.sort(key=lambda each: (not each[1].fits, each[0], -each[1].kv_tokens))
+    return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
+
+
+def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
+    form = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False, layers=share.layers)
+    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences, chip)
+
+
+def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """Return what ranks can hold together: equal numbers of pages and slots, those of the poorest one."""
+    sizes = [asdict(plan.sizes) for plan in plans]
+    poorest = min(plans, key=lambda plan: plan.kv_tokens)
+    return replace(
+        poorest,
+        sizes=StateSizes(**{name: min(one[name] for one in sizes) for name in sizes[0]}),
+        max_model_len=min(plan.max_model_len for plan in plans),
+        per_device=tuple(budget for plan in plans for budget in plan.per_device),
+        fits=all(plan.fits for plan in plans),
+        advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
+    )
+
+
+def require_fit(plan: MemoryPlan) -> None:
+    """Raise CapacityError with the plan and its advice unless it fits."""
+    if not plan.fits:
+        raise CapacityError(f"{plan.model} does not fit: {'; '.join(plan.advice)}", plan=plan, advice=plan.advice)

@@ -1,0 +1,168 @@
+"""Several schedulers that act as one: a replica of attention has requests, pages and cached prefixes of its own.
+
+A request goes to the replica that has the longest prefix of it cached, then to the one with the least to do; or to each in turn.
+Replicas that have no place free are passed over as long as others have one: a prefix is no reason to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from dsv4lite.config import ReplicaPlacement
+from dsv4lite.errors import InvalidRequestError
+from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.scheduling.pages import PoolStats
+from dsv4lite.scheduling.scheduler import Scheduler, SchedulerStats
+from dsv4lite.scheduling.sequence import Sequence as Completion
+from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
+
+if TYPE_CHECKING:
+    from dsv4lite.request import Logprobs
+
+SEQ_IDS = 1 << 40
+"""Sequences that a replica can have in its life; the next one's ids begin there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointPlan:
+    """One step of all replicas.
+
+    Attributes:
+        plans: Of each replica; ``None`` for one that has nothing to do.
+    """
+
+    plans: tuple[StepPlan | None, ...]
+
+    @property
+    def sequences(self) -> tuple[SequencePlan, ...]:
+        """What all of them run."""
+        return tuple(part for plan in self.plans if plan is not None for part in plan.sequences)
+
+    @property
+    def max_drafts(self) -> int:
+        """Guesses that each run could have, of all plans alike."""
+        return max(plan.max_drafts for plan in self.plans if plan is not None)
+
+    @property
+    def prompts(self) -> bool:
+        """Whether prompts run anywhere."""
+        return any(plan.prompts for plan in self.plans if plan is not None)
+
+
+class Replicas:
+    """The schedulers of an engine's replicas, with the methods of one; see ``Scheduler``.
+
+    Args:
+        schedulers: Of each replica; their sequences' ids begin at multiples of ``SEQ_IDS``.
+        placement: Which of them a request goes to.
+    """
+
+    def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement = "prefix") -> None:
+        self._schedulers = tuple(schedulers)
+        self._placement, self._turn = placement, 0
+        self._homes: dict[str, Scheduler] = {}
+
+    def add(self, request: Request) -> None:
+        """Queue a request with one of the replicas."""
+        if request.request_id in self._homes and self._homes[request.request_id].has_request(request.request_id):
+            raise InvalidRequestError(
+                f"request_id={request.request_id!r} is in use; it must be unique among live requests",
+                parameter="request_id",
+                value=request.request_id,
+            )
+        home = self._choose(request)
+        home.add(request)
+        self._homes[request.request_id] = home
+
+    def _choose(self, request: Request) -> Scheduler:
+        in_turn = (*self._schedulers[self._turn :], *self._schedulers[: self._turn])
+        candidates = [scheduler for scheduler in in_turn if scheduler.has_place()] or in_turn
+        if self._placement == "round_robin":
+            self._turn = (self._schedulers.index(candidates[0]) + 1) % len(self._schedulers)
+        if self._placement == "round_robin" or len(candidates) == 1:
+            return candidates[0]
+        hits = {id(scheduler): scheduler.cached_prefix(request) for scheduler in candidates}
+        return min(candidates, key=lambda scheduler: (-hits[id(scheduler)], scheduler.num_live))
+
+    def abort(
+        self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None
+    ) -> list[SequenceUpdate]:
+        """End a request, one of its completions, or everything."""
+        if request_id is None:
+            return self._forgetting([update for s in self._schedulers for update in s.abort(None, reason)])
+        home = self._homes.get(request_id)
+        return [] if home is None else self._forgetting(home.abort(request_id, reason, index=index))
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """End the requests whose deadline has passed."""
+        return self._forgetting([update for scheduler in self._schedulers for update in scheduler.expire(now)])
+
+    def pop_expired(self) -> list[SequenceUpdate]:
+        """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
+        return self._forgetting([update for scheduler in self._schedulers for update in scheduler.pop_expired()])
+
+    def foresees(self, max_drafts: int) -> bool:
+        """Whether the next step can be planned before the results of the last."""
+        return all(scheduler.foresees(max_drafts) for scheduler in self._schedulers)
+
+    def schedule(self, now: float, max_drafts: int | None = None) -> JointPlan | None:
+        """Plan the next step of all replicas."""
+        plans = tuple(scheduler.schedule(now, max_drafts) for scheduler in self._schedulers)
+        return None if all(plan is None for plan in plans) else JointPlan(plans=plans)
+
+    def update(
+        self, plan: JointPlan, results: Mapping[int, Sampled], *, scores: Mapping[int, Logprobs] | None = None
+    ) -> list[SequenceUpdate]:
+        """Take the results of the oldest outstanding plan."""
+        updates = []
+        for scheduler, part in zip(self._schedulers, plan.plans, strict=True):
+            if part is not None:
+                updates += scheduler.update(part, results, scores=scores)
+        return self._forgetting(updates)
+
+    def _forgetting(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Forget the homes of requests that have ended."""
+        for update in updates:
+            home = self._homes.get(update.request_id) if update.finish_reason is not None else None
+            if home is not None and not home.has_request(update.request_id):
+                del self._homes[update.request_id]
+        return updates
+
+    def reset_prefix_cache(self) -> None:
+        """Make cached prefixes unreachable."""
+        for scheduler in self._schedulers:
+            scheduler.reset_prefix_cache()
+
+    def sequences_of(self, request_id: str) -> tuple[Completion, ...]:
+        """Return the sequences of a live request."""
+        return self._homes[request_id].sequences_of(request_id)
+
+    def has_work(self) -> bool:
+        """Return whether any sequence has not ended."""
+        return any(scheduler.has_work() for scheduler in self._schedulers)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of the busiest replica that hold state on its device."""
+        return max(scheduler.num_running for scheduler in self._schedulers)
+
+    def stats(self) -> SchedulerStats:
+        """Return the present counts of all together."""
+        every = [scheduler.stats() for scheduler in self._schedulers]
+        summed: dict[str, Any] = {}
+        for name in (field.name for field in fields(SchedulerStats)):
+            values = [getattr(one, name) for one in every]
+            if isinstance(values[0], PoolStats):
+                summed[name] = PoolStats(**{f.name: sum(getattr(v, f.name) for v in values) for f in fields(PoolStats)})
+            else:
+                summed[name] = sum(values)
+        return SchedulerStats(**summed)
+
+    def check(self) -> None:
+        """Assert that every id and every sequence is accounted for."""
+        for scheduler in self._schedulers:
+            scheduler.check()
+        for request_id, home in self._homes.items():
+            assert home.has_request(request_id), f"request {request_id!r} has ended"

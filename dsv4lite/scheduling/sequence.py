@@ -1,0 +1,284 @@
+"""One completion on its way through the scheduler. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.scheduling.pages import PAGE_TOKENS, Checkpoint, PrefixChain
+
+if TYPE_CHECKING:
+    from dsv4lite.request import Logprobs
+
+NO_SLOT = -1
+FED = 1 << 62
+"""Stands in ``fed_until`` for all tokens, those to come included."""
+
+
+class State(enum.Enum):
+    """Where a sequence is.
+
+    Attributes:
+        WAITING: In the queue; it has no state on the device.
+        UNFORKED: A completion that waits for its leader to prefill their prompt.
+        RUNNING: It has a slot and pages.
+        RETIRED: Its last step is planned, its state given back, and the outcome still to come.
+        ENDED: Its finish reason is known.
+    """
+
+    WAITING = enum.auto()
+    UNFORKED = enum.auto()
+    RUNNING = enum.auto()
+    RETIRED = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One completion on its way; the scheduler's only mutable record.
+
+    Attributes:
+        tokens: Prompt and completion as far as known.
+        last_run: Length of prompt and completion after whose state nothing is left to do.
+        end_ids: Tokens that end it, once there are enough others.
+        num_computed: Tokens whose state exists once the steps planned so far have run, if all guesses in them are right.
+        in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
+        quiet_until: While its runs end before this position they need no page, leave none behind, pass no border, and are not the
+            last.
+        carry: The copy of its carry that holds at ``num_computed``.
+        drafts: Guesses of what follows ``tokens``, made on the device.
+        fed_until: Tokens of which the model's own drafter has its rows, or blank ones, as far back as a window reaches; ``FED``
+            while it gets those of every token.
+        may_wait: The host may have to see its token in flight before the next one can be sampled.
+        window_first: Logical number of the first page of ``window``.
+        window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
+        chain: Prefix keys of ``tokens``, in the epoch in which the state was begun.
+        kept_border: Where its last lasting checkpoint is, or would be.
+        rolling: Its checkpoint that the next one replaces.
+        pending: A checkpoint whose last token is in flight, and whether it will be a lasting one.
+        score_next: First prompt position whose next token is still to be scored.
+        unforked: Completions that will share this one's prompt.
+        cached_tokens: Prompt tokens from the prefix cache, until they are reported.
+        started: Second of its first step.
+    """
+
+    seq_id: int
+    index: int
+    request: Request
+    tokens: list[int]
+    prompt_len: int
+    last_run: int
+    end_ids: frozenset[int]
+    order: tuple[int, float, int]
+    score_next: int | None
+    state: State = State.WAITING
+    num_computed: int = 0
+    in_flight: int = 0
+    slot: int = NO_SLOT
+    carry: int = 0
+    drafts: tuple[int, ...] = ()
+    fed_until: int = 0
+    pages: list[int] = field(default_factory=list)
+    window_first: int = 0
+    window: list[int] = field(default_factory=list)
+    chain: PrefixChain | None = None
+    kept_border: int = 0
+    rolling: Checkpoint | None = None
+    pending: tuple[Checkpoint, bool] | None = None
+    unforked: dict[Sequence, None] = field(default_factory=dict)
+    cached_tokens: int = 0
+    started: float | None = None
+    quiet_until: int = 0
+    may_wait: bool = False
+    # The lists as plans need them, built once per change and not once per step.
+    page_tuple: tuple[int, ...] | None = None
+    window_tuple: tuple[int, ...] | None = None
+
+    @property
+    def num_to_run(self) -> int:
+        """Known tokens that must run: all, unless nothing is sampled after them."""
+        return min(len(self.tokens), self.last_run)
+
+    def page_table(self, num_pages: int) -> tuple[int, ...]:
+        """Return the first grow pages; the same tuple as before unless some were added."""
+        if self.page_tuple is None:
+            self.page_tuple = tuple(self.pages)
+        return self.page_tuple if num_pages == len(self.page_tuple) else self.page_tuple[:num_pages]
+
+    def window_table(self) -> tuple[int, ...]:
+        """Return the window pages; the same tuple as before unless they changed."""
+        if self.window_tuple is None:
+            self.window_tuple = tuple(self.window)
+        return self.window_tuple
+
+    def outcome(self) -> tuple[FinishReason | None, int | None]:
+        """Return the finish and stop reasons that the last token brings, if any."""
+        token, request = self.tokens[-1], self.request
+        if token in self.end_ids and len(self.tokens) - self.prompt_len > request.params.min_tokens:
+            return "stop", None if token == request.eos_token_id and not request.params.ignore_eos else token
+        return ("length" if len(self.tokens) > self.last_run else None), None
+
+    def report(
+        self,
+        *,
+        prompt_logprobs: Logprobs | None = None,
+        finish_reason: FinishReason | None = None,
+        error: DSV4LiteError | None = None,
+        weight_version: int = 0,
+    ) -> SequenceUpdate:
+        """Return news other than a token."""
+        return SequenceUpdate(
+            request_id=self.request.request_id,
+            index=self.index,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=self.report_cached_tokens(),
+            started=self.started or 0.0,
+            weight_version=weight_version,
+            error=error,
+        )
+
+    def report_cached_tokens(self) -> int:
+        """Return the prompt tokens that came from the prefix cache on the first call, then 0."""
+        cached, self.cached_tokens = self.cached_tokens, 0
+        return cached
+
+    @property
+    def prompt_border(self) -> int:
+        """The last border inside the prompt that leaves a token to run after it."""
+        return (self.prompt_len - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> list[Sequence]:
+    """Return the ``n`` completions of a request, whose ids count on from ``first_id``.
+
+    Raises:
+        InvalidRequestError: It asks for a score of several completions or of a prompt of one token.
+        ContextLengthError: Its prompt leaves no room in ``max_model_len``.
+    """
+    params, prompt_len = request.params, len(request.prompt_token_ids)
+    least, most = 1 if request.generate else 2, max_model_len - request.generate
+    if prompt_len > most:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} allows at most {most}",
+            length=prompt_len,
+            limit=most,
+        )
+    if prompt_len < least:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens; it needs at least {least}", parameter="prompt", value=request.prompt_token_ids
+        )
+    if not request.generate and params.n != 1:
+        raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
+    longest = max_model_len if params.max_tokens is None else min(max_model_len, prompt_len + params.max_tokens)
+    end_ids = set(params.stop_token_ids)
+    if request.eos_token_id is not None and not params.ignore_eos:
+        end_ids.add(request.eos_token_id)
+    score_next = None
+    if request.score_from is not None and request.score_from < prompt_len:
+        score_next = request.score_from - 1
+    return [
+        Sequence(
+            seq_id=first_id + index,
+            index=index,
+            request=request,
+            tokens=list(request.prompt_token_ids),
+            prompt_len=prompt_len,
+            last_run=longest - 1 if request.generate else prompt_len - 1,
+            end_ids=frozenset(end_ids),
+            order=(request.priority, request.arrival, first_id + index),
+            score_next=score_next if index == 0 else None,
+        )
+        for index in range(params.n)
+    ]
+
+
+def needs_host(seq: Sequence) -> bool:
+    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
+    params = seq.request.params
+    return bool(
+        params.structured_outputs is not None
+        or params.thinking_budget is not None
+        or (params.bad_words_ids and max(map(len, params.bad_words_ids)) > 1)
+    )
+
+
+class SequenceQueue:
+    """Sequences sorted by (priority, arrival)."""
+
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.items)
+
+    def add(self, seq: Sequence) -> None:
+        """Insert a sequence at its place."""
+        insort(self.items, seq, key=_ORDER)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take out a sequence, which must be in."""
+        i = bisect_left(self.items, seq.order, key=_ORDER)
+        assert self.items[i] is seq
+        del self.items[i]
+
+
+class WaitingQueue:
+    """Waiting sequences, the first by (priority, arrival) at hand. Any of them may end: it is left where it is, and passed over.
+
+    To end all of many takes a time in proportion to their number; to take each out of a sorted list would take its square.
+    """
+
+    __slots__ = ("_entries", "_size")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, float, int], Sequence]] = []  # a heap
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the sequences in no particular order."""
+        return (seq for _, seq in self._entries if seq.state is State.WAITING)
+
+    def add(self, seq: Sequence) -> None:
+        """Insert a sequence, whose state is ``WAITING``."""
+        heapq.heappush(self._entries, (seq.order, seq))
+        self._size += 1
+
+    def first(self) -> Sequence:
+        """Return the first sequence, of at least one."""
+        while self._entries[0][1].state is not State.WAITING:
+            heapq.heappop(self._entries)
+        return self._entries[0][1]
+
+    def pop(self) -> Sequence:
+        """Take out the first sequence, of at least one."""
+        seq = self.first()
+        heapq.heappop(self._entries)
+        self._size -= 1
+        return seq
+
+    def leave(self, seq: Sequence) -> None:
+        """Note that a sequence has ended."""
+        assert seq.state is State.ENDED
+        self._size -= 1
+        if 2 * self._size < len(self._entries):
+            self._entries = [entry for entry in self._entries if entry[1].state is State.WAITING]
+            heapq.heapify(self._entries)
+
+
+_ORDER = attrgetter("order")

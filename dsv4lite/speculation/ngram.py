@@ -1,0 +1,118 @@
+"""Prompt lookup: drafts are what followed the last tokens of a sequence when they stood together before.
+
+An index maps every n-gram, n from ``min_n`` to ``max_n``, to the latest place where it was followed by a token. New tokens are
+indexed as they come. What was there at the first call, or came by the thousand, is indexed from its end backwards, at most
+``BACKLOG`` places per call, so that no call takes long. Only the last ``lookback`` places stay in the index, which bounds its
+memory: see ``NGramIndex``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dsv4lite.config import NGram
+
+BACKLOG = 512
+"""Places of the text before the first call that a call indexes."""
+
+_TOKEN_BITS = 32
+
+
+class NGramIndex:
+    """The n-grams of one sequence.
+
+    It holds at most ``lookback * (max_n - min_n + 1)`` of them, at about 250 bytes each where no two are equal: 6 MB by default.
+    """
+
+    __slots__ = ("_first", "_last", "_latest", "_lookback", "_max_n", "_min_n")
+
+    def __init__(self, *, min_n: int = 2, max_n: int = 4, lookback: int = 8192) -> None:
+        """Begin empty.
+
+        Args:
+            min_n: Fewest tokens that must have stood together before.
+            max_n: Most tokens that are compared; a longer match is no better.
+            lookback: Places, from the end of the text, that can be matched.
+        """
+        assert 1 <= min_n <= max_n and lookback >= 1
+        self._min_n, self._max_n, self._lookback = min_n, max_n, lookback
+        self._latest: list[dict[int, int]] = [{} for _ in range(min_n, max_n + 1)]
+        # Indexed are the n-grams that end before the tokens first, first + 1, ..., last - 1.
+        self._first = self._last = -1
+
+    def draft(self, tokens: Sequence[int], k: int) -> list[int]:
+        """Return ``k`` tokens that may come next, or none if nothing matches.
+
+        The longest match decides, of equally long ones the latest. Where it reaches the end of the text, what it foretold is
+        taken for text: drafts go round in the period that the match found.
+
+        Args:
+            tokens: The sequence so far; what the call before got, and possibly more.
+            k: Number of drafts.
+        """
+        self._index(tokens)
+        size = len(tokens)
+        source = -1
+        for _, key, latest in self._ngrams(tokens, size, size + 1):
+            source = latest.get(key, source)  # the shortest comes first, so that the longest decides
+        if source < 0:
+            return []
+        text = list(tokens[source : source + k])
+        for place in range(len(text), k):
+            text.append(text[place - (size - source)])
+        return text
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Take up the new tokens and a piece of the backlog; drop what is too far back."""
+        size, oldest = len(tokens), max(self._min_n, len(tokens) - self._lookback)
+        if self._last < 0 or size - self._last > BACKLOG:
+            for latest in self._latest:
+                latest.clear()
+            self._first = self._last = size
+        self._add(tokens, max(self._last, oldest), size)
+        for place, key, latest in self._ngrams(tokens, self._first, min(oldest, self._last)):
+            if latest.get(key) == place:
+                del latest[key]
+        self._first, self._last = max(self._first, oldest), size
+        begin = max(oldest, self._first - BACKLOG)
+        self._add(tokens, begin, self._first)
+        self._first = min(self._first, begin)
+
+    def _add(self, tokens: Sequence[int], begin: int, end: int) -> None:
+        for place, key, latest in self._ngrams(tokens, begin, end):
+            if latest.get(key, -1) < place:
+                latest[key] = place
+
+    def _ngrams(self, tokens: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, dict[int, int]]]:
+        """Yield the n-grams that end before each of some places, the shortest first: place, key, and the table of its length."""
+        if begin >= end:
+            return
+        first, shortest, longest = max(0, begin - self._max_n), self._min_n, self._max_n
+        text, tables = tokens[first:end], self._latest
+        for place in range(begin, end):
+            key, at = 0, place - first
+            for n in range(1, min(longest, place) + 1):
+                key = key << _TOKEN_BITS | text[at - n]
+                if n >= shortest:
+                    yield place, key, tables[n - shortest]
+
+
+class NGramSpeculator:
+    """Keeps an index for every sequence; a ``Speculator``."""
+
+    def __init__(self, settings: NGram) -> None:
+        self.k = settings.k
+        self._settings = settings
+        self._indices: dict[int, NGramIndex] = {}
+
+    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
+        """Guess what follows the tokens of a sequence."""
+        index = self._indices.get(sequence_id)
+        if index is None:
+            s = self._settings
+            index = self._indices[sequence_id] = NGramIndex(min_n=s.min_n, max_n=s.max_n, lookback=s.lookback)
+        return index.draft(token_ids, max_drafts)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence's index."""
+        self._indices.pop(sequence_id, None)

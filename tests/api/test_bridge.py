@@ -1,0 +1,152 @@
+"""Posting to a loop, a run or a thread, alive or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import Future
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from dsv4lite.api.bridge import AsyncioBridge, LoopBridge, ThreadBridge, TrioBridge, current_loop
+
+LOOPS = pytest.mark.parametrize(("backend", "kind"), [("asyncio", AsyncioBridge), ("trio", TrioBridge)])
+
+
+@LOOPS
+def test_loop_bridge_runs_posts_at_home_in_order(backend: str, kind: type[LoopBridge]) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    async def main() -> None:
+        bridge = current_loop()
+        assert type(bridge) is kind and bridge.is_current()
+        home, done = threading.get_ident(), anyio.Event()
+
+        def work() -> None:
+            assert not bridge.is_current()
+            for number in range(100):
+                assert bridge.post(lambda n=number: seen.append((n, threading.get_ident() == home)))  # type: ignore[misc]
+            bridge.run(done.set)
+
+        await anyio.to_thread.run_sync(work)
+        await done.wait()
+
+    anyio.run(main, backend=backend)
+    assert seen == [(number, True) for number in range(100)]
+
+
+@LOOPS
+def test_loop_bridge_waits_for_futures_of_other_threads(backend: str, kind: type[LoopBridge]) -> None:
+    async def main() -> None:
+        bridge = current_loop()
+        future: Future[int] = Future()
+        with anyio.move_on_after(0.001) as scope:
+            await bridge.wait(future)
+        assert scope.cancelled_caught and not future.done()
+        thread = threading.Thread(target=lambda: future.set_result(5))
+        thread.start()
+        assert await bridge.wait(future) == 5 == await bridge.wait(future)
+        thread.join()
+        failed: Future[int] = Future()
+        failed.set_exception(ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            await bridge.wait(failed)
+
+    anyio.run(main, backend=backend)
+
+
+@LOOPS
+def test_loop_bridge_swallows_posts_to_a_loop_that_is_gone(backend: str, kind: type[LoopBridge]) -> None:
+    async def main() -> LoopBridge:
+        bridge = current_loop()
+        bridge.post_later(3600, lambda: pytest.fail("ran"))
+        await anyio.sleep(0.001)
+        return bridge
+
+    bridge = anyio.run(main, backend=backend)
+    assert bridge.post(lambda: pytest.fail("ran")) is False
+    assert bridge.is_gone and not bridge.is_current()
+    bridge.post_later(0, lambda: pytest.fail("ran"))
+
+
+@LOOPS
+def test_loop_bridge_runs_later_what_is_posted_for_later(backend: str, kind: type[LoopBridge]) -> None:
+    async def main() -> None:
+        bridge, done, order = current_loop(), anyio.Event(), list[str]()
+        bridge.post_later(0.02, done.set)
+        bridge.post_later(0.01, lambda: order.append("first"))
+        await done.wait()
+        assert order == ["first"]
+
+    anyio.run(main, backend=backend)
+
+
+@LOOPS
+def test_loop_bridge_that_is_closed_leaves_no_timer(backend: str, kind: type[LoopBridge]) -> None:
+    async def main() -> None:
+        bridge = current_loop()
+        before = anyio.get_running_tasks() if backend == "asyncio" else []
+        for seconds in (1e12, 1e300):
+            bridge.post_later(seconds, lambda: pytest.fail("ran"))
+        await anyio.sleep(0.01)
+        bridge.close()
+        bridge.close()
+        await anyio.sleep(0.01)
+        assert backend == "trio" or len(anyio.get_running_tasks()) == len(before)
+
+    anyio.run(main, backend=backend)
+
+
+def test_current_loop_needs_one() -> None:
+    with pytest.raises(RuntimeError):
+        current_loop()
+
+
+async def test_current_loop_sees_asyncio_although_trio_is_imported() -> None:
+    assert isinstance(current_loop(), AsyncioBridge)
+    assert asyncio.get_running_loop() is current_loop()._loop  # type: ignore[attr-defined]
+
+
+def test_thread_bridge_runs_posts_and_timers_on_its_thread() -> None:
+    before = threading.active_count()
+    bridge = ThreadBridge("test-delivery")
+    seen: list[str] = []
+    done = threading.Event()
+    for seconds, name in ((0.02, "later"), (0.01, "sooner")):
+        bridge.post_later(seconds, lambda name=name: seen.append(name))  # type: ignore[misc]
+    bridge.post_later(0.03, done.set)
+    bridge.post(lambda: seen.append(threading.current_thread().name))
+    assert done.wait(10)
+    bridge.close()
+    bridge.close()
+    assert seen == ["test-delivery", "sooner", "later"]
+    assert bridge.is_gone and bridge.post(lambda: pytest.fail("ran")) is False
+    assert threading.active_count() == before
+
+
+def test_thread_bridge_survives_timers_of_any_length_and_callbacks_that_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """A wait beyond ``threading.TIMEOUT_MAX``, and any exception, once ended the thread: later callbacks never ran."""
+    bridge, done, later = ThreadBridge("test-delivery"), threading.Event(), threading.Event()
+    for seconds in (1e12, 1e300, float("inf")):
+        bridge.post_later(seconds, lambda: pytest.fail("ran"))
+        bridge.post(lambda: None)
+
+    class Panic(BaseException):
+        pass
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with caplog.at_level(logging.ERROR, "dsv4lite"):
+        for error in (ZeroDivisionError("once"), Panic("twice")):
+            bridge.post(lambda error=error: fail(error))  # type: ignore[misc]
+            bridge.post_later(0.001, lambda error=error: fail(error))  # type: ignore[misc]
+        bridge.post_later(0.002, later.set)
+        bridge.post(done.set)
+        assert done.wait(30) and later.wait(30)
+    bridge.close()
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info].count("once") == 2
+    assert len(caplog.records) == 4

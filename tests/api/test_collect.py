@@ -1,0 +1,199 @@
+"""From updates to outputs, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4lite.api.collect import Collector
+from dsv4lite.config import tiny_model
+from dsv4lite.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from dsv4lite.request import Request, SamplingParams, SequenceUpdate, TokenLogprob
+from dsv4lite.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(tiny_model())
+
+
+def collector(params: SamplingParams, **more: Any) -> Collector:
+    request = Request(request_id="r", prompt_token_ids=(5, 6), params=params, eos_token_id=1, arrival=10.0)
+    return Collector(request, TOKENIZER, **more)
+
+
+def update(*ids: int, **more: Any) -> SequenceUpdate:
+    return SequenceUpdate(request_id="r", token_ids=ids, **more)
+
+
+@given(
+    text=st.text(alphabet="ab STOP!é世😀\n", max_size=60),
+    stops=st.lists(st.text(alphabet="ab STOP!é世😀\n", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 5), min_size=60, max_size=60),
+    include=st.booleans(),
+)
+def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    """Whatever a step brings at once (drafts bring several tokens), text, tokens and reason are the same."""
+    ids = TOKENIZER.encode(text)
+    params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
+    outputs = []
+    for sizes in (cuts, [1] * 60, [1000]):
+        got = collector(params)
+        deltas, rest = "", list(ids)
+        for size in sizes:
+            step, rest = rest[:size], rest[size:]
+            if step:
+                deltas += got.push(update(*step), 11).text
+        deltas += got.push(update(finish_reason="length"), 12).text
+        out = got.output(13)
+        assert deltas == out.text
+        outputs.append(out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    out = outputs[0].outputs[0]
+    ends = [text.find(s) + len(s) for s in stops if s in text]
+    if ends:
+        end = min(ends)
+        assert out.finish_reason == "stop" and out.stop_reason in stops
+        assert isinstance(out.stop_reason, str)
+        assert out.text == text[: end if include else end - len(out.stop_reason)]
+        needed, size = len(text[:end].encode()), len(TOKENIZER.decode_bytes(out.token_ids))
+        assert len(TOKENIZER.decode_bytes(out.token_ids[:-1])) < needed <= size
+        assert out.token_ids == tuple(ids[: len(out.token_ids)])
+    else:
+        assert (out.text, out.token_ids, out.finish_reason) == (text, tuple(ids), "length")
+
+
+def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
+    """Tokens that nobody waits for are read many at a time, with whatever comes next."""
+    text = "né世😀, and so on " * 20
+    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(400)]
+    for end in ("length", "abort"):
+        params = SamplingParams(n=2, logprobs=1)
+        plain, keeping = collector(params), collector(params)
+        for i, token in enumerate(TOKENIZER.encode(text)):
+            one = update(token, index=i % 2, logprobs=(entries[i],), weight_version=i // 50, drafted=2, accepted=1)
+            plain.push(one, 11 + i)
+            if not keeping.keep(one):
+                assert i == 0
+                keeping.push(one, 11)
+        for got in (plain, keeping):
+            if end == "abort":
+                got.end("abort")
+            for index in range(2):
+                last = update(101, index=index, finish_reason="length")
+                assert not got.keep(last)
+                got.push(last, 999)
+        expected, found = plain.output(1000), keeping.output(1000)
+        assert (expected.usage, expected.timing) == (found.usage, found.timing)
+        for a, b in zip(expected.outputs, found.outputs, strict=True):
+            assert (a.text, a.token_ids, a.finish_reason, a.weight_versions) == (
+                b.text,
+                b.token_ids,
+                b.finish_reason,
+                b.weight_versions,
+            )
+            assert a.logprobs is not None and b.logprobs is not None and a.logprobs.sampled.equal(b.logprobs.sampled)
+
+
+@pytest.mark.parametrize("params, streaming", [(SamplingParams(), True), (SamplingParams(stop=("b",)), False)])
+def test_collector_keeps_nothing_that_somebody_waits_for(params: SamplingParams, streaming: bool) -> None:
+    got = collector(params, streaming=streaming)
+    got.push(update(100), 11)
+    assert not got.keep(update(100))
+    got = collector(SamplingParams())
+    assert not got.keep(update(100))  # the first is the time of the first token
+    got.push(update(100), 11)
+    assert got.keep(update(100))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bool) -> None:
+    """Drafts bring several tokens at once, and those behind the stop string have no log-probabilities either."""
+    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(1, 6)]
+    ids = [TOKENIZER.encode(letter)[0] for letter in "axbcd"]
+    got = collector(SamplingParams(stop=("b",), logprobs=1), streaming=streaming)
+    parts = ((ids[:1], entries[:1]), (ids[1:], entries[1:]))
+    deltas = [got.push(update(*some, logprobs=tuple(their)), 11) for some, their in parts]
+    out = got.output(13).outputs[0]
+    assert (out.text, out.token_ids, out.cumulative_logprob) == ("ax", tuple(ids[:3]), -6)
+    assert out.logprobs is not None and out.logprobs.sampled.tolist() == [-1, -2, -3]
+    assert out.logprobs.token_ids.tolist() == [[1], [2], [3]] and out.logprobs.ranks.tolist() == [1, 2, 3]
+    assert [None if d.logprobs is None else d.logprobs.sampled.tolist() for d in deltas] == (
+        [[-1], [-2, -3]] if streaming else [None, None]
+    )
+
+
+def test_collector_ignores_what_comes_after_the_end() -> None:
+    got = collector(SamplingParams(stop=("b",)))
+    ids = TOKENIZER.encode("ab")
+    got.push(update(*ids, finish_reason="length"), 11)
+    assert got.push(update(100, finish_reason="abort"), 12).token_ids == ()
+    assert got.finished and got.output(13).outputs[0].stop_reason == "b"
+
+
+def test_collector_joins_spans_of_weight_versions() -> None:
+    got = collector(SamplingParams())
+    for version, count in ((3, 2), (3, 1), (4, 1), (5, 0), (5, 2)):
+        got.push(update(*[100] * count, weight_version=version), 11)
+    got.end("abort")
+    assert got.output(12).outputs[0].weight_versions == ((3, 0, 3), (4, 3, 4), (5, 4, 6))
+
+
+def test_collector_joins_routed_experts_and_cuts_them_at_the_stop() -> None:
+    got = collector(SamplingParams(stop=("b",)))
+    got.push(update(*TOKENIZER.encode("a"), routed_experts=torch.zeros(2, 3, 2)), 11)
+    got.push(update(*TOKENIZER.encode("b"), routed_experts=torch.ones(1, 3, 2)), 11)
+    experts = got.output(12).outputs[0].routed_experts
+    assert experts is not None and experts.shape == (3, 3, 2) and experts[-1].eq(1).all()
+    assert len(got.output(12).token_ids) == 2
+
+
+def test_collector_measures_from_arrival() -> None:
+    got = collector(SamplingParams())
+    got.push(update(started=11.0, cached_tokens=2), 11.5)
+    got.push(update(100), 12.0)
+    got.push(update(finish_reason="length"), 13.0)
+    out = got.output(14.0)
+    assert (out.timing.queued, out.timing.first_token, out.timing.total) == (1.0, 2.0, 4.0)
+    assert (out.usage.prompt_tokens, out.usage.completion_tokens, out.usage.cached_tokens, out.usage.total_tokens) == (2, 1, 2, 3)
+
+
+def test_collector_aborted_at_once_has_an_empty_output() -> None:
+    got = collector(SamplingParams(n=2, logprobs=3))
+    got.end("abort")
+    out = got.output(15.0)
+    assert [(c.text, c.token_ids, c.finish_reason) for c in out.outputs] == [("", (), "abort")] * 2
+    logprobs = out.outputs[0].logprobs
+    assert logprobs is not None and logprobs.token_ids.shape == (0, 3) and out.outputs[0].cumulative_logprob == 0
+    assert (out.timing.queued, out.timing.first_token, out.timing.total) == (5.0, 0.0, 5.0)
+
+
+def test_collector_deltas_carry_logprobs_only_for_streams() -> None:
+    entry = TokenLogprob(logprob=-1.5, rank=2, token_ids=torch.tensor([7], dtype=torch.int32), values=torch.tensor([-0.5]))
+    for streaming in (True, False):
+        got = collector(SamplingParams(logprobs=1), streaming=streaming)
+        delta = got.push(update(100, logprobs=(entry,)), 11)
+        assert (delta.logprobs is not None) is streaming
+        got.end("abort")
+        logprobs = got.output(12).outputs[0].logprobs
+        assert logprobs is not None and logprobs.sampled.tolist() == [-1.5] and logprobs.token_ids.tolist() == [[7]]
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no", parameter="prompt"), EngineDeadError("dead")])
+def test_collector_passes_typed_errors_on(error: Exception) -> None:
+    got = collector(SamplingParams())
+    got.push(update(finish_reason="error", error=error), 11)
+    assert got.output(12).error is error
+
+
+def test_collector_wraps_a_failure_with_the_partial_output() -> None:
+    got = collector(SamplingParams(n=2))
+    got.push(update(100), 11)
+    cause = RequestFailedError("not finite")
+    got.push(update(finish_reason="error", error=cause), 11)
+    assert not got.finished
+    got.push(update(101, index=1, finish_reason="length"), 11)
+    error = got.output(12).error
+    assert isinstance(error, RequestFailedError) and error.__cause__ is cause and error.output is not None
+    assert [(c.token_ids, c.finish_reason) for c in error.output.outputs] == [((100,), "error"), ((101,), "length")]

