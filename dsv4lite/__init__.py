@@ -53,16 +53,15 @@ _HOME = {
     name: f"dsv4lite.{module}"
     for module, names in {
         "llm": "AsyncLLM LLM",
-        "face.streams": "AsyncStream Stream AsyncCompletions Completions",
-        "config": "EngineConfig LoadProgress tiny_model",
+        "api.streams": "AsyncStream Stream AsyncCompletions Completions",
+        "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
         "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase",
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
-        "memory": "MemoryPlan plan_memory",
+        "planning.memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
-        "engine.speculator": "SpeculationStats",
-        "speculation": "MTP DSpark NGram Speculator",
+        "speculation.speculator": "SpeculationStats",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "
         "EngineStateError WeightsNotLoadedError CheckpointError WeightUpdateError CapacityError RequestFailedError EngineDeadError",
     }.items()

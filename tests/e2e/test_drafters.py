@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.config import MTP, DSpark, EngineConfig, NGram, drafters, tiny_model
+from dsv4lite.config import MTP, DSpark, EngineConfig, NGram, tiny_model
 from dsv4lite.engine import runner
 from dsv4lite.errors import CheckpointError, ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.speculation import drafters
 from dsv4lite.speculation.ngram import NGramIndex, NGramSpeculator
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.source import ModelSource

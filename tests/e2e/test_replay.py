@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4lite.__main__ import main
-from dsv4lite.config import MTP, DSpark, drafters, tiny_model
+from dsv4lite.config import MTP, DSpark, tiny_model
 from dsv4lite.debug import replay as replay_file
 from dsv4lite.debug.replay import replay
 from dsv4lite.engine import rank, runner
@@ -35,10 +35,11 @@ from dsv4lite.kernels.compress import triton as compress_triton
 from dsv4lite.kernels.qk_norm_rope import triton as heads_triton
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.models import moe
-from dsv4lite.models.deepseek_v4.model import model as deepseek_v4
+from dsv4lite.models.deepseek_v4 import model as deepseek_v4
 from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.scheduling.step_plan import StepPlan
+from dsv4lite.speculation import drafters
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4lite.config import MTP, EngineConfig, NGram, Speculator, drafters
+from dsv4lite.config import MTP, EngineConfig, NGram, Speculator
 from dsv4lite.engine import rank, runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
@@ -24,6 +24,7 @@ from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import Guesses
 from dsv4lite.state.cache import LayerCache
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model

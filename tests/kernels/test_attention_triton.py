@@ -16,7 +16,7 @@ from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels import attention_triton  # noqa: E402
+from dsv4lite.kernels.attention import triton as attention_triton  # noqa: E402
 from dsv4lite.kernels.attention.triton import Tile, paged_attention_triton, tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel

@@ -11,7 +11,7 @@ from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels import gemm_triton  # noqa: E402
+from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     LIBRARY_ROWS,
     SPLIT_MAX_ROWS,

@@ -17,7 +17,7 @@ from tests.kernels.paged import fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels import plain_attention_triton  # noqa: E402
+from dsv4lite.kernels.attention import unquantized_triton as plain_attention_triton  # noqa: E402
 from dsv4lite.kernels.attention.unquantized_triton import Tile, plain_paged_attention_triton, tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel

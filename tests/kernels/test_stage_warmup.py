@@ -20,7 +20,7 @@ from dsv4lite.engine.graph_set import GraphSet  # noqa: E402
 from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.verify_graphs import VerifyGraphs  # noqa: E402
-from dsv4lite.kernels import gemm_triton  # noqa: E402
+from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402

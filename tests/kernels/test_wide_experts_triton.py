@@ -10,7 +10,7 @@ from dsv4lite.kernels.experts.unquantized import wide_experts_forward_ref
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels import wide_experts_triton  # noqa: E402
+from dsv4lite.kernels.experts import unquantized_triton as wide_experts_triton  # noqa: E402
 from dsv4lite.kernels.experts.unquantized_triton import (  # noqa: E402
     BLOCKS,
     Block,

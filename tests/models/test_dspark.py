@@ -20,9 +20,10 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.models.deepseek_v4 import dspark
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
-from dsv4lite.models.deepseek_v4.model import DeepseekV4, dspark
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
 from dsv4lite.planning.memory import weight_bytes
