@@ -250,11 +250,11 @@ def sample_rows_ref(
     top, token_ids, finite = best
     lines, state = settings[slots.long()], space.state[: len(logits)]
     x, tokens, places = logits, *((slots, torch.zeros_like(slots)) if run is None else run)
-    edited = is_edited(lines, positions)
+    edited = _is_edited(lines, positions)
     if Needs.EDITS in needs and edited.any():
         rows = edited.nonzero()[:, 0]
-        space.edited[rows] = _edited_ref(logits, lines, positions, tokens, places.tolist(), rows.tolist())
-        put_best(space, rows)
+        space.edited[rows] = _edited_ref(logits, lines, positions, tokens, places, rows)
+        _put_best(space, rows)
         if masks is not None:
             apply_masks(space, masks)
         x = torch.where(edited[:, None], space.edited[: len(logits)], logits)
@@ -273,7 +273,7 @@ def sample_rows_ref(
     out[1], out[2] = finite, feasible
     if given is None:
         out[0] = token_ids.clamp(0, logits.shape[1] - 1)
-        _count_ref(out[0].tolist(), slots.tolist(), tokens.tolist(), places.tolist(), lines, last_token, logits.shape[1])
+        _count_ref(out, slots, tokens, places, lines, last_token, logits.shape[1])
     else:
         out[0] = given
         out[4].view(torch.float32).fill_(float("nan"))
@@ -306,7 +306,7 @@ def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor,
         float32 [L, V], whose ``log_softmax`` is the distribution; a token that could not be sampled has -inf.
     """
     state, processed = space.state[rows], lines[:, Column.PROCESSED] != 0
-    edited = (processed & is_edited(lines, positions))[:, None]
+    edited = (processed & _is_edited(lines, positions))[:, None]
     x = torch.where(edited, space.edited[rows], logits[rows])
     top = torch.where(edited, _floats(state[:, State.TOP])[:, None], top[rows])
     temperature = lines[:, Column.TEMPERATURE, None].float()
@@ -319,7 +319,7 @@ def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor,
     return torch.where(drawn, scaled, x)
 
 
-def is_edited(lines: Tensor, positions: Tensor) -> Tensor:
+def _is_edited(lines: Tensor, positions: Tensor) -> Tensor:
     """Return which rows, of settings float64 [R, NUM_COLUMNS], have logits of their own beside the model's, bool [R]."""
     held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions + 1 < lines[:, Column.STOPS_FROM])
     return (lines[:, Column.OCCURRENCES] != 0) | (lines[:, Column.EDITS] != 0) | held_back
@@ -332,10 +332,10 @@ def apply_masks(space: RowSpace, masks: RowMasks) -> None:
     at = forced.clamp_min(0)
     edited.scatter_(1, at, torch.where(forced < 0, edited.gather(1, at), 0.0))
     space.edited.index_copy_(0, masks.rows, edited)
-    put_best(space, masks.rows)
+    _put_best(space, masks.rows)
 
 
-def put_best(space: RowSpace, rows: Tensor) -> None:
+def _put_best(space: RowSpace, rows: Tensor) -> None:
     """Put the best tokens of edited rows, int64 [M], into their state."""
     top, token_ids, _ = sampling.argmax_finite(space.edited.index_select(0, rows))
     space.state[rows, State.TOP] = top[:, 0].view(torch.int32).long()
@@ -345,31 +345,39 @@ def put_best(space: RowSpace, rows: Tensor) -> None:
 _DRAWN = Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARCHES
 
 
-def _edited_ref(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: list[int], rows: list[int]) -> Tensor:
+def _edited_ref(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """Return penalised and edited logits of some rows, float32 [M, V]."""
-    x, vocab_size = logits[rows], logits.shape[1]
-    penalised = [i for i, row in enumerate(rows) if lines[row, Column.OCCURRENCES] != 0]
-    if penalised:
-        seen = torch.stack([_at(lines[rows[i], Column.OCCURRENCES], vocab_size, torch.int32) for i in penalised])
-        for own, row in zip(seen, [rows[i] for i in penalised], strict=True):
-            drafts = tokens[row + 1 - places[row] : row + 1].long()  # the row takes them for granted
-            own.index_add_(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
-        chosen = lines[[rows[i] for i in penalised]].float()
+    x, lines, vocab_size = logits[rows], lines[rows], logits.shape[1]
+    penalised, occurrences = _held(lines, Column.OCCURRENCES, vocab_size, torch.int32)
+    if len(penalised):
+        seen, at = tokens.tolist(), places.tolist()
+        drafts = [(i, t) for i, row in enumerate(rows[penalised].tolist()) for t in seen[row + 1 - at[row] : row + 1]]
+        if drafts:  # each row takes those before it for granted
+            indices = torch.tensor(drafts, dtype=torch.int64, device=x.device).unbind(1)
+            occurrences.index_put_(indices, torch.ones_like(indices[0], dtype=torch.int32), accumulate=True)
+        counts, chosen = occurrences & 0x7FFFFFFF, lines[penalised].float()
         x[penalised] = sampling.penalize(
             x[penalised],
-            seen != seen & 0x7FFFFFFF,
-            seen & 0x7FFFFFFF,
+            occurrences < 0,
+            counts,
             repetition=chosen[:, Column.REPETITION, None],
             frequency=chosen[:, Column.FREQUENCY, None],
             presence=chosen[:, Column.PRESENCE, None],
         )
-    for i, row in enumerate(rows):
-        line = lines[row]
-        if line[Column.EDITS] != 0:
-            x[i] += _at(line[Column.EDITS], vocab_size, torch.float32)
-        if line[Column.NUM_STOPS] > 0 and positions[row] + 1 < line[Column.STOPS_FROM]:
-            x[i, _at(line[Column.STOPS], int(line[Column.NUM_STOPS]), torch.int32).long()] = float("-inf")
+    changed, edits = _held(lines, Column.EDITS, vocab_size, torch.float32)
+    if len(changed):
+        x[changed] += edits
+    held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions[rows] + 1 < lines[:, Column.STOPS_FROM])
+    for i in held_back.nonzero()[:, 0].tolist():
+        x[i, _at(int(lines[i, Column.STOPS]), int(lines[i, Column.NUM_STOPS]), torch.int32).long()] = float("-inf")
     return x
+
+
+def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return which of M rows have an address in a column, int64 [K], and copies of what is there, [K, V]."""
+    rows = (lines[:, column] != 0).nonzero()[:, 0]
+    found = [_at(int(address), vocab_size, dtype) for address in lines[rows, column].tolist()]
+    return rows, torch.stack(found) if found else torch.empty(0, vocab_size, dtype=dtype, device=lines.device)
 
 
 def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
@@ -387,27 +395,21 @@ def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
 
 
 def _count_ref(
-    sampled: list[int],
-    slots: list[int],
-    tokens: list[int],
-    places: list[int],
-    lines: Tensor,
-    last_token: Tensor,
-    vocab_size: int,
+    out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int
 ) -> None:
     """Count and remember what rows have sampled, up to the first wrong draft of each sequence."""
-    counts = False
-    for row, token_id in enumerate(sampled):
-        counts = places[row] == 0 or (counts and sampled[row - 1] == tokens[row])
+    sampled, seen, at, counts = out[0].tolist(), tokens.tolist(), places.tolist(), False
+    for row, (slot, address) in enumerate(zip(slots.tolist(), lines[:, Column.OCCURRENCES].tolist(), strict=True)):
+        counts = at[row] == 0 or (counts and sampled[row - 1] == seen[row])
         if counts:
-            last_token[slots[row]] = token_id
-            if lines[row, Column.OCCURRENCES] != 0:
-                _at(lines[row, Column.OCCURRENCES], vocab_size, torch.int32)[token_id] += 1
+            last_token[slot] = sampled[row]
+        if counts and address:
+            _at(int(address), vocab_size, torch.int32)[sampled[row]] += 1
 
 
-def _at(address: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the ``count`` numbers of 4 bytes at an address of the host's memory; they are not copied."""
-    return torch.frombuffer((ctypes.c_int32 * count).from_address(int(address)), dtype=dtype)
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=dtype)
 
 
 def _floats(bits: Tensor) -> Tensor:
