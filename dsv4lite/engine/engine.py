@@ -31,7 +31,7 @@ from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
-from dsv4lite.sampling.sampler import rehearse
+from dsv4lite.sampling.sampler import dry_run
 from dsv4lite.sampling.state import failed
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
@@ -535,7 +535,7 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         """Give a request to scheduler and runner; if that raises, neither knows of it."""
-        rehearse(request, self.info.vocab_size)
+        dry_run(request, self.info.vocab_size)
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})

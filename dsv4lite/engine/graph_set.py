@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling.rows import Needs
-from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.state.cache import GROW_PAGE, StateCache
@@ -84,13 +84,11 @@ class GraphSet:
         cache: The state.
         max_model_len: Longest sequence.
         last_token: int64 [slots + 1], the token sampled last in each slot.
-        sampling: Samples behind the steps, if somebody does on the device.
+        sampling: Samples behind the steps, on the rank that samples.
         pool: Where what graphs work with lies; those that have it in common run one after the other.
     """
 
-    def __init__(
-        self, cache: StateCache, max_model_len: int, last_token: Tensor, sampling: DeviceSampler | None, pool: Any
-    ) -> None:
+    def __init__(self, cache: StateCache, max_model_len: int, last_token: Tensor, sampling: Sampler | None, pool: Any) -> None:
         self.sampling = sampling
         self.last_token = last_token
         self._cache = cache

@@ -27,10 +27,10 @@ from dsv4lite.engine.graph_set import Captured, GraphSet, rows_of_ints
 from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
+from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.state.cache import WINDOW_PAGE, StateCache
 
@@ -88,7 +88,7 @@ class DecodeGraphs(GraphSet):
         cache: The state.
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
-        sampling: Samples behind the steps, if somebody does on the device.
+        sampling: Samples behind the steps, on the rank that samples.
         shared: What other graphs of the same steps have, with whom these take turns.
     """
 
@@ -99,7 +99,7 @@ class DecodeGraphs(GraphSet):
         *,
         max_num_seqs: int,
         max_model_len: int,
-        sampling: DeviceSampler | None = None,
+        sampling: Sampler | None = None,
         shared: SharedMemory | None = None,
     ) -> None:
         last_token = empty_last_token(cache) if shared is None else shared.last_token
@@ -169,12 +169,12 @@ class DecodeGraphs(GraphSet):
         captured.graph.replay()
         return captured.output
 
-    def sample(self, sampling: DeviceSampler, needs: Needs) -> Tensor:
-        """Sample from what ``replay`` has just left; return what ``sample_rows`` returns."""
+    def sample(self, sampling: Sampler, needs: Needs, masks: RowMasks | None = None) -> Tensor:
+        """Sample from what ``replay`` has just left, without a graph where there are masks; return what ``sample_rows`` returns."""
         captured = self._last
         assert captured is not None and isinstance(captured.output, DecodeOutput)
-        work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
-        return self._replay_sampling(captured, needs, work)
+        work = partial(self._sample, sampling, captured.inputs, captured.output, needs, masks)
+        return self._replay_sampling(captured, needs, work) if masks is None else work()
 
     def _forward(self, inputs: Tensor, longest: int) -> DecodeOutput | Tensor:
         """One step on ``inputs`` of ``decode_inputs``, of sequences of up to ``longest`` tokens."""
@@ -191,9 +191,11 @@ class DecodeGraphs(GraphSet):
         out = torch.stack([token_ids.int(), usable, usable])
         return DecodeOutput(logits=logits, best=best, out=out)
 
-    def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: DecodeOutput, needs: Needs) -> Tensor:
+    def _sample(
+        self, sampling: Sampler, inputs: Tensor, output: DecodeOutput, needs: Needs, masks: RowMasks | None = None
+    ) -> Tensor:
         _, positions, slots, _ = inputs[:_COLUMNS]
-        return sampling.run(output.logits, output.best, slots, positions, self.last_token, needs)
+        return sampling.run(output.logits, output.best, slots, positions, self.last_token, needs, masks=masks)
 
 
 def most_window_pages(model: DeepseekV4) -> int:

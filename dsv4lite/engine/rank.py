@@ -39,7 +39,6 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
-from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import make_drafter
 from dsv4lite.speculation.speculator import make_speculators
@@ -141,30 +140,32 @@ class Prospect:
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
-            sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
+            sampler: Sampler | None = None
+            if samples:
+                rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
+                sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
             drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
             graphs: VerifyGraphs | None = None
             plain: DecodeGraphs | None = None
-            sampling, rows = None, config.max_num_seqs
+            sequences = config.max_num_seqs
             if model.paged and device.type == "cuda":
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
-                if sampler is not None and (not most or mesh.layout.pp == 1):
-                    sampled = min(tokens, rows * (1 + most))
-                    sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=sampled, vocab_size=vocab_size, device=device)
                 if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
                     graphs = VerifyGraphs(
                         model,
                         cache,
-                        max_num_seqs=rows,
+                        max_num_seqs=sequences,
                         max_model_len=longest,
                         widths=verify_widths(most, adaptive=drafting.adaptive),
                         max_tokens=tokens,
-                        sampling=sampling,
+                        sampling=sampler,
                         drafter=drafter,
                     )
                 if model.capturable and (not most or (graphs is not None and drafting.adaptive)):
                     shared = None if graphs is None else graphs.shared
-                    plain = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling, shared=shared)
+                    plain = DecodeGraphs(
+                        model, cache, max_num_seqs=sequences, max_model_len=longest, sampling=sampler, shared=shared
+                    )
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
             if extra is not None:

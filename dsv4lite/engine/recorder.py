@@ -24,7 +24,7 @@ from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, v
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.sampling.samples import RowSamples, Samples
+from dsv4lite.sampling.samples import Samples
 from dsv4lite.scheduling.step_plan import NO_PAGE, StepPlan
 from dsv4lite.state.cache import StateCache
 
@@ -100,7 +100,7 @@ class StepRecorder:
                 finite_T = streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
                 self._step = replace(self._step, finite_T=finite_T)
 
-    def end(self, samples: Samples | RowSamples | None) -> None:
+    def end(self, samples: Samples | None) -> None:
         """Save the step if it was asked for, or if a number is not finite.
 
         Raises:
@@ -211,7 +211,7 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"dump_dir={str(folder)!r} cannot be written to: {error}; choose another folder, or None") from error
 
 
-def _not_finite(step: _Step, samples: Samples | RowSamples | None) -> set[int]:
+def _not_finite(step: _Step, samples: Samples | None) -> set[int]:
     """Return the sequences of a step that have a number which is not finite. Waits for the device."""
     ill: set[int] = set()
     if step.finite_T is not None:

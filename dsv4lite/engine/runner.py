@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.graphs import DecodeGraphs
+from dsv4lite.engine.graphs import DecodeGraphs, DecodeOutput
 from dsv4lite.engine.packing import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
@@ -26,12 +26,12 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
 from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import Logprobs, Request
-from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Arrival, RowSamples, Samples
+from dsv4lite.sampling.sampler import RowNeeds, Sampler
+from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
 from dsv4lite.speculation.draft_policy import StepCosts
-from dsv4lite.speculation.draft_state import Chain, Choose
+from dsv4lite.speculation.draft_state import Chain
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers
 from dsv4lite.speculation.run_ends import RunEnds
@@ -84,7 +84,7 @@ class Flight:
     """
 
     plan: StepPlan
-    samples: Samples | RowSamples | None
+    samples: Samples | None
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: Arrival | None = None
@@ -140,7 +140,6 @@ class Runner:
         self.sampler = sampler
         mesh = mesh or Mesh.single()
         self._graphs, self._plain = graphs, plain
-        self._sampling = graphs.sampling if graphs is not None else None
         self._drafter = drafter
         self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
@@ -156,7 +155,7 @@ class Runner:
     def prepare(self, grammar: StructuredOutputs) -> None:
         """Begin to compile a grammar of which a sequence will have need."""
         if self.sampler is not None:
-            self.sampler.prepare(grammar)
+            self.sampler.compile(grammar)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Learn of a sequence before its first step."""
@@ -165,10 +164,8 @@ class Runner:
             self._routing.add(seq_id)
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
-            if self.sampler.state_of(seq_id).hosted:
+            if self.sampler.has_host_rules(seq_id):
                 self.hosted.add(seq_id)
-        if self._sampling is not None:
-            self._sampling.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
@@ -176,8 +173,6 @@ class Runner:
         self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
-            if self._sampling is not None:
-                self._sampling.remove(seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it; it may be forgotten by now."""
@@ -397,26 +392,16 @@ class Runner:
         output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
         apply_saves(plan, self.cache)
         begun = None if plan.settled else Arrival(output.runs[:, : len(sequences)])
-        rows = [i * output.width for i in range(len(sequences))]
-        samples: Samples | RowSamples | None
-        if self._sampling is not None:
-            asked = self._sampling.prepare(sequences)
-            if asked.hosted and begun is not None:
+        rows, tokens_R = [i * output.width for i in range(len(sequences))], output.out[0]
+        samples: Samples | None = None
+        if self.sampler is not None:
+            asked = self.sampler.prepare(sequences)
+            if asked.positions and begun is not None:
                 plan, begun = self._settle(plan), None
                 sequences = plan.sequences
-            out = graphs.sample(self._sampling, asked.needs) if asked.needs else output.out
-            samples = self._sampling.finish(out, output.logits, asked, sequences, rows, self._last_token, begun)
-            tokens_R = out[0]
-            self._remember(plan, sequences)
-        else:
-            if begun is not None:
-                plan, begun = self._settle(plan), None
-                sequences = plan.sequences
-            first_row = {s.seq_id: row for s, row in zip(sequences, rows, strict=True)}
-            samples, tokens_R = self._sample(plan, first_row, partial(_take, output.logits)), output.out[0]
-            if isinstance(samples, Samples):
-                each = [row + place for s, row in zip(sequences, rows, strict=True) for place in range(1 + s.drafts)]
-                tokens_R[torch.tensor(each, dtype=torch.int64, device=tokens_R.device)] = samples.token_ids.int()
+            samples = self._sample_replayed(self.sampler, graphs, output, asked, sequences, rows, begun)
+            tokens_R = samples.out[0]
+        self._remember(plan, sequences)
         if graphs.drafter is None:
             eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
             return Flight(plan=plan, samples=samples, drafts=eager)
@@ -434,25 +419,17 @@ class Runner:
         batch: Batch | PagedBatch,
         streams_TND: Tensor,
         first_rows: list[int],
-        samples: Samples | RowSamples | None,
+        samples: Samples | None,
     ) -> Arrival | None:
         if self._drafter is None or self._peers is None or not shape.max_drafts:
             return None
         sequences = [s for s in plan.sequences if s.sample]
         ends = self._peers.ends(len(sequences), samples) if sequences else None
-        choose = self._chooser(sequences, self._peers)
+        choose = self._peers.chooser([s.slot for s in sequences])
         drafts = draft(self._drafter, plan, shape, batch, streams_TND, first_rows, ends, choose)
         if self.runs_ahead and shape.decodes and ends is not None and drafts is not None:
             self._ends = RunEnds.behind(sequences, ends, drafts)
         return None if drafts is None or samples is None else Arrival(drafts)
-
-    def _chooser(self, sequences: list[SequencePlan], peers: Peers) -> Choose:
-        """Return who chooses guesses of what follows some sequences."""
-        sampling = self._sampling
-        if sampling is None:
-            return peers.chooser([s.seq_id for s in sequences])
-        slots = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), self._last_token.device)
-        return lambda logits_SV, positions_S: peers.told(sampling.guess(logits_SV, slots, positions_S))
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
         """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
@@ -461,27 +438,29 @@ class Runner:
             self._hop.take((graphs.streams_before(shape),))
         output = graphs.replay(sequences, shape)
         apply_saves(plan, self.cache)
-        samples: Samples | RowSamples | None = None
+        samples: Samples | None = None
         if isinstance(output, Tensor):
             self._hop.pass_on((output.clone(),))  # the next replay may come before they are sent
-        elif self._sampling is not None:
-            rows = self._sampling.prepare(sequences)
-            out = graphs.sample(self._sampling, rows.needs) if rows.needs else output.out
-            samples = self._sampling.finish(out, output.logits, rows, sequences, range(len(sequences)), self._last_token)
         elif self.sampler is not None:
-            seq_ids, positions = [s.seq_id for s in sequences], [s.end for s in sequences]
-            if self.sampler.takes_best(seq_ids):
-                samples = Samples.best(seq_ids, positions, output.out)
-            else:
-                samples = self.sampler.sample(output.logits[: len(seq_ids)], seq_ids, positions)
-                self._write(sequences, samples)
+            asked, rows = self.sampler.prepare(sequences), range(len(sequences))
+            samples = self._sample_replayed(self.sampler, graphs, output, asked, sequences, rows)
         self._remember(plan, sequences)
         return Flight(plan=plan, samples=samples)
 
-    def _write(self, sequences: Sequence[SequencePlan], samples: Samples) -> None:
-        """Keep sampled tokens where the next step finds them."""
-        places = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device="cpu")
-        self._last_token[send(places, self._last_token.device)] = samples.token_ids
+    @staticmethod
+    def _sample_replayed(
+        sampler: Sampler,
+        graphs: DecodeGraphs | VerifyGraphs,
+        output: DecodeOutput | VerifyOutput,
+        asked: RowNeeds,
+        sequences: Sequence[SequencePlan],
+        first_rows: Sequence[int],
+        begun: Arrival | None = None,
+    ) -> Samples:
+        """Sample what a replayed step has left; without needs its best tokens are the samples."""
+        rules = sampler.rules(asked, sequences, first_rows)
+        out = graphs.sample(sampler, asked.needs, None if rules is None else rules.masks) if asked.needs else output.out
+        return sampler.finish(out, output.logits, output.best, asked, sequences, first_rows, rules, begun)
 
     def _remember(self, plan: StepPlan, sequences: Sequence[SequencePlan]) -> None:
         """Let every rank that has these sequences have the tokens that were sampled for them.
@@ -491,27 +470,15 @@ class Runner:
         if sequences and not plan.max_drafts:
             self._relay.begin([s.slot for s in sequences])
 
-    def _sample(
-        self, plan: StepPlan, first_row: dict[int, int], logits_of: Callable[[list[int]], Tensor]
-    ) -> Samples | RowSamples | None:
+    def _sample(self, plan: StepPlan, first_row: dict[int, int], logits_of: Callable[[list[int]], Tensor]) -> Samples | None:
         """Sample from the rows that want it, whose logits ``logits_of`` returns."""
         sampling = [s for s in plan.sequences if s.sample]
         if not sampling:
             return None
         each = [(s, range(s.end - 1 - s.drafts, s.end)) for s in sampling]  # positions that sample
         rows = [first_row[s.seq_id] + position - s.start for s, places in each for position in places]
-        seq_ids = [s.seq_id for s, places in each for _ in places]
-        positions = [position + 1 for _, places in each for position in places]
         logits = logits_of(rows)  # every rank has a part in the logits
-        samples: Samples | RowSamples | None = None
-        if self._sampling is not None:
-            samples = self._sampling.sample(logits, sampling, self._last_token)
-        elif len(rows) > len(sampling):
-            drafts = [draft for s in sampling for draft in (*s.token_ids[len(s.token_ids) - s.drafts :], UNKNOWN)]
-            return None if self.sampler is None else self.sampler.sample(logits, seq_ids, positions, drafts)
-        elif self.sampler is not None:
-            samples = self.sampler.sample(logits, seq_ids, positions)
-            self._write(sampling, samples)
+        samples = None if self.sampler is None else self.sampler.sample(logits, sampling, self._last_token)
         self._remember(plan, sampling)
         return samples
 
@@ -538,14 +505,12 @@ class Runner:
     def _score(self, sequence: SequencePlan, logits: Tensor, begin: int, end: int) -> tuple[Tensor, ...]:
         """Score the prompt tokens ``[begin, end)``: by the model's own distribution, or as decoding with the request's settings."""
         assert self.sampler is not None
-        request, seq_id = self._requests[sequence.seq_id], sequence.seq_id
+        request = self._requests[sequence.seq_id]
         token_ids, params = request.prompt_token_ids[begin:end], request.params
         if request.generate or params.logprobs_mode == "raw":
             targets = send(torch.tensor(token_ids, dtype=torch.int64, device="cpu"), logits.device)
             return token_logprobs(logits, targets, min(params.prompt_logprobs or 0, logits.shape[1]))
-        if self._sampling is not None:
-            return self._sampling.score(logits, sequence, begin, token_ids)
-        return self.sampler.score(logits, seq_id, begin, token_ids)
+        return self.sampler.score(logits, sequence, begin, token_ids)
 
     def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None

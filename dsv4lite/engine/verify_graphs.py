@@ -27,10 +27,10 @@ from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
+from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.sampling.device import DeviceSampler
+from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation.draft_state import Chain
@@ -80,7 +80,7 @@ class VerifyGraphs(GraphSet):
         max_model_len: Longest sequence.
         widths: Most tokens of a sequence in the graphs, ascending; see ``verify_widths``.
         max_tokens: Most rows of a step; one that would need more of them runs without a graph.
-        sampling: Samples behind the steps, if somebody does on the device.
+        sampling: Samples behind the steps, on the rank that samples.
         drafter: Guesses behind them, if that is to be recorded; together with those of the ranks that work on the same tokens.
 
     Attributes:
@@ -96,7 +96,7 @@ class VerifyGraphs(GraphSet):
         max_model_len: int,
         widths: Sequence[int],
         max_tokens: int,
-        sampling: DeviceSampler | None = None,
+        sampling: Sampler | None = None,
         drafter: DeviceDrafter | None = None,
     ) -> None:
         pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
@@ -190,12 +190,12 @@ class VerifyGraphs(GraphSet):
         captured.graph.replay()
         return captured.output
 
-    def sample(self, sampling: DeviceSampler, needs: Needs) -> Tensor:
-        """Sample from what ``replay`` has just left; return what ``sample_rows`` returns."""
+    def sample(self, sampling: Sampler, needs: Needs, masks: RowMasks | None = None) -> Tensor:
+        """Sample from what ``replay`` has just left, without a graph where there are masks; return what ``sample_rows`` returns."""
         captured = self._last
         assert captured is not None
-        work = partial(self._sample, sampling, captured.inputs, captured.output, needs)
-        return self._replay_sampling(captured, needs, work)
+        work = partial(self._sample, sampling, captured.inputs, captured.output, needs, masks)
+        return self._replay_sampling(captured, needs, work) if masks is None else work()
 
     def draft(self, tokens_R: Tensor, count: int) -> Tensor:
         """Guess what follows the step that ``replay`` has just run.
@@ -233,12 +233,14 @@ class VerifyGraphs(GraphSet):
         out, kept = torch.stack([token_ids.int(), usable, usable]), self._streams[:rows].copy_(streams)
         return VerifyOutput(width=width, batch=batch, runs=placed.runs_XS, streams=kept, logits=logits, best=best, out=out)
 
-    def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: VerifyOutput, needs: Needs) -> Tensor:
+    def _sample(
+        self, sampling: Sampler, inputs: Tensor, output: VerifyOutput, needs: Needs, masks: RowMasks | None = None
+    ) -> Tensor:
         width, positions_T = output.width, output.batch.paging.positions_T
         slots_T = torch.where(positions_T.view(-1, width) < 0, -1, inputs[1][:, None]).flatten()
         place_T = torch.arange(width, dtype=torch.int32, device=inputs.device).repeat(inputs.shape[1])
         run = (output.batch.token_ids_T.int(), place_T)
-        return sampling.run(output.logits, output.best, slots_T, positions_T, self.last_token, needs, run)
+        return sampling.run(output.logits, output.best, slots_T, positions_T, self.last_token, needs, run, masks)
 
     def _begin(self, drafter: DeviceDrafter, output: VerifyOutput) -> None:
         """Let the drafter know of a step whose sampled tokens are in their place, and put down where it is to go on."""
@@ -256,7 +258,7 @@ class VerifyGraphs(GraphSet):
         chain, sampling = self._chain.first(size), self.sampling
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-            tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.guess(logits_SV, chain.slots_S, positions_S)
+            tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.draft(logits_SV, chain.slots_S, positions_S)
             told_S = self._peers.broadcast(tokens_S, 0)
             return told_S if real else torch.zeros_like(told_S)
 

@@ -1,4 +1,4 @@
-"""The sampler: what each sequence asked for, stacked into tensors, and one token per row.
+"""The sampler: what each sequence asked for in a table of slots, and one token per row of a step, on the CPU and on the GPU alike.
 
 The order in which a row's logits are processed:
 
@@ -11,9 +11,11 @@ The order in which a row's logits are processed:
 ``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3. ``score``
 runs the same stages for tokens that are given.
 
-Some of this state lives on the device and follows the sampled ids without the host (output counts), so that a step can run before
-the host knows the previous token. The rest needs the token on the host (``accept``): grammars, bad words of several tokens, and a
-thinking budget about to run out. ``needs_host`` names the sequences that must wait for it.
+A line of the table is written when its sequence takes a slot; ``sample_rows`` reads it, captured in a graph or not. Counts of
+tokens live beside it and follow the sampled ids without the host, so that a step can run before the host knows the previous token.
+Grammars, bad words of several tokens and thinking budgets need the token on the host (``accept``): in each step they become a mask,
+or the only token that may come, for the rows of their sequences (``rules``). ``needs_host`` names the sequences whose next step
+has to wait for the token.
 """
 
 from __future__ import annotations
@@ -22,20 +24,31 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv4lite.errors import RequestFailedError
-from dsv4lite.kernels import sampling
+from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
+from dsv4lite.kernels.sampling.rows import (
+    BEST,
+    HEADER,
+    NOTHING,
+    NUM_COLUMNS,
+    Column,
+    Needs,
+    RowMasks,
+    RowSpace,
+    sample_rows,
+    scored_values,
+)
 from dsv4lite.request import Request, SamplingParams
-from dsv4lite.sampling.runs import Runs
-from dsv4lite.sampling.samples import Download, Samples
-from dsv4lite.sampling.stack import Draws, Scores, Stack, Stacker
-from dsv4lite.sampling.state import Occurrences, SequenceState, Thinking, failed, random_stream, send
-from dsv4lite.scheduling.step_plan import UNKNOWN
+from dsv4lite.sampling.samples import Arrival, Samples
+from dsv4lite.sampling.state import SequenceState, failed, send, state_of
+from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -45,88 +58,142 @@ if TYPE_CHECKING:
 PREPARED_GRAMMARS = 64
 """Grammars that are compiled for sequences to come, the latest ones."""
 
+# What float32 can divide by and add up without leaving its range.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 3.4e38
+_MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
+_MAX_BIAS = 1e30
+_IN_PROMPT = -(1 << 31)
 
-def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
-    """Return what is kept of one of a request's sequences before its first token: nothing on the device, and no grammar."""
-    if not request.generate:  # the tokens that are scored count as output
-        request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
-    params, prompt = request.params, request.prompt_token_ids
-    stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
-    bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
-    look_back = max((len(word) - 1 for word in bad_words), default=0)
-    return SequenceState(
-        params=params,
-        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.request_id),
-        stop_ids=tuple(sorted(stop_ids)),
-        stops_from=len(prompt) + params.min_tokens,
-        prompt=prompt,
-        penalised=params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0,
-        bad_words=bad_words,
-        tail=prompt[max(0, len(prompt) - look_back) :],
-        thinking=Thinking.of(request),
-    )
+Best = tuple[Tensor, Tensor, Tensor]
+"""What ``argmax_finite`` returns of logits."""
 
 
-def rehearse(request: Request, vocab_size: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowNeeds:
+    """What a step of some sequences asks for.
+
+    Attributes:
+        seq_ids: Of the sequences.
+        slots: Likewise.
+        needs: Of all of them together. Without any, every row takes its best token, and nothing else is wanted or kept.
+        wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
+        ruled: Places of the sequences with rules that the host follows.
+        long: Places of the sequences that list more best tokens than ``sample_rows`` does.
+    """
+
+    seq_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    needs: Needs
+    wanted: tuple[tuple[int, int], ...]
+    ruled: tuple[int, ...]
+    long: tuple[int, ...]
+
+    @property
+    def positions(self) -> bool:
+        """Whether the host has to know at which positions the step samples, and behind which drafts."""
+        return bool(self.ruled or self.long)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostRules:
+    """What the host decides about the rows of one step.
+
+    Attributes:
+        masks: Of the rows in which it forbids or forces a token; ``None`` if there are none.
+        failures: Rows in which it cannot, with the reason.
+    """
+
+    masks: RowMasks | None
+    failures: Mapping[int, RequestFailedError]
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One sequence's line of the table, made when it first takes a slot, and the tensors that its addresses lead to."""
+
+    settings: list[float]
+    drafting: list[float]
+    held: tuple[Tensor, ...]
+    occurrences: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class _Settings:
+    """What one sequence asked for; ``num_logprobs`` is -1 without log-probabilities, else the number of best tokens to list."""
+
+    state: SequenceState
+    needs: Needs
+    num_logprobs: int
+    line: _Line | None = None
+    slot: int | None = None
+
+
+def dry_run(request: Request, vocab_size: int) -> None:
     """Turn a request's settings into tensors as its steps will, on the CPU.
 
-    What cannot be done fails here, where only the request knows of it, and not in a step that it shares with others.
+    What cannot be done fails here, where only the request fails, and not in a step that it shares with others.
+
+    Raises:
+        IndexError: A token id is too large. On a GPU it would end the process.
     """
     state = state_of(request, 0, 0)
-    if state.restricted:
-        state.forbidden = state.never(vocab_size)
-    if state.penalised:
-        state.count_row = 0
-    stack = Stacker([state], vocab_size, torch.device("cpu")).stack((0,))
-    for entries in (stack.bias, stack.stops):
-        if entries is not None:
-            torch.empty(vocab_size, dtype=torch.bool, device="cpu")[
-                entries.token_ids
-            ]  # an id too large would end the process that has the device
-
-
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
-
-
-def _put(x: Tensor, rows: Tensor | None, values: Tensor) -> Tensor:
-    """Return ``x`` with some rows replaced; ``x`` stays as it is."""
-    return values if rows is None else x.index_copy(0, rows, values)
+    _line_of(state, -1, vocab_size, torch.device("cpu"))
+    if state.holds_back:
+        torch.empty(vocab_size, dtype=torch.bool, device="cpu")[list(state.stop_ids)]
 
 
 class Sampler:
-    """Samples the next token of every sequence of a step; mutable, owned by the engine thread.
+    """Samples the next tokens of the sequences of a step; mutable, owned by the engine thread.
 
     A sequence is known from ``add`` to ``remove``, also while it is preempted; its state follows its tokens alone, so it resumes as
     if nothing had happened.
+
+    Attributes:
+        settings: float64 [slots + 1, NUM_COLUMNS], see ``Column``; the last line is that of padding.
+        drafting: Likewise, by which drafts of each slot's tokens are chosen: settings that are the same for every token, but
+            ``top_k`` and ``top_p``, which would have to rank.
+        space: Where rows are worked on.
 
     Args:
         vocab_size: V, at most 2**23.
         device: Where the logits are.
         default_seed: Seed of requests that give none.
         grammars: Compiler for ``structured_outputs``; may be ``None`` if no request uses them.
+        slots: Of the state.
+        rows: Most rows of a step.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device | str, default_seed: int, grammars: GrammarCompiler | None = None
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        default_seed: int,
+        grammars: GrammarCompiler | None = None,
+        *,
+        slots: int,
+        rows: int,
     ) -> None:
-        assert 0 < vocab_size <= 2**23
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._default_seed = default_seed
         self._grammars = grammars
-        self._sequences: dict[int, SequenceState] = {}
         self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
-        self._occurrences = Occurrences(vocab_size, self._device)
-        self._stack: Stack | None = None
-        self._draft_stack: Stack | None = None
-        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
-        self._no_scores = (nothing.float(), nothing, nothing.view(0, 0), nothing.float().view(0, 0))
+        self._sequences: dict[int, _Settings] = {}
+        self._seated: dict[int, int] = {}  # sequence by slot
+        self._last: RowNeeds | None = None
+        self.settings = torch.tensor(_neutral(), dtype=torch.float64, device=self._device).repeat(slots + 1, 1)
+        self.drafting = self.settings.clone()
+        self.space = RowSpace.allocate(rows, vocab_size, self._device)
 
     @property
     def num_sequences(self) -> int:
         """Sequences between ``add`` and ``remove``."""
         return len(self._sequences)
+
+    def compile(self, grammar: StructuredOutputs) -> None:
+        """Begin to compile a grammar that a sequence will need."""
+        if self._grammars is not None:
+            self._prepared.append(self._grammars.begin(grammar))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Take in a sequence before its first token.
@@ -144,307 +211,400 @@ class Sampler:
             if grammar is not None:
                 assert self._grammars is not None and not isinstance(grammar, Mapping)
                 state.compiled = self._grammars.begin(grammar)
-        except Exception as error:  # the leader has looked at it before; whatever this rank makes of it is no reason to end
+        except Exception as error:  # the leader has checked it before; what fails on this rank only must not end the rank
             state = state_of(replace(request, params=SamplingParams()), index, self._default_seed)
             state.failure = failed(error)
-        self._sequences[seq_id] = state
-
-    def prepare(self, grammar: StructuredOutputs) -> None:
-        """Begin to compile a grammar of which a sequence will have need."""
-        if self._grammars is not None:
-            self._prepared.append(self._grammars.begin(grammar))
-
-    def _start(self, sequence: SequenceState) -> None:
-        """Take what a sequence is sampled with, which it does not have while it waits for its first token."""
-        if sequence.penalised and sequence.count_row is None:
-            sequence.count_row = self._occurrences.take(sequence.prompt)
-        if sequence.restricted and sequence.forbidden is None:
-            sequence.forbidden = send(sequence.never(self._vocab_size), self._device)
-        if sequence.compiled is not None and sequence.matcher is None and sequence.failure is None:
-            assert self._grammars is not None
-            try:
-                sequence.matcher = self._grammars.matcher(sequence.compiled)
-            except Exception as error:
-                sequence.failure = failed(error)
+        wanted = state.params.logprobs
+        num_logprobs = -1 if wanted is None else min(wanted, self._vocab_size)
+        self._sequences[seq_id] = _Settings(state, _needs_of(state, num_logprobs, self._vocab_size), num_logprobs)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence and everything kept for it; unknown ones are ignored."""
         sequence = self._sequences.pop(seq_id, None)
-        if sequence is None:
-            return
-        if sequence.count_row is not None:
-            self._occurrences.give_back(sequence.count_row)
-        if self._stack is not None and seq_id in self._stack.seq_ids:
-            self._stack = None
-        if self._draft_stack is not None and seq_id in self._draft_stack.seq_ids:
-            self._draft_stack = None
+        if sequence is not None and sequence.slot is not None and self._seated.get(sequence.slot) == seq_id:
+            del self._seated[sequence.slot]
+        if self._last is not None and seq_id in self._last.seq_ids:
+            self._last = None
 
-    def state_of(self, seq_id: int) -> SequenceState:
-        """Return what is kept of a sequence."""
-        return self._sequences[seq_id]
+    def has_host_rules(self, seq_id: int) -> bool:
+        """Whether the host has to know each token of a sequence; see ``accept``."""
+        return self._sequences[seq_id].state.host_rules
 
     def needs_host(self, seq_id: int) -> bool:
         """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
-        sequence = self._sequences[seq_id]
-        if sequence.compiled is not None or sequence.bad_words:
+        state = self._sequences[seq_id].state
+        if state.compiled is not None or state.bad_words:
             return True
-        return sequence.thinking is not None and sequence.thinking.may_exhaust_next
+        return state.thinking is not None and state.thinking.may_exhaust_next
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it, in order, when the host knows it.
 
-        A sequence that ended while its last step was still under way is unknown by then, and ignored.
+        A sequence that ended while its last step was still in flight is unknown by then, and ignored.
         """
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and sequence.hosted:
-            sequence.accept(token_id)
+        if sequence is not None and sequence.state.host_rules:
+            sequence.state.accept(token_id)
 
-    def draft(self, logits: Tensor, seq_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Guess one token per row: the best one, or where the request draws, the one that its own draw at that place would take.
+    def prepare(self, sequences: Sequence[SequencePlan]) -> RowNeeds:
+        """Bring the table up to date for the sequences that sample in a step, and return what they ask for."""
+        seq_ids, slots = tuple([s.seq_id for s in sequences]), tuple([s.slot for s in sequences])
+        if self._last is None or self._last.seq_ids != seq_ids or self._last.slots != slots:
+            self._seat(sequences)
+            settings = [self._sequences[seq_id] for seq_id in seq_ids]
+            needs = NOTHING
+            for each in settings:
+                needs |= each.needs
+            self._last = RowNeeds(
+                seq_ids=seq_ids,
+                slots=slots,
+                needs=needs,
+                wanted=tuple((i, each.num_logprobs) for i, each in enumerate(settings) if each.num_logprobs >= 0),
+                ruled=tuple(i for i, each in enumerate(settings) if each.state.host_rules),
+                long=tuple(i for i, each in enumerate(settings) if each.num_logprobs > BEST),
+            )
+        return self._last
 
-        The noise is that of the draw which the guess has to equal, so that the two agree as often as their distributions do. Only
-        settings that are the same for every token count, and neither ``top_k`` nor ``top_p``, which would have to sort.
+    def rules(self, asked: RowNeeds, sequences: Sequence[SequencePlan], first_rows: Sequence[int]) -> HostRules | None:
+        """Return what the host decides about the rows of a step.
+
+        Args:
+            asked: From ``prepare``.
+            sequences: What they run in this step; the host knows their tokens.
+            first_rows: The row of the first token that each of them samples.
+        """
+        if not asked.ruled:
+            return None
+        found: list[tuple[int, Tensor, int]] = []
+        failures: dict[int, RequestFailedError] = {}
+        for i in asked.ruled:
+            s, state = sequences[i], self._sequences[sequences[i].seq_id].state
+            drafts = s.token_ids[len(s.token_ids) - s.drafts :]
+            self._constrain(state, s.end - s.drafts, drafts, first_rows[i], found, failures)
+        return HostRules(masks=self._masks(found), failures=failures)
+
+    def run(
+        self,
+        logits: Tensor,
+        best: Best,
+        slots: Tensor,
+        positions: Tensor,
+        last_token: Tensor,
+        needs: Needs,
+        run: tuple[Tensor, Tensor] | None = None,
+        masks: RowMasks | None = None,
+    ) -> Tensor:
+        """Sample; see ``sample_rows``. Without ``masks`` nothing here asks the host, so that it can be captured."""
+        return sample_rows(logits, best, slots, positions, self.settings, last_token, self.space, needs, run, masks=masks)
+
+    def finish(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        best: Best,
+        asked: RowNeeds,
+        sequences: Sequence[SequencePlan],
+        first_rows: Sequence[int],
+        rules: HostRules | None = None,
+        begun: Arrival | None = None,
+    ) -> Samples:
+        """List best tokens beyond those that ``sample_rows`` lists, and start the copy of the results to the host.
+
+        Args:
+            out: From ``run``, which was called last with these rows; or without ``needs`` [3, R], best tokens alone.
+            logits: float32 [R, V].
+            best: Of these.
+            asked: From ``prepare``.
+            sequences: Of these rows.
+            first_rows: Of each sequence.
+            rules: From ``rules``.
+            begun: Where the runs of the sequences begin, and with which drafts, if the host does not know; see ``Samples``.
+        """
+        rows: list[int] = []
+        lists: Tensor | None = None
+        if asked.long:
+            some = [(i, place) for i in asked.long for place in range(1 + sequences[i].drafts)]
+            rows = [first_rows[i] + place for i, place in some]
+            slots, positions = zip(*[(sequences[i].slot, _position(sequences[i]) + place) for i, place in some], strict=True)
+            most = max(k for _, k in asked.wanted)
+            lists = self._long_lists(out, logits, best[0], rows, slots, positions, most)
+        failures = None if rules is None else rules.failures
+        return Samples.of(
+            out,
+            asked.seq_ids,
+            sequences,
+            first_rows,
+            wanted=asked.wanted,
+            failures=failures,
+            long_rows=tuple(rows),
+            long_lists=lists,
+            begun=begun,
+        )
+
+    def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> Samples:
+        """Sample the next tokens of some sequences.
+
+        Args:
+            logits: float32 [R, V], of the last position of each, and with drafts of the one before each of them, in order.
+            sequences: What they ran in this step.
+            last_token: int64 [slots + 1], where the tokens are remembered.
+        """
+        asked, best = self.prepare(sequences), argmax_finite(logits)
+        first_rows = [0, *accumulate(1 + s.drafts for s in sequences)][:-1]
+        rules = self.rules(asked, sequences, first_rows)
+        each = [(s, place) for s in sequences for place in range(1 + s.drafts)]
+        slots, positions, *run = self._columns(
+            [s.slot for s, _ in each],
+            [_position(s) + place for s, place in each],
+            [s.token_ids[place - s.drafts - 1] for s, place in each],
+            [place for _, place in each],
+        )
+        masks = None if rules is None else rules.masks
+        out = self.run(logits, best, slots, positions, last_token, asked.needs, (run[0], run[1]), masks)
+        return self.finish(out, logits, best, asked, sequences, first_rows, rules)
+
+    def draft(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Draft one token per row: the best one, or where the request draws, the one that its own draw there would take.
+
+        The noise is that of the draw which checks the draft, so that the two agree as often as their distributions do. Nothing here
+        asks the host, so that it can be captured.
 
         Args:
             logits: float32 [S, V], of a drafter.
-            seq_ids: Of the rows, each at most once.
-            positions: int32 [S], index of the guessed token within prompt and output.
+            slots: int32 [S], of the sequences; -1 for padding.
+            positions: int32 [S], of the token before the drafted one.
 
         Returns:
             int64 [S].
         """
-        if self._draft_stack is None or self._draft_stack.seq_ids != tuple(seq_ids):
-            self._draft_stack = self._stack_of(tuple(seq_ids))
-        stack = self._draft_stack
-        edited = self._edit_always(logits, stack)
-        top, token_ids, _ = sampling.argmax_finite(edited)
-        if stack.draws is not None:
-            draws = replace(stack.draws, cuts=())
-            scaled = self._truncate(_take(edited, draws.rows), _take(top, draws.rows), draws)
-            drawn = sampling.draw(scaled, draws.streams, _take(positions, draws.rows))
-            token_ids = _put(token_ids, draws.rows, drawn)
-        return token_ids
+        nowhere = torch.empty(len(self.drafting), dtype=torch.int64, device=logits.device)
+        best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
+        return sample_rows(logits, best, slots, positions, self.drafting, nowhere, self.space, needs)[0].long()
 
-    def takes_best(self, seq_ids: Sequence[int]) -> bool:
-        """Whether each of these sequences just takes its best token, and nothing else is wanted or kept."""
-        stack = self._stacked(tuple(seq_ids))
-        settings = (stack.penalties, stack.bias, stack.forbidden, stack.stops, stack.draws, stack.scores)
-        return not stack.hosted and all(setting is None for setting in settings)
-
-    def sample(
-        self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int], drafts: Sequence[int] | None = None
-    ) -> Samples:
-        """Sample one token per row, and count those that count.
-
-        A sequence may have several rows, one behind the other: each is sampled as if the drafts before it were the sequence's
-        tokens, with the draw of its own position. It counts if they turn out to be.
-
-        Args:
-            logits: float32 [R, V], not modified.
-            seq_ids: Of the R rows.
-            positions: Index of the token that is sampled within prompt and output, of each row.
-            drafts: Guess of the token that each row samples, which the sequence's next row takes for granted; ``UNKNOWN`` at its
-                last. By default every sequence has one row.
-
-        Returns:
-            The samples; their copy to the host is already under way.
-        """
-        stack, runs = self._stacked(tuple(seq_ids)), Runs.of(seq_ids, drafts)
-        edited = self._edit(logits, stack, runs, positions)
-        edited, failures = self._constrain(edited, stack.hosted, runs, positions)
-        top, token_ids, feasible = sampling.argmax_finite(edited)
-        finite = feasible if edited is logits else sampling.argmax_finite(logits)[2]
-        processed = edited
-        if stack.draws is not None:
-            draws = stack.draws
-            scaled = self._truncate(_take(edited, draws.rows), _take(top, draws.rows), draws)
-            drawn = sampling.draw(scaled, draws.streams, _take(self._places(positions), draws.rows))
-            token_ids = _put(token_ids, draws.rows, drawn)
-            if stack.scores is not None and "processed" in stack.scores.modes:
-                processed = _put(edited, draws.rows, scaled)
-        if stack.penalties is not None:
-            penalties = stack.penalties
-            place = (penalties.count_rows, _take(token_ids, penalties.rows))
-            if runs.single:
-                self._occurrences.output_counts[place] += 1
-            else:
-                counted = _take(runs.counting(token_ids), penalties.rows).int()
-                self._occurrences.output_counts.index_put_(place, counted, accumulate=True)
-        logprobs, ranks, top_ids, top_values = self._score(stack.scores, logits, processed, token_ids)
-        return Samples(
-            runs=runs,
-            positions=tuple(positions),
-            token_ids=token_ids,
-            finite=finite,
-            feasible=feasible,
-            failures=failures,
-            wanted=() if stack.scores is None else stack.scores.wanted,
-            logprobs=logprobs,
-            ranks=ranks,
-            top_ids=top_ids,
-            top_values=top_values,
-            download=Download((token_ids, finite, feasible, ranks, top_ids.flatten()), (logprobs, top_values.flatten())),
-        )
-
-    def score(self, logits: Tensor, seq_id: int, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Score given tokens by the distributions that ``sample`` would have drawn them from; they count as the sequence's output.
+    def score(self, logits: Tensor, sequence: SequencePlan, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Score given tokens by the distributions that they would have been sampled from; they count as the sequence's output.
 
         Args:
             logits: float32 [T, V], not modified.
-            seq_id: Of the sequence.
+            sequence: Whose tokens they are.
             position: Index of the first token within prompt and output.
             token_ids: T tokens, the ones after those that were scored before.
 
         Returns:
-            What ``sampling.token_logprobs`` returns, with as many best tokens as the request wants.
+            What ``kernels.sampling.token_logprobs`` returns, with as many best tokens as the request wants.
         """
-        rows, sequence = len(token_ids), self._sequences[seq_id]
-        stack = self._stack_of((seq_id,) * rows)
-        runs, positions = Runs.of(stack.seq_ids, (*token_ids[:-1], UNKNOWN)), range(position, position + rows)
-        processed, _ = self._constrain(self._edit(logits, stack, runs, positions), stack.hosted, runs, positions)
-        if stack.draws is not None:
-            processed = self._truncate(processed, sampling.argmax_finite(processed)[0], stack.draws)
-        given = send(torch.tensor(token_ids, dtype=torch.int64, device="cpu"), self._device)
-        if stack.penalties is not None:
-            place = (stack.penalties.count_rows, given)
-            self._occurrences.output_counts.index_put_(place, torch.ones_like(given, dtype=torch.int32), accumulate=True)
+        most = len(self.space.state)
+        if len(token_ids) > most:
+            parts = [
+                self.score(logits[start : start + most].clone(), sequence, position + start, token_ids[start : start + most])
+                for start in range(0, len(token_ids), most)
+            ]
+            return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        self._last = None  # the line of the slot is written here
+        self._seat([sequence])
+        settings, best, rows = self._sequences[sequence.seq_id], argmax_finite(logits), range(len(token_ids))
+        masks = self._masks_of_given(settings.state, position, token_ids)
+        before = [position - 1 + i for i in rows]
+        columns = [sequence.slot for _ in rows], before, [0, *token_ids[:-1]], list(rows), list(token_ids)
+        slots, positions, seen, places, given = self._columns(*columns)
+        nowhere = torch.empty(0, dtype=torch.int64, device=self._device)
+        needs = settings.needs & ~(Needs.DRAWS | Needs.NUCLEI)
+        where = slots, positions, self.settings, nowhere, self.space
+        out = sample_rows(logits, best, *where, needs, (seen, places), given, masks)
+        assert settings.line is not None
+        if settings.line.occurrences is not None:
+            settings.line.occurrences.index_add_(0, given, torch.ones_like(given))
+        k = settings.num_logprobs
+        if k > BEST:
+            lists = self._long_lists(out, logits, best[0], rows, columns[0], before, k)
+        else:
+            lists = torch.stack((out[HEADER : HEADER + 2 * k : 2].t(), out[HEADER + 1 : HEADER + 2 * k : 2].t()))
+        return out[4].view(torch.float32), out[3], lists[0], lists[1].view(torch.float32)
+
+    def _seat(self, sequences: Sequence[SequencePlan]) -> None:
+        """Write the lines of those sequences that were not in their slots before."""
+        new = [(s.slot, s.seq_id) for s in sequences if self._seated.get(s.slot) != s.seq_id]
+        if not new:
+            return
+        lines = []
+        for slot, seq_id in new:
+            sequence = self._sequences[seq_id]
+            if sequence.line is None:
+                sequence.line = _line_of(sequence.state, sequence.num_logprobs, self._vocab_size, self._device)
+            sequence.slot, self._seated[slot] = slot, seq_id
+            lines.append((slot, *sequence.line.settings, *sequence.line.drafting))
+        table = send(torch.tensor(lines, dtype=torch.float64, device="cpu"), self._device)
+        slots, settings, drafting = table.split([1, NUM_COLUMNS, NUM_COLUMNS], dim=1)
+        self.settings[slots[:, 0].long()] = settings
+        self.drafting[slots[:, 0].long()] = drafting
+
+    def _columns(self, *columns: Sequence[int]) -> Tensor:
+        """Send columns of numbers to the device, as int32 [columns, R]."""
+        return send(torch.tensor(columns, dtype=torch.int32, device="cpu"), self._device)
+
+    def _long_lists(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        top: Tensor,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        k: int,
+    ) -> Tensor:
+        """Return ids and log-probabilities (as bits) of the ``k`` best tokens of some rows, int32 [2, L, k]."""
+        numbers, slots_L, positions_L = self._columns(rows, slots, positions)
+        rows_L = numbers.long()
+        values = scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L)
+        _, _, ids, listed = token_logprobs(values, out[0, rows_L].long(), k)
+        return torch.stack((ids, listed.view(torch.int32)))
+
+    def _masks_of_given(self, state: SequenceState, position: int, token_ids: Sequence[int]) -> RowMasks | None:
+        """Return what the host forbids along given tokens, which it accepts; where it cannot follow them, nothing is forbidden."""
+        if not state.host_rules:
+            return None
+        found: list[tuple[int, Tensor, int]] = []
+        self._constrain(state, position, token_ids[:-1], 0, found, {})
         for token_id in token_ids:
-            self.accept(seq_id, token_id)
-        return sampling.token_logprobs(processed, given, min(sequence.params.logprobs or 0, self._vocab_size))
-
-    def _stacked(self, seq_ids: tuple[int, ...]) -> Stack:
-        """Stack the settings of a batch, or return the last stack while the same sequences run on."""
-        if self._stack is None or self._stack.seq_ids != seq_ids:
-            self._stack = self._stack_of(seq_ids)
-        return self._stack
-
-    def _stack_of(self, seq_ids: tuple[int, ...]) -> Stack:
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for sequence in sequences:
-            self._start(sequence)
-        return Stacker(sequences, self._vocab_size, self._device).stack(seq_ids)
-
-    def _places(self, positions: Sequence[int]) -> Tensor:
-        return torch.tensor(positions, dtype=torch.int32, device=self._device)
-
-    def _edit(self, logits: Tensor, stack: Stack, runs: Runs, positions: Sequence[int]) -> Tensor:
-        """Apply penalties, bias and masks that need no host; returns ``logits`` itself where there is nothing to do."""
-        edited = logits
-        if stack.penalties is not None:
-            penalties = stack.penalties
-            penalised = sampling.penalize(
-                _take(logits, penalties.rows),
-                self._occurrences.in_prompt[penalties.count_rows],
-                self._counts(stack, runs),
-                repetition=penalties.repetition,
-                frequency=penalties.frequency,
-                presence=penalties.presence,
-            )
-            edited = _put(edited, penalties.rows, penalised)
-        edited = self._edit_always(edited, stack)
-        if stack.stops is not None and any(positions[row] < start for row, start in stack.stops_from):
-            stops = stack.stops
-            held = self._places(positions)[stops.rows] < stops.values
-            edited = edited.index_put(
-                (stops.rows, stops.token_ids), torch.where(held, -math.inf, edited[stops.rows, stops.token_ids])
-            )
-        return edited
-
-    @staticmethod
-    def _edit_always(edited: Tensor, stack: Stack) -> Tensor:
-        """Apply what is the same for all tokens of a sequence: bias, allowed ids, bad words of one token."""
-        if stack.bias is not None:
-            bias = stack.bias
-            edited = edited.index_put((bias.rows, bias.token_ids), bias.values, accumulate=True)
-        if stack.forbidden is not None:
-            rows, mask = stack.forbidden
-            edited = _put(edited, rows, _take(edited, rows).masked_fill(mask, -math.inf))
-        return edited
-
-    def _counts(self, stack: Stack, runs: Runs) -> Tensor:
-        """Return how often each penalised row's output has each token, drafts that the row takes for granted included."""
-        assert stack.penalties is not None
-        counts = self._occurrences.output_counts[stack.penalties.count_rows]
-        if not runs.single:
-            index = {row: i for i, row in enumerate(stack.penalties.members)}
-            given = [(index[row], token_id) for row, token_id in runs.given() if row in index]
-            if given:
-                rows, token_ids = torch.tensor(given, dtype=torch.int64, device=self._device).unbind(dim=1)
-                counts.index_put_((rows, token_ids), torch.ones_like(rows, dtype=counts.dtype), accumulate=True)
-        return counts
+            state.accept(token_id)
+        return self._masks(found)
 
     def _constrain(
-        self, edited: Tensor, hosted: Sequence[tuple[int, SequenceState]], runs: Runs, positions: Sequence[int]
-    ) -> tuple[Tensor, dict[int, RequestFailedError]]:
-        """Apply what the host knows: grammars, bad words and thinking budgets. A grammar that gives up fails its own row only.
+        self,
+        state: SequenceState,
+        position: int,
+        drafts: Sequence[int],
+        row: int,
+        found: list[tuple[int, Tensor, int]],
+        failures: dict[int, RequestFailedError],
+    ) -> None:
+        """Find what the host forbids in the rows of one sequence; a rule that fails, fails its own row only.
 
         Along drafts a copy of the sequence's state looks ahead, up to the first draft that may not be.
+
+        Args:
+            state: Of the sequence.
+            position: Of the token that the first row samples.
+            drafts: Of the tokens that the rows sample, but for the last.
+            row: The first row.
+            found: Takes row, forbidden tokens bool [V], and the only token that may come, or -1.
+            failures: Takes row and reason.
         """
-        forced: list[tuple[int, int]] = []
-        forbidden: list[tuple[int, Tensor]] = []
-        failures: dict[int, RequestFailedError] = {}
-        state: SequenceState | None = None
-        for row, sequence in hosted:
-            draft, follows = runs.drafts[row], row > 0 and runs.drafts[row - 1] != UNKNOWN
-            if not follows:
-                state = sequence if draft == UNKNOWN else sequence.fork()
-            if state is None:  # a draft before this row may not be
-                continue
-            token_id, mask, error = self._next_of(state, positions[row])
+        self._start(state)
+        state = state.fork() if drafts else state
+        for place, draft in enumerate((*drafts, UNKNOWN)):
+            token_id, mask = state.forced_token(), None
+            try:
+                if token_id is None:
+                    mask = state.forbidden_next(position + place, self._vocab_size)
+            except Exception as error:
+                failures[row + place] = failed(error)
+                return
             if token_id is not None:
-                forced.append((row, token_id))
-            if mask is not None:
-                forbidden.append((row, mask))
-            if error is not None:
-                failures[row] = error
-            if draft != UNKNOWN:
-                possible = error is None and token_id in (None, draft) and (mask is None or not mask[draft])
-                if possible:
-                    state.accept(draft)
-                else:
-                    state = None
-        if forbidden:
-            rows = torch.tensor([row for row, _ in forbidden], dtype=torch.int64, device=self._device)
-            masks = torch.stack([mask for _, mask in forbidden]).to(self._device, non_blocking=True)
-            edited = _put(edited, rows, edited.index_select(0, rows).masked_fill(masks, -math.inf))
-        if forced:  # whatever else forbids the token
-            rows, token_ids = torch.tensor(forced, dtype=torch.int64, device=self._device).unbind(dim=1)
-            edited = edited.index_fill(0, rows, -math.inf).index_put((rows, token_ids), edited.new_zeros(()))
-        return edited, failures
+                found.append((row + place, torch.ones(self._vocab_size, dtype=torch.bool, device="cpu"), token_id))
+            elif mask is not None:
+                found.append((row + place, mask, -1))
+            if draft == UNKNOWN or token_id not in (None, draft) or (mask is not None and mask[draft]):
+                return
+            state.accept(draft)
 
-    def _next_of(self, state: SequenceState, position: int) -> tuple[int | None, Tensor | None, RequestFailedError | None]:
-        """Return the only token that may come next, or those that may not, or why the grammar gave up."""
-        token_id = state.forced_token()
-        if token_id is not None:
-            return token_id, None, None
-        try:
-            return None, state.forbidden_next(position, self._vocab_size), None
-        except Exception as error:
-            return None, None, failed(error)
+    def _start(self, state: SequenceState) -> None:
+        """Take the grammar of a sequence, which it does not have while it waits for its first token."""
+        if state.compiled is not None and state.matcher is None and state.failure is None:
+            assert self._grammars is not None
+            try:
+                state.matcher = self._grammars.matcher(state.compiled)
+            except Exception as error:
+                state.failure = failed(error)
 
-    @staticmethod
-    def _truncate(logits: Tensor, top: Tensor, draws: Draws) -> Tensor:
-        """Apply temperature, min_p, top_k and top_p to the drawn rows."""
-        scaled = sampling.scale(logits, top, draws.temperature)
-        if draws.log_min_p is not None:
-            scaled = sampling.drop_below(scaled, draws.log_min_p)
-        for cut in draws.cuts:
-            whole = _take(scaled, cut.rows)
-            if cut.width is None:
-                kept = sampling.keep_nucleus(whole, cut.top_p)
-            else:
-                kept = sampling.keep_best(whole, cut.top_k, cut.top_p, width=cut.width)
-            scaled = _put(scaled, cut.rows, kept)
-        return scaled
+    def _masks(self, found: Sequence[tuple[int, Tensor, int]]) -> RowMasks | None:
+        if not found:
+            return None
+        rows, masks, forced = zip(*found, strict=True)
+        numbers = send(torch.tensor((rows, forced), dtype=torch.int64, device="cpu"), self._device)
+        return RowMasks(rows=numbers[0], forbidden=send(torch.stack(masks), self._device), forced=numbers[1])
 
-    def _score(self, scores: Scores | None, logits: Tensor, processed: Tensor, token_ids: Tensor) -> tuple[Tensor, ...]:
-        """Score the sampled tokens of the rows that want it."""
-        if scores is None:
-            return self._no_scores
-        if scores.modes == {"raw"}:
-            distribution = _take(logits, scores.rows)
-        elif scores.modes == {"processed"}:
-            distribution = _take(processed, scores.rows)
-        else:
-            distribution = torch.where(scores.processed, _take(processed, scores.rows), _take(logits, scores.rows))
-        return sampling.token_logprobs(distribution, _take(token_ids, scores.rows), max(k for _, k in scores.wanted))
+
+def _position(sequence: SequencePlan) -> int:
+    """Return the position of the last token before the first that a sequence samples."""
+    return sequence.end - 1 - sequence.drafts
+
+
+def _needs_of(state: SequenceState, num_logprobs: int, vocab_size: int) -> Needs:
+    params = state.params
+    drawn, ranked = not params.greedy_sampling, 0 < params.top_k < vocab_size
+    processed = num_logprobs >= 0 and params.logprobs_mode == "processed"
+    wanted = {
+        Needs.EDITS: state.penalised or _has_edits(state) or state.holds_back,
+        Needs.DRAWS: drawn and not ranked,
+        Needs.NUCLEI: drawn and not ranked and params.top_p < 1,
+        Needs.BEST: drawn and ranked and params.top_k <= BEST,
+        Needs.SEARCHES: drawn and (params.top_k > BEST if ranked else params.top_p < 1 and processed),
+        Needs.SCORES: num_logprobs >= 0,
+        Needs.LISTS: 0 < num_logprobs <= BEST,
+    }
+    needs = NOTHING
+    for need, is_wanted in wanted.items():
+        needs = needs | need if is_wanted else needs
+    return needs
+
+
+def _has_edits(state: SequenceState) -> bool:
+    return state.restricted or bool(state.params.logit_bias) or state.host_rules
+
+
+def _neutral() -> list[float]:
+    line = [0.0] * NUM_COLUMNS
+    line[Column.TOP_P] = line[Column.REPETITION] = 1.0
+    line[Column.LOG_MIN_P], line[Column.NUM_LOGPROBS] = -math.inf, -1.0
+    return line
+
+
+def _line_of(state: SequenceState, num_logprobs: int, vocab_size: int, device: torch.device) -> _Line:
+    """Return a sequence's line of the table."""
+    params, line, held = state.params, _neutral(), list[Tensor]()
+
+    def hold(x: Tensor) -> int:
+        """Keep a tensor as long as the line; return its address, which a float64 holds exactly."""
+        held.append(x)
+        assert x.data_ptr() < 1 << 53
+        return x.data_ptr()
+
+    line[Column.STREAM], line[Column.STREAM + 1] = state.stream
+    if not params.greedy_sampling:
+        line[Column.TEMPERATURE] = _clamp(params.temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+        line[Column.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    if _has_edits(state):
+        line[Column.EDITS] = hold(_edits(state, vocab_size, device))
+    drafting = list(line)
+    if not params.greedy_sampling:
+        line[Column.TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
+        line[Column.TOP_P] = params.top_p
+    line[Column.NUM_LOGPROBS] = num_logprobs if num_logprobs <= BEST else 0
+    line[Column.PROCESSED] = params.logprobs_mode == "processed"
+    occurrences = None
+    if state.penalised:
+        line[Column.REPETITION] = _clamp(params.repetition_penalty, _MIN_REPETITION, _MAX_REPETITION)
+        line[Column.FREQUENCY], line[Column.PRESENCE] = params.frequency_penalty, params.presence_penalty
+        occurrences = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+        prompt = send(torch.tensor(state.prompt, dtype=torch.int64, device="cpu"), device)
+        line[Column.OCCURRENCES] = hold(occurrences.index_fill_(0, prompt, _IN_PROMPT))
+    if state.holds_back:
+        line[Column.STOPS] = hold(send(torch.tensor(state.stop_ids, dtype=torch.int32, device="cpu"), device))
+        line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
+    return _Line(line, drafting, tuple(held), occurrences)
+
+
+def _edits(state: SequenceState, vocab_size: int, device: torch.device) -> Tensor:
+    """Return what is added to every logit of a sequence, float32 [V]: bias, and -inf for tokens that it may never sample."""
+    edits = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+    bias = state.params.logit_bias or {}
+    if bias:
+        values = torch.tensor([_clamp(x, -_MAX_BIAS, _MAX_BIAS) for x in bias.values()], dtype=torch.float32, device="cpu")
+        token_ids = torch.tensor(list(bias), dtype=torch.int64, device="cpu")
+        edits.index_copy_(0, send(token_ids, device), send(values, device))
+    return edits.masked_fill_(send(state.never(vocab_size), device), -math.inf) if state.restricted else edits
+
+
+def _clamp(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)

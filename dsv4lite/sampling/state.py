@@ -1,4 +1,4 @@
-"""What the sampler keeps of each sequence between its steps."""
+"""What the sampler keeps of each sequence between its steps, and the rules that only the host can follow."""
 
 from __future__ import annotations
 
@@ -85,12 +85,10 @@ class SequenceState:
         stop_ids: Tokens it may not sample before position ``stops_from``.
         prompt: Its tokens.
         penalised: Whether what it has said matters.
-        count_row: Its row of ``Occurrences``, from its first token on.
         bad_words: Those of at least two tokens.
         tail: The last tokens of prompt and output, as many as the longest bad word looks back.
         compiled: Its grammar, perhaps still being compiled.
         matcher: Where it stands in its grammar, from its first token on.
-        forbidden: bool [V] on the device, tokens it may never sample, from its first token on, or ``None``.
         failure: Why nothing can be sampled for it.
     """
 
@@ -105,19 +103,22 @@ class SequenceState:
     thinking: Thinking | None
     compiled: Future[LLMatcher] | None = None
     matcher: GrammarMatcher | None = None
-    forbidden: Tensor | None = None
-    count_row: int | None = None
     failure: RequestFailedError | None = None
 
     @property
-    def hosted(self) -> bool:
-        """Whether the host decides at every step what may come next."""
+    def host_rules(self) -> bool:
+        """Whether the host decides at every step what may come next: grammars, bad words of several tokens, thinking budgets."""
         return self.compiled is not None or self.thinking is not None or bool(self.bad_words) or self.failure is not None
 
     @property
     def restricted(self) -> bool:
         """Whether there are tokens that it may never sample."""
         return self.params.allowed_token_ids is not None or any(len(word) == 1 for word in self.params.bad_words_ids)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether its settings forbid stop ids before ``stops_from``; with host rules, the host does."""
+        return bool(self.params.min_tokens and self.stop_ids) and not self.host_rules
 
     def never(self, vocab_size: int) -> Tensor:
         """Return what never changes, bool [V] on the CPU: all but the allowed ids, and bad words of one token."""
@@ -180,6 +181,27 @@ class SequenceState:
         return with_tokens(forbidden, banned)
 
 
+def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
+    """Return what is kept of one of a request's sequences before its first token: nothing on the device, and no grammar."""
+    if not request.generate:  # the tokens that are scored count as output
+        request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
+    params, prompt = request.params, request.prompt_token_ids
+    stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
+    bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
+    look_back = max((len(word) - 1 for word in bad_words), default=0)
+    return SequenceState(
+        params=params,
+        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.request_id),
+        stop_ids=tuple(sorted(stop_ids)),
+        stops_from=len(prompt) + params.min_tokens,
+        prompt=prompt,
+        penalised=params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0,
+        bad_words=bad_words,
+        tail=prompt[max(0, len(prompt) - look_back) :],
+        thinking=Thinking.of(request),
+    )
+
+
 def failed(error: Exception) -> RequestFailedError:
     """Return the error of one request whose own settings are behind an exception."""
     if isinstance(error, RequestFailedError):
@@ -190,7 +212,7 @@ def failed(error: Exception) -> RequestFailedError:
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device; on CUDA nobody waits for it, nor for the step in flight before it."""
+    """Copy from the CPU to a device; on CUDA without waiting for the copy or for the steps in flight."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
@@ -199,40 +221,3 @@ def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
     if not token_ids:
         return mask
     return mask.index_fill(0, torch.tensor(token_ids, dtype=torch.int64, device="cpu"), 1)
-
-
-class Occurrences:
-    """Which tokens each penalised sequence has in its prompt and how often in its output, one row each; a mutable class."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._free: list[int] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self._free = []
-        self.in_prompt = torch.zeros((0, self._vocab_size), dtype=torch.bool, device=self._device)
-        self.output_counts = torch.zeros((0, self._vocab_size), dtype=torch.int32, device=self._device)
-
-    @property
-    def num_used(self) -> int:
-        return self.output_counts.shape[0] - len(self._free)
-
-    def take(self, prompt_token_ids: Sequence[int]) -> int:
-        if not self._free:
-            rows = self.output_counts.shape[0]
-            more = max(4, rows)
-            self.in_prompt = torch.cat([self.in_prompt, self.in_prompt.new_zeros((more, self._vocab_size))])
-            self.output_counts = torch.cat([self.output_counts, self.output_counts.new_zeros((more, self._vocab_size))])
-            self._free = list(range(rows + more - 1, rows - 1, -1))
-        row = self._free.pop()
-        self.in_prompt[row] = False
-        self.in_prompt[row, torch.tensor(prompt_token_ids, dtype=torch.int64, device=self._device)] = True
-        self.output_counts[row] = 0
-        return row
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
-        if self.num_used == 0:
-            self.clear()

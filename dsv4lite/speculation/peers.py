@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dsv4lite.parallel.mesh import Axis
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import RowSamples, Samples
+from dsv4lite.sampling.samples import Samples
+from dsv4lite.sampling.state import send
 from dsv4lite.speculation.draft_state import Choose
 
 
@@ -32,7 +33,7 @@ class Peers:
         self._sampler = sampler
         self._device = device
 
-    def ends(self, count: int, samples: Samples | RowSamples | None) -> tuple[Tensor, Tensor]:
+    def ends(self, count: int, samples: Samples | None) -> tuple[Tensor, Tensor]:
         """Tell or learn how many drafts of each sequence were right, and the token behind them, int64 [S] twice.
 
         Args:
@@ -43,13 +44,12 @@ class Peers:
         behind_S, tokens_S = self.told(ends)
         return behind_S, tokens_S
 
-    def chooser(self, seq_ids: Sequence[int]) -> Choose:
-        """Return who chooses drafts of some sequences, see ``Sampler.draft``: the rank that samples, which tells the others."""
+    def chooser(self, slots: Sequence[int]) -> Choose:
+        """Return how drafts of the sequences in some slots are chosen: by ``Sampler.draft`` of the rank that samples."""
+        sampler, slots_S = self._sampler, send(torch.tensor(slots, dtype=torch.int32, device="cpu"), self._device)
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-            sampler = self._sampler
-            unknown = self._unknown(len(seq_ids)) if sampler is None else sampler.draft(logits_SV, seq_ids, positions_S + 1)
-            return self.told(unknown)
+            return self.told(self._unknown(len(slots)) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S))
 
         return choose
 

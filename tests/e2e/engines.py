@@ -135,7 +135,7 @@ def assert_idle(engine: Engine) -> None:
     for pool in (counts.grow, counts.window, counts.slots, counts.snapshots):
         assert pool.free + pool.cached == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
-        assert not runner._requests and not runner.sampler.num_sequences and not runner.sampler._occurrences.num_used
+        assert not runner._requests and not runner.sampler.num_sequences
     assert not engine._routed and not engine._seq_ids and not engine._outbox and not engine._in_flight
 
 

@@ -17,7 +17,6 @@ from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Request, SamplingParams
-from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -48,8 +47,8 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 
 def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Do the work once for its results, and undo what else it did."""
-    sequences = () if graphs.sampling is None else graphs.sampling._table._sequences.values()
-    kept = [graphs.last_token, *(x for s in sequences for x in s.held)]
+    sequences = () if graphs.sampling is None else graphs.sampling._sequences.values()
+    kept = [graphs.last_token, *(x for s in sequences if s.line is not None for x in s.line.held)]
     before = [x.clone() for x in kept]
     result = work()
     for x, old in zip(kept, before, strict=True):
@@ -67,12 +66,10 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None, own: bool = False) -> Runner:
     cache, vocab_size = StateCache.allocate(replace(model.layout, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
-    sampler = Sampler(vocab_size, CPU, 0) if model.share.last else None
+    sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.share.last else None
     if not recorded:
         return Runner(model, cache, sampler)
-    rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
-    if sampler is not None:
-        rows["sampling"] = DeviceSampler(sampler, slots=SIZES.slots, rows=16, vocab_size=vocab_size, device=CPU)
+    rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "sampling": sampler}
     if drafts:
         drafter = rows["drafter"] = MtpDrafter(model, cache.layers[-1], drafts) if own else None
         return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16), drafter)

@@ -26,7 +26,6 @@ from dsv4lite.layout import Layout  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
 from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
-from dsv4lite.sampling.device import DeviceSampler  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
 from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
@@ -82,11 +81,10 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def runner_of(mesh: Mesh) -> Runner:
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
     model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
-    cache, vocab_size, sampler, sampling = StateCache.allocate(model.layout, SIZES, CPU), OFFICIAL.vocab_size, None, None
+    cache, vocab_size, sampler = StateCache.allocate(model.layout, SIZES, CPU), OFFICIAL.vocab_size, None
     if model.share.last:
-        sampler = Sampler(vocab_size, CPU, 0)
-        sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=4, vocab_size=vocab_size, device=CPU)
-    graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampling)
+        sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=4)
+    graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
     runner = Runner(model, cache, sampler, graphs, mesh=mesh)
     for i in range(4):
         params = SamplingParams(max_tokens=9, temperature=0.5 * i, top_p=1 - 0.1 * i)
@@ -104,11 +102,11 @@ def test_rehearsal_of_guesses_needs_nothing_that_kernels_write(monkeypatch: pyte
     """A regression: rows of a step whose kernels did not run were looked up wherever the memory said."""
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
     model = DeepseekV4(OFFICIAL, numerics, with_mtp=True).requires_grad_(False)
-    cache, sampler = StateCache.allocate(replace(model.layout, copies=3), SIZES, CPU), Sampler(OFFICIAL.vocab_size, CPU, 0)
-    sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=12, vocab_size=OFFICIAL.vocab_size, device=CPU)
+    cache = StateCache.allocate(replace(model.layout, copies=3), SIZES, CPU)
+    sampler = Sampler(OFFICIAL.vocab_size, CPU, 0, slots=SIZES.slots, rows=12)
     drafter = MtpDrafter(model, cache.layers[-1], 2)
     most: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_LENGTH, "max_tokens": 12}
-    graphs = VerifyGraphs(model, cache, **most, widths=(1, 3), sampling=sampling, drafter=drafter)
+    graphs = VerifyGraphs(model, cache, **most, widths=(1, 3), sampling=sampler, drafter=drafter)
     monkeypatch.setattr(torch, "empty", unwritten)
     with recording() as wanted:
         for shape in graphs.shapes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +17,10 @@ from torch import Tensor
 from dsv4lite.errors import InvalidRequestError, RequestFailedError
 from dsv4lite.kernels.sampling import token_logprobs
 from dsv4lite.request import Request, SamplingParams, TokenLogprob
-from dsv4lite.sampling.sampler import Sampler, rehearse
+from dsv4lite.sampling.sampler import Sampler, dry_run
+from dsv4lite.sampling.samples import Samples
 from dsv4lite.sampling.state import random_stream
-from dsv4lite.scheduling.step_plan import Sampled
+from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 from dsv4lite.text.structured import StructuredOutputs
 
 INF = math.inf
@@ -54,11 +54,28 @@ def normal(rows: int, vocab_size: int = V, *, seed: int = 0, spread: float = 3.0
     return torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(seed)) * spread
 
 
+def sampler_of(
+    vocab_size: int = V, default_seed: int = 0, grammars: object = None, *, places: int = 64, device: str = "cpu"
+) -> Sampler:
+    return Sampler(vocab_size, device, default_seed, grammars, slots=places, rows=places)  # type: ignore[arg-type]
+
+
+def run_of(seq_id: int, position: int, drafts: Sequence[int] = (), *, slot: int | None = None) -> SequencePlan:
+    """A sequence that samples the token at ``position``, and one after each draft; its slot is its number unless it has another."""
+    slot = seq_id if slot is None else slot
+    return SequencePlan(seq_id, slot, position - 1, (0, *drafts), (), 0, (), True, drafts=len(drafts))
+
+
+def sample(sampler: Sampler, logits: Tensor, runs: Sequence[SequencePlan]) -> Samples:
+    last_token = torch.full((len(sampler.settings),), -1, dtype=torch.int64, device=logits.device)
+    return sampler.sample(logits, runs, last_token)
+
+
 class Driver:
     """One sequence per request, all in one batch, driven as the engine would without overlap."""
 
     def __init__(self, *requests: Request, vocab_size: int = V, default_seed: int = 0, grammars: object = None) -> None:
-        self.sampler = Sampler(vocab_size, "cpu", default_seed, grammars)  # type: ignore[arg-type]
+        self.sampler = sampler_of(vocab_size, default_seed, grammars)
         self.requests = requests
         self.lengths = [len(r.prompt_token_ids) for r in requests]
         for seq_id, r in enumerate(requests):
@@ -67,7 +84,7 @@ class Driver:
     def step(self, logits: Tensor, rows: Sequence[int] | None = None, *, accept: bool = True) -> list[Sampled]:
         rows = range(len(self.requests)) if rows is None else rows
         before = logits.clone()
-        results = self.sampler.sample(logits, rows, [self.lengths[r] for r in rows]).to_host()
+        results = sample(self.sampler, logits, [run_of(r, self.lengths[r]) for r in rows]).to_host()
         assert torch.equal(logits.nan_to_num(), before.nan_to_num())
         assert list(results) == list(rows)
         for r in rows:
@@ -259,11 +276,11 @@ def test_draws_have_the_processed_distribution() -> None:
     z = torch.tensor(reference.processed(logits[0].tolist()), dtype=torch.float64)
     assert reference.clear
     params["logprobs"] = None
-    sampler, shared = Sampler(V, "cpu", 0), request(**params)
+    sampler, shared = sampler_of(places=count), request(**params)
     for i in range(count):
         sampler.add(i, shared, i)
-    samples = sampler.sample(logits.expand(count, -1), range(count), [3] * count)
-    counts = torch.bincount(samples.token_ids, minlength=V).double()
+    samples = sample(sampler, logits.expand(count, -1).contiguous(), [run_of(i, 3) for i in range(count)])
+    counts = torch.bincount(samples.out[0], minlength=V).double()
     expected = z.softmax(-1) * count
     kept = expected > 0
     assert counts[~kept].sum() == 0 and expected[kept].min() > 5 and kept.sum() > 5
@@ -281,9 +298,9 @@ def test_draws_repeat_with_the_seed_whatever_engine_and_batch() -> None:
     logits = torch.zeros((1, V))
 
     def text(r: Request, *, default_seed: int = 0, index: int = 0, start: int = 3) -> list[int]:
-        sampler = Sampler(V, "cpu", default_seed)
+        sampler = sampler_of(default_seed=default_seed)
         sampler.add(7, r, index)
-        return [sampler.sample(logits, [7], [start + i]).to_host()[7].token_id for i in range(20)]
+        return [sample(sampler, logits, [run_of(7, start + i)]).to_host()[7].token_id for i in range(20)]
 
     seeded = text(request(seed=4))
     assert text(request(seed=4, request_id="other"), default_seed=9) == seeded
@@ -368,14 +385,14 @@ def test_rows_come_out_the_same_bits_alone_and_in_a_batch(vocab_size: int) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_sampler_agrees_with_the_cpu() -> None:
     requests = [request(prompt=range(2 + i % 5), request_id=str(i), **mixed_params(i)) for i in range(42)]
-    samplers = {device: Sampler(V, device, 0) for device in ("cpu", "cuda")}
+    samplers = {device: sampler_of(device=device) for device in ("cpu", "cuda")}
     for sampler in samplers.values():
         for i, r in enumerate(requests):
             sampler.add(i, r, 0)
     for step in range(5):
         logits = normal(42, seed=step)
-        places = [len(r.prompt_token_ids) + step for r in requests]
-        got = {device: s.sample(logits.to(device), range(42), places).to_host() for device, s in samplers.items()}
+        runs = [run_of(i, len(r.prompt_token_ids) + step) for i, r in enumerate(requests)]
+        got = {device: sample(s, logits.to(device), runs).to_host() for device, s in samplers.items()}
         for i in range(42):
             cpu, cuda = got["cpu"][i], got["cuda"][i]
             assert cpu.token_id == cuda.token_id
@@ -807,10 +824,10 @@ def test_a_grammar_that_only_this_rank_cannot_compile_fails_its_own_row_only(met
 
 
 def test_settings_that_no_tensor_can_hold_fail_before_any_step() -> None:
-    rehearse(request(logit_bias={4: 1.0}, allowed_token_ids=[4], bad_words_ids=[[5]], min_tokens=3, presence_penalty=1.0), V)
+    dry_run(request(logit_bias={4: 1.0}, allowed_token_ids=[4], bad_words_ids=[[5]], min_tokens=3, presence_penalty=1.0), V)
     for wrong in ({"logit_bias": {V: 1.0}}, {"stop_token_ids": [V], "min_tokens": 1}, {"allowed_token_ids": [V]}):
         with pytest.raises(IndexError):
-            rehearse(request(**wrong), V)
+            dry_run(request(**wrong), V)
 
 
 def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:
@@ -829,12 +846,12 @@ def test_sequences_that_wait_hold_no_tensors() -> None:
     vocab_size = 100_000
     kinds = [{"allowed_token_ids": [3]}, {"bad_words_ids": [[4]]}, {"presence_penalty": 1.0}, {"logit_bias": {4: 1.0}}]
     matchers = [CountUp(10, 20, 20) for _ in range(10)]
-    sampler = Sampler(vocab_size, "cpu", 0, Grammars(list(matchers)))  # type: ignore[arg-type]
+    sampler = sampler_of(vocab_size, grammars=Grammars(list(matchers)))
     before = held_bytes()
     for i in range(50):
         sampler.add(i, request(request_id=str(i), **(kinds[i % 4] if i < 40 else {"structured_outputs": GRAMMAR})), 0)
     assert held_bytes() == before
-    samples = sampler.sample(normal(4, vocab_size), range(4), [3] * 4).to_host()
+    samples = sample(sampler, normal(4, vocab_size), [run_of(i, 3) for i in range(4)]).to_host()
     assert samples[0].token_id == 3 and held_bytes() > before + vocab_size
     for i in range(50):
         sampler.remove(i)
@@ -851,26 +868,26 @@ def held_bytes() -> int:
 
 
 def test_removed_sequences_leave_nothing_behind() -> None:
-    sampler = Sampler(V, "cpu", 0)
+    sampler = sampler_of()
     requests = [request(request_id=str(i), **mixed_params(i)) for i in range(40)]
     references = [sys.getrefcount(r.params) for r in requests]
     for i, r in enumerate(requests):
         sampler.add(i, r, 0)
-    counts = weakref.ref(sampler._occurrences.output_counts)
-    sampler.sample(normal(40), range(40), [3] * 40)
+    before = held_bytes()
+    sample(sampler, normal(40), [run_of(i, 3) for i in range(40)])
+    assert held_bytes() > before
     assert sampler.num_sequences == 40
     for i in range(40):
         sampler.remove(i)
         sampler.remove(i)
-    gc.collect()
-    assert sampler.num_sequences == 0 and counts() is None
+    assert sampler.num_sequences == 0 and held_bytes() == before
     assert [sys.getrefcount(r.params) for r in requests] == references
 
 
 def test_counts_stay_apart_while_sequences_come_and_go() -> None:
-    """Rows of the count table are reused and the table grows; each sequence still sees its own tokens only."""
+    """Slots are taken again, also by sequences that were in others before; each sequence still sees its own tokens only."""
     generator = torch.Generator().manual_seed(0)
-    sampler, references, next_id = Sampler(V, "cpu", 0), {}, 0
+    sampler, references, next_id = sampler_of(), {}, 0
     for step in range(60):
         for _ in range(int(torch.randint(3, (), generator=generator))):
             r = request(
@@ -886,8 +903,8 @@ def test_counts_stay_apart_while_sequences_come_and_go() -> None:
             continue
         seq_ids = list(references)
         logits = normal(len(seq_ids), seed=step, spread=1.0)
-        places = [1 + len(references[s].output) for s in seq_ids]
-        results = sampler.sample(logits, seq_ids, places).to_host()
+        runs = [run_of(s, 1 + len(references[s].output), slot=(i + step) % 64) for i, s in enumerate(seq_ids)]
+        results = sample(sampler, logits, runs).to_host()
         for row, s in enumerate(seq_ids):
             z = references[s].processed(logits[row].tolist())
             token = references[s].choose(z, (0, 0))

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from dsv4lite.config import tiny_model
 from dsv4lite.request import Request
-from dsv4lite.sampling.runs import Runs
-from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.samples import Samples
 from dsv4lite.scheduling.step_plan import Sampled
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import FIRST_LETTER, LETTERS, write_tokenizer
-from tests.sampling.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy
+from tests.sampling.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy, run_of, sample, sampler_of
 from tests.sampling.test_sampler import request as make_request
 
 V = 13
@@ -47,34 +46,29 @@ class Text:
 
 
 class Writer:
-    """Runs sequences to a length, with or without guesses, as the engine does."""
+    """Runs sequences to a length, with or without drafts, as the engine does."""
 
     def __init__(self, text: Text, requests: Sequence[Request], grammars: GrammarCompiler | None = None) -> None:
         self.text, self.requests = text, requests
-        self.sampler = Sampler(len(text.table), "cpu", 3, grammars)
+        self.sampler = sampler_of(len(text.table), 3, grammars)
         for seq_id, r in enumerate(requests):
             self.sampler.add(seq_id, r, 0)
         self.tokens = [list(r.prompt_token_ids) for r in requests]
         self.results: list[list[Sampled]] = [[] for _ in requests]
 
-    def run(self, length: int, guess: Callable[[int, int], Sequence[int]] | None = None) -> list[list[Sampled]]:
-        """Sample ``length`` tokens of each; ``guess`` is asked for those of a sequence from a place on."""
+    def run(self, length: int, draft: Callable[[int, int], Sequence[int]] | None = None) -> list[list[Sampled]]:
+        """Sample ``length`` tokens of each; ``draft`` returns drafts of those of a sequence from a place on."""
         while True:
             alive = [i for i, found in enumerate(self.results) if len(found) < length and not (found and found[-1].error)]
             if not alive:
                 return self.results
-            rows: list[tuple[int, int, int]] = []
-            logits = []
+            runs, logits = [], []
             for i in alive:
-                prefix = list(self.tokens[i])
-                most = length - len(self.results[i]) - 1
-                for draft in [*([] if guess is None else guess(i, len(self.results[i])))[:most], -1]:
-                    rows.append((i, len(prefix), draft))
-                    logits.append(self.text.logits(prefix))
-                    prefix.append(draft)
-            seq_ids, places, drafts = zip(*rows, strict=True)
-            samples = self.sampler.sample(torch.stack(logits), seq_ids, places, None if guess is None else drafts)
-            for i, first in samples.to_host().items():
+                tokens, most = self.tokens[i], length - len(self.results[i]) - 1
+                drafts = list([] if draft is None else draft(i, len(self.results[i])))[:most]
+                runs.append(run_of(i, len(tokens), drafts))
+                logits += [self.text.logits([*tokens, *drafts[:place]]) for place in range(1 + len(drafts))]
+            for i, first in sample(self.sampler, torch.stack(logits), runs).to_host().items():
                 for one in (first, *first.after):
                     self.results[i].append(one._replace(after=()))
                     if one.error is None:
@@ -96,14 +90,14 @@ def same(ours: Sequence[Sequence[Sampled]], theirs: Sequence[Sequence[Sampled]])
                 assert torch.equal(one.logprob.values, other.logprob.values)
 
 
-def guesser(
+def drafter(
     results: Sequence[Sequence[Sampled]], rng: random.Random, share: float, vocab_size: int
 ) -> Callable[[int, int], list[int]]:
-    def guess(i: int, place: int) -> list[int]:
+    def draft(i: int, place: int) -> list[int]:
         right = [one.token_id for one in results[i][place : place + rng.randrange(5)]]
         return [t if rng.random() < share else rng.randrange(vocab_size) for t in right]
 
-    return guess
+    return draft
 
 
 @given(
@@ -113,7 +107,7 @@ def guesser(
     share=st.sampled_from([0.0, 0.8, 1.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_guesses_change_no_token_and_no_logprob(
+def test_drafts_change_no_token_and_no_logprob(
     rows: list[tuple[dict[str, object], list[int]]], thinking: int | None, seed: int, share: float
 ) -> None:
     scores = [{}, {"logprobs": 3}, {"logprobs": 2, "logprobs_mode": "processed"}]
@@ -123,7 +117,7 @@ def test_guesses_change_no_token_and_no_logprob(
         requests.append(Request(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "think_ids": (11, 12)}))
     text = Text(V, seed)
     expected = Writer(text, requests).run(9)
-    got = Writer(text, requests).run(9, guesser(expected, random.Random(seed), share, V))
+    got = Writer(text, requests).run(9, drafter(expected, random.Random(seed), share, V))
     same(got, expected)
 
 
@@ -134,8 +128,8 @@ def grammars() -> GrammarCompiler:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
-def test_grammars_look_ahead_along_guesses(grammars: GrammarCompiler, share: float) -> None:
-    """Also behind a thinking part, up to and beyond the end of the text, and with guesses that the grammar forbids."""
+def test_grammars_look_ahead_along_drafts(grammars: GrammarCompiler, share: float) -> None:
+    """Also behind a thinking part, up to and beyond the end of the text, and with drafts that the grammar forbids."""
     size = grammars.vocab_size
     table = torch.randn(64, size, generator=torch.Generator().manual_seed(1)) * 3
 
@@ -161,22 +155,26 @@ def test_grammars_look_ahead_along_guesses(grammars: GrammarCompiler, share: flo
     ]
     expected = Writer(Wide(), requests, grammars).run(14)
     assert all(one.error is None for found in expected for one in found)
-    got = Writer(Wide(), requests, grammars).run(14, guesser(expected, random.Random(5), share, size))
+    got = Writer(Wide(), requests, grammars).run(14, drafter(expected, random.Random(5), share, size))
     same(got, expected)
 
 
-def test_runs_find_the_last_row_that_counts() -> None:
-    runs = Runs.of([7, 7, 7, 4, 9, 9], [3, 5, -1, -1, 2, -1])
-    assert runs.seq_ids == (7, 4, 9) and runs.spans() == [(0, 3), (3, 4), (4, 6)] and not runs.single
-    assert runs.given() == [(1, 3), (2, 3), (2, 5), (5, 2)]
-    for sampled, last in (([3, 5, 1, 8, 2, 0], [2, 3, 5]), ([3, 4, 1, 8, 0, 0], [1, 3, 4]), ([0, 5, 1, 8, 2, 2], [0, 3, 5])):
-        tokens = torch.tensor(sampled)
-        assert runs.last_rows(tokens).tolist() == last
-        assert runs.counting(tokens).tolist() == [
-            row <= end for row, end in zip(range(6), [last[0]] * 3 + [last[1]] + [last[2]] * 2)
-        ]
-    alone = Runs.of([5, 6])
-    assert alone.single and alone.last_rows(torch.tensor([1, 2])).tolist() == [0, 1] and alone.given() == []
+@pytest.mark.parametrize(
+    ("sampled", "right", "after"),
+    [
+        ([3, 5, 1, 8, 2, 0], [2, 0, 1], [1, 8, 0]),
+        ([3, 4, 1, 8, 0, 0], [1, 0, 0], [4, 8, 0]),
+        ([0, 5, 1, 8, 2, 2], [0, 0, 1], [0, 8, 2]),
+    ],
+)
+def test_samples_say_how_many_drafts_are_right_and_which_token_follows(
+    sampled: list[int], right: list[int], after: list[int]
+) -> None:
+    runs = [run_of(7, 4, (3, 5)), run_of(4, 9), run_of(9, 1, (2,))]
+    samples = Samples.of(torch.tensor([sampled, [1] * 6, [1] * 6], dtype=torch.int32), (7, 4, 9), runs, [0, 3, 4])
+    assert [x.tolist() for x in samples.ends()] == [right, after]
+    found = samples.to_host()
+    assert [(len(one.after), (one, *one.after)[-1].token_id) for one in found.values()] == list(zip(right, after, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ distributions
@@ -233,7 +231,7 @@ def allowed_after(tokens: Sequence[int], vocab_size: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafted_tokens_have_the_processed_distribution(name: str, request: pytest.FixtureRequest) -> None:
-    """200,000 draws, in pairs; the first of each is guessed by a drafter that is off, with the very noise that judges the guess."""
+    """200,000 draws, in pairs; the first of each is drafted by a model that is off, with the very noise that checks the draft."""
     grammar = "structured_outputs" in CASES[name]
     grammars = request.getfixturevalue("letters") if grammar else None
     vocab_size = grammars.vocab_size if grammar else SMALL
@@ -252,31 +250,27 @@ def test_drafted_tokens_have_the_processed_distribution(name: str, request: pyte
         return torch.tensor(reference.processed(logits.tolist()), dtype=torch.float64).softmax(-1)
 
     expected = torch.stack([share * distribution_after(first) for first, share in enumerate(distribution_after())])
-    sampler = Sampler(vocab_size, "cpu", 11, grammars)
-    ids = list(range(SEQUENCES))
-    for i in ids:
-        sampler.add(i, made, i)
+    sampler, ids = sampler_of(vocab_size, 11, grammars, places=2 * SEQUENCES), range(SEQUENCES)
+    slots = torch.arange(SEQUENCES, dtype=torch.int32)
     off = (table[2] + torch.randn(vocab_size, generator=torch.Generator().manual_seed(4))).expand(SEQUENCES, -1)
     pairs = torch.zeros(vocab_size * vocab_size, dtype=torch.float64)
     right = 0
     for turn in range(ROUNDS):
         place = 3 + 2 * turn
-        # Each turn begins behind the prompt again, with other noise.
-        sampler._occurrences.output_counts.zero_()
-        drafts = sampler.draft(off, ids, torch.full((SEQUENCES,), place, dtype=torch.int32))
+        for i in ids if name in ("grammar", "penalised") or not turn else ():  # after the prompt again, with other noise
+            sampler.remove(i)
+            sampler.add(i, made, i)
+        sampler.prepare([run_of(i, place) for i in ids])
+        drafts = sampler.draft(off, slots, torch.full((SEQUENCES,), place - 1, dtype=torch.int32))
         logits = torch.stack([table[2].expand(SEQUENCES, -1), table[drafts]], 1).flatten(0, 1)
-        guesses = torch.stack([drafts, torch.full_like(drafts, -1)], 1).flatten().tolist()
-        samples = sampler.sample(logits, [i for i in ids for _ in (0, 1)], [place, place + 1] * SEQUENCES, guesses)
-        first, second = samples.token_ids.view(-1, 2).unbind(1)
+        samples = sample(sampler, logits, [run_of(i, place, (draft,)) for i, draft in enumerate(drafts.tolist())])
+        first, second = samples.out[0].long().view(-1, 2).unbind(1)
         wrong = (first != drafts).nonzero()[:, 0]
         right += SEQUENCES - len(wrong)
-        matchers = [matcher for i in wrong.tolist() if (matcher := sampler.state_of(i).matcher) is not None]
         for i, token_id in zip(wrong.tolist(), first[wrong].tolist(), strict=True):
             sampler.accept(i, token_id)
-        again = sampler.sample(table[first[wrong]], wrong.tolist(), [place + 1] * len(wrong))
-        for matcher in matchers:
-            matcher.rollback(1)
-        second = second.index_copy(0, wrong, again.token_ids)
+        again = sample(sampler, table[first[wrong]], [run_of(i, place + 1) for i in wrong.tolist()])
+        second = second.index_copy(0, wrong, again.out[0].long())
         pairs += torch.bincount(first * vocab_size + second, minlength=vocab_size * vocab_size)
     assert pairs.sum() == 100_000
     assert 0.3 < right / pairs.sum() < 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
 from dsv4lite.kernels.runs import place_runs
 from dsv4lite.models.deepseek_v4.batch import Rotary
-from dsv4lite.sampling.runs import Runs
-from dsv4lite.sampling.samples import Arrival, RowSamples
-from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, SequencePlan, StepPlan
+from dsv4lite.sampling.samples import Arrival, Samples
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.speculation.draft_state import Chain
 from dsv4lite.speculation.run_ends import RunEnds
 
@@ -66,10 +66,9 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     chain = places.first(size)
     chain.begin(batch, streams_TND, tokens_T.view(size, width))
 
-    seq_ids = [plan.seq_id for plan in plans for _ in plan.token_ids]
-    runs = Runs.of(seq_ids, [guess for plan in plans for guess in (*plan.token_ids[1:], UNKNOWN)])
-    first_rows = runs.first_rows[:-1]
-    wanted = Chain.behind(plans, first_rows, streams_TND[rows], runs.ends(tokens_T[rows]), most=size)
+    first_rows = [0, *accumulate(len(plan.token_ids) for plan in plans)][:-1]
+    ends = Samples.of(tokens_T[None, rows].int(), tuple(plan.seq_id for plan in plans), plans, first_rows).ends()
+    wanted = Chain.behind(plans, first_rows, streams_TND[rows], ends, most=size)
     count, pages = len(plans), wanted.window_SP.shape[1]
     assert torch.equal(chain.streams_SND[:count], wanted.streams_SND)
     assert torch.equal(chain.tokens_S[:count], wanted.tokens_S)
@@ -118,7 +117,7 @@ def test_runs_begin_where_those_before_them_ended(
     if ill is not None:
         usable[ill] = 0
     samples = partial(
-        RowSamples.of,
+        Samples.of,
         torch.stack((ids, usable, usable)),
         tuple(s.seq_id for s in asked),
         first_rows=[i * width for i in range(len(asked))],

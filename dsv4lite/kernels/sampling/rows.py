@@ -1,14 +1,13 @@
-"""Sampling on the device with the settings of slots: one token for every row of a step, without a word from the host.
+"""Sampling by rows, with the settings of slots: one token for every row of a step, on the CPU and on the GPU alike.
 
-    x       = penalised(logits) + edits, stop ids at -inf while the text is too short
+    x       = penalised(logits) + edits, stop ids at -inf while the text is too short, then what the host forbids or forces
     scaled  = (x - max x) / temperature, then min_p, then top_k, then top_p
     token   = argmax x, or of scaled - log(exponential variate of (stream, position, token id))
 
-What each means, and its bits, is written in ``sampling`` and in the engine's sampler, which are the references. A row says which
-slot it belongs to and where it stands; what its request asked for is a line of a table of slots, so a recorded step samples for
-whoever holds the slots by then.
+What each stage means, and its bits, is written in ``kernels/sampling``. A row says which slot it belongs to and where it stands;
+what its request asked for is a line of a table of slots. The kernels ask the host for nothing, so a captured step can sample.
 
-Tokens are ranked by value, equal ones by id, and what a row keeps is always the first of that ranking. Nothing is sorted:
+Tokens are ranked by value, equal ones by id, and what a row keeps is always the first of that ranking. The kernels do not sort:
 
 * ``top_k`` up to ``BEST``: the ``k``-th best of the maxima of small groups is passed by little more than ``k`` tokens. They are
   gathered and ranked against each other.
@@ -16,22 +15,28 @@ Tokens are ranked by value, equal ones by id, and what a row keeps is always the
   before it can be kept, and the race goes on among them. The winner is that of the race among the kept ones, mostly found at once.
 * Any other: the rank at which to cut is built bit by bit, by one program for a row.
 
-Numerics: integers, hash and sums of shares as the references'. ``exp``, ``log`` and ``log1p`` differ in the last bits: where two
-tokens race within 1e-5, or a nucleus ends within 1e-5 of its mass, another token may come out. Log-probabilities agree to 1e-5.
+Numerics: integers, hash and sums of shares are those of the reference. ``exp``, ``log`` and ``log1p`` differ in the last bits:
+where two tokens race within 1e-5, or a nucleus ends within 1e-5 of its mass, another token may come out. Log-probabilities agree
+to 1e-5.
 
 Shapes: R rows, V vocabulary, S slots.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels import sampling
+from dsv4lite.kernels.dispatch import use_triton
+
 BEST = 128
-"""The largest ``top_k`` that is found by gathering, and most best tokens that are listed with their log-probabilities."""
+"""The largest ``top_k`` that is found by gathering, and most best tokens that ``sample_rows`` lists; see ``scored_values``."""
 CANDIDATES = 256
 PIECE = 2048  # tokens of one program
 GROUPS = 16  # of a piece: each has a maximum of its own
@@ -75,6 +80,33 @@ class Column(enum.IntEnum):
 NUM_COLUMNS = 16
 
 
+class State(enum.IntEnum):
+    """What one stage leaves to the next, of each row, int64; floats as their bits.
+
+    Attributes:
+        TOP, TOP_ID: Largest logit of an edited row, and the lowest token id that has it.
+        DRAWN: The drawn token.
+        LIMIT, TOTAL: How far the race in a nucleus has come, and the mass of all tokens.
+        CUT: Rank number of the last token that ``top_k`` and ``top_p`` keep.
+        REACH, COUNT: The value that candidates reach, and how many do.
+        LOG_SUM: Logarithm of the sum of a distribution that is scored.
+    """
+
+    TOP = 0
+    TOP_ID = 1
+    DRAWN = 2
+    LIMIT = 3
+    TOTAL = 4
+    CUT = 5
+    REACH = 6
+    COUNT = 7
+    LOG_SUM = 8
+
+
+STATE_COLUMNS = 16
+ID_BITS = MOST_VOCABULARY.bit_length() - 1  # lower bits of a rank number, which hold the token id; the value is above
+
+
 class Needs(enum.Flag):
     """What the settings of a step's rows make necessary; more than that is harmless.
 
@@ -101,13 +133,27 @@ EVERYTHING = Needs.EDITS | Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARC
 NOTHING = Needs(0)
 
 
+class RowMasks(NamedTuple):
+    """What the host forbids or forces in M rows of a step, beside their settings. The lines of these rows have ``EDITS``.
+
+    Attributes:
+        rows: int64 [M].
+        forbidden: bool [M, V].
+        forced: int64 [M], the only token that may come, whatever else forbids it; -1 for none.
+    """
+
+    rows: Tensor
+    forbidden: Tensor
+    forced: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSpace:
-    """Where rows are worked on, for up to R rows; what is in it does not outlive a call but for the edited logits.
+    """Where up to R rows are worked on; valid from ``sample_rows`` until the next call.
 
     Attributes:
         edited: float32 [R, V], what edited rows become.
-        state: int64 [R, 16], what one kernel leaves to the next.
+        state: int64 [R, STATE_COLUMNS], see ``State``.
         partial: int64 [R, 2, pieces].
         peaks: int32 [R, pieces * GROUPS].
         candidates: int64 [R, CANDIDATES].
@@ -128,7 +174,7 @@ class RowSpace:
         pieces = -(-vocab_size // PIECE)
         return cls(
             edited=torch.empty(rows, vocab_size, dtype=torch.float32, device=device),
-            state=torch.empty(rows, 16, dtype=torch.int64, device=device),
+            state=torch.empty(rows, STATE_COLUMNS, dtype=torch.int64, device=device),
             partial=torch.empty(rows, 2, pieces, dtype=torch.int64, device=device),
             peaks=torch.empty(rows, pieces * GROUPS, dtype=torch.int32, device=device),
             candidates=torch.empty(rows, CANDIDATES, dtype=torch.int64, device=device),
@@ -139,7 +185,7 @@ class RowSpace:
 def row_bytes(vocab_size: int) -> int:
     """Return the bytes of one row of a ``RowSpace``."""
     pieces = -(-vocab_size // PIECE)
-    return 4 * vocab_size + 8 * (16 + 2 * pieces + CANDIDATES) + 4 * (pieces * GROUPS + 1)
+    return 4 * vocab_size + 8 * (STATE_COLUMNS + 2 * pieces + CANDIDATES) + 4 * (pieces * GROUPS + 1)
 
 
 def sample_rows(
@@ -153,14 +199,15 @@ def sample_rows(
     needs: Needs,
     run: tuple[Tensor, Tensor] | None = None,
     given: Tensor | None = None,
+    masks: RowMasks | None = None,
 ) -> Tensor:
-    """Sample one token for each row, and count it; there are kernels only.
+    """Sample one token for each row, and count it.
 
-    A sequence may have several rows, one behind the other: each takes for granted that the tokens of those before it are what they
-    guessed, and only rows up to the first wrong guess are counted and remembered.
+    A sequence may have several rows, one after the other: each is sampled as if the tokens of those before it were their drafts,
+    and only rows up to the first wrong draft are counted and remembered.
 
     Args:
-        logits: float32 [R, V], contiguous.
+        logits: float32 [R, V], contiguous; not modified.
         best: Of these, from ``sampling.argmax_finite``.
         slots: int32 [R]; -1 for padding.
         positions: int32 [R], of the token before the sampled one.
@@ -169,15 +216,213 @@ def sample_rows(
         space: For at least R rows.
         needs: What the rows ask for.
         run: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which behind a sequence's first
-            row is the guess of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
+            row is the draft of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
         given: int32 [R], tokens to score instead of sampled ones. Nothing is drawn, counted or remembered: leave ``DRAWS`` and
             ``NUCLEI`` out of ``needs``. The score of a row that failed is NaN.
+        masks: What the host forbids or forces in this step; ``EDITS`` must be in ``needs``.
 
     Returns:
         int32 [HEADER + 2 BEST, R]: token, whether the logits are finite, whether settings leave a token, the token's rank and its
-        log-probability (as bits); then id and log-probability (as bits) of each best token. Lines that nobody asked for are
-        undefined, and so is the token of a row that failed, but for being one.
+        log-probability (as bits); then id and log-probability (as bits) of each best token. Lines that no row asked for are
+        undefined, and so is the token of a row that failed, but for being one of the vocabulary.
     """
-    from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton
+    if use_triton(logits):
+        from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton
 
-    return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run, given)
+        return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run, given, masks)
+    return sample_rows_ref(logits, best, slots, positions, settings, last_token, space, needs, run, given, masks)
+
+
+def sample_rows_ref(
+    logits: Tensor,
+    best: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    settings: Tensor,
+    last_token: Tensor,
+    space: RowSpace,
+    needs: Needs,
+    run: tuple[Tensor, Tensor] | None = None,
+    given: Tensor | None = None,
+    masks: RowMasks | None = None,
+) -> Tensor:
+    """See ``sample_rows``; all tensors are on the CPU."""
+    top, token_ids, finite = best
+    lines, state = settings[slots.long()], space.state[: len(logits)]
+    x, tokens, places = logits, *((slots, torch.zeros_like(slots)) if run is None else run)
+    edited = _is_edited(lines, positions)
+    if Needs.EDITS in needs and edited.any():
+        rows = edited.nonzero()[:, 0]
+        space.edited[rows] = _edited_ref(logits, lines, positions, tokens, places, rows)
+        _put_best(space, rows)
+        if masks is not None:
+            apply_masks(space, masks)
+        x = torch.where(edited[:, None], space.edited[: len(logits)], logits)
+        top = torch.where(edited[:, None], _floats(state[:, State.TOP])[:, None], top)
+        token_ids = torch.where(edited, state[:, State.TOP_ID], token_ids)
+    feasible = (top.abs() < float("inf"))[:, 0]
+    drawn = (feasible & (lines[:, Column.TEMPERATURE] > 0)).nonzero()[:, 0]
+    if needs & _DRAWN and len(drawn):
+        scaled = _truncated_ref(x[drawn], top[drawn], lines[drawn])
+        if Needs.SCORES in needs:
+            state[drawn, State.CUT] = _last_rank(scaled)
+        if given is None:
+            streams = lines[drawn, Column.STREAM : Column.STREAM + 2].int()
+            token_ids = token_ids.index_copy(0, drawn, sampling.draw(scaled, streams, positions[drawn] + 1))
+    out = torch.zeros(HEADER + 2 * BEST, len(logits), dtype=torch.int32, device=logits.device)
+    out[1], out[2] = finite, feasible
+    if given is None:
+        out[0] = token_ids.clamp(0, logits.shape[1] - 1)
+        _count_ref(out, slots, tokens, places, lines, last_token, logits.shape[1])
+    else:
+        out[0] = given
+        out[4].view(torch.float32).fill_(float("nan"))
+    if Needs.SCORES in needs:
+        usable = torch.where(lines[:, Column.PROCESSED] == 0, finite, feasible)
+        rows = (usable & (lines[:, Column.NUM_LOGPROBS] >= 0)).nonzero()[:, 0]
+        k = int(lines[rows, Column.NUM_LOGPROBS].max()) if len(rows) else 0
+        values = scored_values(logits, best[0], lines[rows], positions[rows], space, rows)
+        logprobs, ranks, top_ids, top_values = sampling.token_logprobs(values, out[0, rows].long(), k)
+        out[3, rows], out[4, rows] = ranks, logprobs.view(torch.int32)
+        out[HEADER : HEADER + 2 * k : 2, rows] = top_ids.t()
+        out[HEADER + 1 : HEADER + 2 * k : 2, rows] = top_values.view(torch.int32).t()
+    return out
+
+
+def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor, space: RowSpace, rows: Tensor) -> Tensor:
+    """Return what the log-probabilities of some rows are of: the model's logits, or what ``sample_rows`` has sampled from.
+
+    ``sample_rows`` was called last for these rows, and with ``SCORES``.
+
+    Args:
+        logits: float32 [R, V].
+        top: float32 [R, 1], the largest of each row.
+        lines: float64 [L, NUM_COLUMNS], the settings of some rows.
+        positions: int32 [L], of the tokens before the sampled ones.
+        space: As ``sample_rows`` has left it.
+        rows: int64 [L], which rows they are.
+
+    Returns:
+        float32 [L, V], whose ``log_softmax`` is the distribution; a token that could not be sampled has -inf.
+    """
+    state, processed = space.state[rows], lines[:, Column.PROCESSED] != 0
+    edited = (processed & _is_edited(lines, positions))[:, None]
+    x = torch.where(edited, space.edited[rows], logits[rows])
+    top = torch.where(edited, _floats(state[:, State.TOP])[:, None], top[rows])
+    temperature = lines[:, Column.TEMPERATURE, None].float()
+    drawn = processed[:, None] & (temperature > 0)
+    scaled = sampling.scale(x, top, torch.where(drawn, temperature, 1.0))
+    scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
+    truncated = (lines[:, Column.TOP_K] > 0) | (lines[:, Column.TOP_P] < 1)
+    after = _rank_numbers(scaled, torch.arange(x.shape[1], device=x.device)) > state[:, State.CUT, None]
+    scaled = scaled.masked_fill(truncated[:, None] & after, float("-inf"))
+    return torch.where(drawn, scaled, x)
+
+
+def _is_edited(lines: Tensor, positions: Tensor) -> Tensor:
+    """Return which rows, of settings float64 [R, NUM_COLUMNS], have logits of their own beside the model's, bool [R]."""
+    held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions + 1 < lines[:, Column.STOPS_FROM])
+    return (lines[:, Column.OCCURRENCES] != 0) | (lines[:, Column.EDITS] != 0) | held_back
+
+
+def apply_masks(space: RowSpace, masks: RowMasks) -> None:
+    """Forbid and force tokens in edited rows, and find their best tokens anew; nothing waits for the device."""
+    edited = space.edited.index_select(0, masks.rows).masked_fill_(masks.forbidden, float("-inf"))
+    forced = masks.forced[:, None]
+    at = forced.clamp_min(0)
+    edited.scatter_(1, at, torch.where(forced < 0, edited.gather(1, at), 0.0))
+    space.edited.index_copy_(0, masks.rows, edited)
+    _put_best(space, masks.rows)
+
+
+def _put_best(space: RowSpace, rows: Tensor) -> None:
+    """Put the best tokens of edited rows, int64 [M], into their state."""
+    top, token_ids, _ = sampling.argmax_finite(space.edited.index_select(0, rows))
+    space.state[rows, State.TOP] = top[:, 0].view(torch.int32).long()
+    space.state[rows, State.TOP_ID] = token_ids
+
+
+_DRAWN = Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARCHES
+
+
+def _edited_ref(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """Return penalised and edited logits of some rows, float32 [M, V]."""
+    x, lines, vocab_size = logits[rows], lines[rows], logits.shape[1]
+    penalised, occurrences = _held(lines, Column.OCCURRENCES, vocab_size, torch.int32)
+    if len(penalised):
+        seen, at = tokens.tolist(), places.tolist()
+        drafts = [(i, t) for i, row in enumerate(rows[penalised].tolist()) for t in seen[row + 1 - at[row] : row + 1]]
+        if drafts:  # each row takes those before it for granted
+            indices = torch.tensor(drafts, dtype=torch.int64, device=x.device).unbind(1)
+            occurrences.index_put_(indices, torch.ones_like(indices[0], dtype=torch.int32), accumulate=True)
+        counts, chosen = occurrences & 0x7FFFFFFF, lines[penalised].float()
+        x[penalised] = sampling.penalize(
+            x[penalised],
+            occurrences < 0,
+            counts,
+            repetition=chosen[:, Column.REPETITION, None],
+            frequency=chosen[:, Column.FREQUENCY, None],
+            presence=chosen[:, Column.PRESENCE, None],
+        )
+    changed, edits = _held(lines, Column.EDITS, vocab_size, torch.float32)
+    if len(changed):
+        x[changed] += edits
+    held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions[rows] + 1 < lines[:, Column.STOPS_FROM])
+    for i in held_back.nonzero()[:, 0].tolist():
+        x[i, _at(int(lines[i, Column.STOPS]), int(lines[i, Column.NUM_STOPS]), torch.int32).long()] = float("-inf")
+    return x
+
+
+def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return which of M rows have an address in a column, int64 [K], and copies of what is there, [K, V]."""
+    rows = (lines[:, column] != 0).nonzero()[:, 0]
+    found = [_at(int(address), vocab_size, dtype) for address in lines[rows, column].tolist()]
+    return rows, torch.stack(found) if found else torch.empty(0, vocab_size, dtype=dtype, device=lines.device)
+
+
+def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
+    """Apply temperature, ``min_p``, ``top_k`` and ``top_p`` to rows that are drawn."""
+    scaled = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float())
+    scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
+    top_k, top_p = lines[:, Column.TOP_K, None].long(), lines[:, Column.TOP_P, None]
+    ranked = (top_k[:, 0] > 0).nonzero()[:, 0]
+    if len(ranked):
+        scaled[ranked] = sampling.keep_best(scaled[ranked], top_k[ranked], top_p[ranked], width=int(top_k.max()))
+    nuclei = ((top_k == 0) & (top_p < 1))[:, 0].nonzero()[:, 0]
+    if len(nuclei):
+        scaled[nuclei] = sampling.keep_nucleus(scaled[nuclei], top_p[nuclei])
+    return scaled
+
+
+def _count_ref(
+    out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int
+) -> None:
+    """Count and remember what rows have sampled, up to the first wrong draft of each sequence."""
+    sampled, seen, at, counts = out[0].tolist(), tokens.tolist(), places.tolist(), False
+    for row, (slot, address) in enumerate(zip(slots.tolist(), lines[:, Column.OCCURRENCES].tolist(), strict=True)):
+        counts = at[row] == 0 or (counts and sampled[row - 1] == seen[row])
+        if counts:
+            last_token[slot] = sampled[row]
+        if counts and address:
+            _at(int(address), vocab_size, torch.int32)[sampled[row]] += 1
+
+
+def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the ``count`` numbers of 4 bytes at an address of the host's memory; they are not copied."""
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=dtype)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.int().view(torch.float32)
+
+
+def _rank_numbers(values: Tensor, token_ids: Tensor) -> Tensor:
+    """Return rank numbers, int64 >= 0: the better a token, the less."""
+    return (0x7FFFFFFF - sampling.ascending(values).long()).bitwise_left_shift_(ID_BITS).bitwise_or_(token_ids)
+
+
+def _last_rank(scaled: Tensor) -> Tensor:
+    """Return the rank number of the last token that truncation has left, int64 [R]."""
+    least = scaled.masked_fill(scaled == float("-inf"), float("inf")).amin(-1, keepdim=True)
+    token_ids = torch.arange(scaled.shape[1], device=scaled.device).masked_fill(scaled != least, -1).amax(-1, keepdim=True)
+    return _rank_numbers(least, token_ids)[:, 0]

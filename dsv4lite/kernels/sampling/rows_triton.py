@@ -1,4 +1,4 @@
-"""Kernels of ``sampling_rows``. Where several programs share a row, the last to arrive puts their results together.
+"""Kernels of ``rows.sample_rows``. Where several programs share a row, the last to arrive puts their results together.
 
 A token's *rank number*, int64, orders a row: value from the best to the worst in its upper bits, token id in the lower 23.
 """
@@ -18,16 +18,21 @@ from dsv4lite.kernels.sampling.rows import (
     CANDIDATES,
     GROUPS,
     HEADER,
+    ID_BITS,
     MOST_VOCABULARY,
     NUM_COLUMNS,
     PIECE,
+    STATE_COLUMNS,
     Column,
     Needs,
+    RowMasks,
     RowSpace,
+    State,
+    apply_masks,
 )
 from dsv4lite.kernels.sampling.triton import arrive, ascending, log_of_shares, share
 
-ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; who is not through by then is searched for
+ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; rows without a winner by then are searched
 _NUM_WARPS = 8
 _SEARCH_BLOCK = 4096
 
@@ -52,16 +57,14 @@ _CANDIDATES = tl.constexpr(CANDIDATES)
 _GROUPS = tl.constexpr(GROUPS)
 _HEADER = tl.constexpr(HEADER)
 _TOGETHER = tl.constexpr(16)  # candidates that all others are compared with at a time
-# Columns of RowSpace.state: the best of an edited row, the drawn token, how far a race has come, the rank of the last token kept,
-# the value that candidates reach, how many do, and the logarithm of a distribution's sum.
-_TOP, _TOP_ID, _DRAWN, _LIMIT, _TOTAL, _CUT, _REACH, _COUNT, _LOG_SUM = (tl.constexpr(i) for i in range(9))
-_STATE = tl.constexpr(16)
+_TOP, _TOP_ID, _DRAWN, _LIMIT, _TOTAL, _CUT, _REACH, _COUNT, _LOG_SUM = (tl.constexpr(int(column)) for column in State)
+_STATE = tl.constexpr(STATE_COLUMNS)
 _DONE = tl.constexpr(-1)
-_ID_BITS = tl.constexpr(MOST_VOCABULARY.bit_length() - 1)
+_ID_BITS = tl.constexpr(ID_BITS)
 _ID_MASK = tl.constexpr(MOST_VOCABULARY - 1)
 _RANK_BITS = tl.constexpr(31 + MOST_VOCABULARY.bit_length())
 _HIGHEST_BIT = tl.constexpr(MOST_VOCABULARY << 31)
-_NOBODY = tl.constexpr(-0x8000000000000000)
+_NO_KEY = tl.constexpr(-0x8000000000000000)
 _BEYOND = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _INF = tl.constexpr(float("inf"))
 
@@ -155,7 +158,7 @@ def _lap(scaled, token, inside, a, b):
     """Return the race's keys: the largest is that of the winner, the lowest id of several."""
     time = scaled - _log_exponential(_minus_u(token, a, b))
     key = (ascending(time).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-    return tl.where(inside, key, _NOBODY)
+    return tl.where(inside, key, _NO_KEY)
 
 
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions", "tokens", "places"])
@@ -176,7 +179,7 @@ def _edit_kernel(
         # Reference: penalize
         counts = tl.multiple_of(occurrences.to(tl.pointer_type(tl.int32)), 16)
         seen = tl.load(counts + token, mask=live, other=0)
-        for back in range(tl.load(places + row)):  # guesses that the row takes for granted
+        for back in range(tl.load(places + row)):  # drafts that the row takes for granted
             seen += (token == tl.load(tokens + row - back)).to(tl.int32)
         count = seen & 0x7FFFFFFF
         repetition = tl.load(line + _REPETITION).to(tl.float32)
@@ -198,7 +201,7 @@ def _edit_kernel(
     tl.store(partial + row * 2 * pieces + tl.program_id(1), tl.max(key, 0))
     if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
-        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NOBODY, cache_modifier=".cg")
+        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NO_KEY, cache_modifier=".cg")
         token_id = 0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF)
         best = tl.load(edited + row * vocabulary + token_id, cache_modifier=".cg")
         tl.store(state + row * _STATE + _TOP, best.to(tl.int32, bitcast=True))
@@ -247,7 +250,7 @@ def _race_kernel(
     if not FIRST:
         inside = inside & (_rank(scaled, token) < limit)
     a, b = _stream(line, position)
-    # The best token is in every race. Who is to beat it has an exponential variate, and so a u, below exp(scaled - its time):
+    # The best token is in every race. A token that beats it has an exponential variate, and so a u, below exp(scaled - its time):
     # mostly few, and logarithms are for them alone.
     own = tl.load(state + row * _STATE + _TOP_ID).to(tl.int32)
     best_id = tl.where(_is_edited(line, position), own, tl.load(best_ids + row).to(tl.int32))
@@ -257,12 +260,12 @@ def _race_kernel(
     if tl.max(fast.to(tl.int32), 0) > 0:
         tl.store(place, tl.max(_lap(scaled, token, fast, a, b), 0))
     else:
-        tl.store(place, _NOBODY)
+        tl.store(place, _NO_KEY)
     if top_p < 1:
         tl.store(place + pieces, tl.sum(tl.where(inside, share(scaled), 0), 0))
     if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES)
-        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NOBODY, cache_modifier=".cg")
+        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NO_KEY, cache_modifier=".cg")
         winner = tl.minimum(0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF), vocabulary - 1)
         mine = state + row * _STATE
         if top_p == 1:
@@ -491,7 +494,7 @@ def _search_kernel(
                 found = tl.where(tl.sum(before, 0).to(tl.float64) < goal, trial, found)
             cut = tl.minimum(cut, found)
     a, b = _stream(line, position)
-    best = tl.full((), _NOBODY, tl.int64)
+    best = tl.full((), _NO_KEY, tl.int64)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
@@ -510,7 +513,7 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(places + row) > 0:
         return
-    more, counts = row < rows, row < rows  # whether there is another row, and whether all guesses so far were right
+    more, counts = row < rows, row < rows  # whether there is another row, and whether all drafts so far were right
     while more:
         slot = _slot(slots, row, last)
         line = settings + slot * _COLUMNS
@@ -576,10 +579,11 @@ def sample_rows_triton(
     needs: Needs,
     run: tuple[Tensor, Tensor] | None = None,
     given: Tensor | None = None,
+    masks: RowMasks | None = None,
 ) -> Tensor:
-    """See ``sampling_rows.sample_rows``."""
+    """See ``rows.sample_rows``."""
     (rows, vocabulary), device = logits.shape, logits.device
-    tokens, places = (slots, space.single) if run is None else run  # of single rows nobody asks what they saw
+    tokens, places = (slots, space.single) if run is None else run  # of single rows no kernel reads what they saw
     assert tokens.dtype == places.dtype == torch.int32 and tokens.is_contiguous() and places.is_contiguous()
     assert logits.dtype == torch.float32 and logits.is_contiguous() and rows <= min(len(space.state), COUNTERS), logits.shape
     assert slots.dtype == positions.dtype == torch.int32 and slots.is_contiguous() and positions.is_contiguous()
@@ -598,6 +602,8 @@ def sample_rows_triton(
     if Needs.EDITS in needs:
         editing = (logits, space.edited, *placed, space.partial, arrivals, last, vocabulary, pieces)
         _edit_kernel[grid](*editing, **shape, **options)
+    if masks is not None:
+        apply_masks(space, masks)
     source = (logits, space.edited, top)
     if needs & (Needs.DRAWS | Needs.NUCLEI):
         racing = (*source, best_ids, *common, space.partial, arrivals, last, vocabulary, pieces)
