@@ -23,7 +23,7 @@ from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, v
 from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
 from dsv4lite.engine.packing import empty_last_token, pack
 from dsv4lite.errors import ConfigError
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
@@ -116,7 +116,7 @@ class RebuiltStep:
     model: DeepseekV4
     cache: StateCache
     plan: StepPlan
-    batch: Batch | PagedBatch
+    batch: Batch
 
 
 def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> DeepseekV4:
@@ -137,7 +137,7 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
     """
     places = Places.of(dump.plan.sequences)
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
-    if dump.graph is not None and model.paged:
+    if dump.graph is not None:
         return RebuiltStep(model=model, cache=cache, plan=plan, batch=_recorded(plan, dump.graph, model, cache))
     return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
 
@@ -159,7 +159,7 @@ def _home(saved: torch.device) -> str:
     return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
-def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> PagedBatch:
+def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> Batch:
     """Return the step that a graph has recorded, padding included."""
     last_token, device = empty_last_token(cache), cache.device
     tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
@@ -226,9 +226,7 @@ def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: in
     return rows_of_ints(columns, size)
 
 
-def decode_batch(
-    inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, max_model_len: int
-) -> tuple[PagedBatch, Tensor]:
+def decode_batch(inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, max_model_len: int) -> tuple[Batch, Tensor]:
     """Return a step of single tokens.
 
     Args:
@@ -261,6 +259,6 @@ def decode_batch(
     )
     tokens = torch.where(token_ids < 0, last_token[places], token_ids)
     deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = Batch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
     batch.most_tokens = size  # others replay the same graph
     return batch, places

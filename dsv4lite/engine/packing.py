@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
 from dsv4lite.state.cache import WINDOW_PAGE, LayerCache, StateCache
@@ -39,7 +38,6 @@ def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
     """
     addresses = [page * WINDOW_PAGE + place for page, first, last in plan.blanks for place in range(first, last)]
     for layer in layers:
-        assert isinstance(layer.window, RowStore)
         layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
 
 
@@ -54,7 +52,7 @@ def empty_last_token(cache: StateCache) -> Tensor:
     return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
 
 
-def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch | PagedBatch:
+def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch:
     """Return the step's batch.
 
     Args:
@@ -77,11 +75,7 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
         for s in plan.sequences
     ]
     numerics = model.numerics
-    batch: Batch | PagedBatch
-    if model.paged:
-        batch = make_paged_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
-    else:
-        batch = make_batch(sequences, model.config, model.rotary, numerics.device, banded=numerics.banded)
+    batch = make_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
     unknown, row = [], -1
     for sequence in plan.sequences:
         row += len(sequence.token_ids)
@@ -94,14 +88,14 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
     return batch
 
 
-def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
+def padding(tokens: int, model: DeepseekV4) -> Batch:
     """Return a step of one sequence without a single real token: it launches everything and changes nothing.
 
     Ranks that share experts run it with equally many.
     """
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
-    batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
+    batch = make_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
     batch.paging.positions_T.fill_(-1)
     batch.most_tokens = tokens
     return batch

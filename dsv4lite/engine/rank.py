@@ -100,7 +100,7 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
-        if numerics.paged:
+        if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
         survey = Survey(
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
@@ -148,7 +148,7 @@ class Prospect:
             graphs: VerifyGraphs | None = None
             plain: DecodeGraphs | None = None
             sequences = config.max_num_seqs
-            if model.paged and device.type == "cuda":
+            if device.type == "cuda":
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
                 if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
                     graphs = VerifyGraphs(

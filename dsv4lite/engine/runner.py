@@ -20,7 +20,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
@@ -193,7 +193,7 @@ class Runner:
             cache_dir: Where compiled kernels are kept.
             progress: Told of kernels, then of shapes.
         """
-        if self.cache.device.type == "cpu" or not self.model.paged:
+        if self.cache.device.type == "cpu":
             return
         from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where kernels are
 
@@ -289,7 +289,7 @@ class Runner:
             # Whatever is chosen does not count: kernels are not launched while they are looked for.
             self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
-    def _forward(self, batch: Batch | PagedBatch, *, drafts: bool) -> Tensor:
+    def _forward(self, batch: Batch, *, drafts: bool) -> Tensor:
         """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
         model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
@@ -416,7 +416,7 @@ class Runner:
         self,
         plan: StepPlan,
         shape: StepShape,
-        batch: Batch | PagedBatch,
+        batch: Batch,
         streams_TND: Tensor,
         first_rows: list[int],
         samples: Samples | None,
@@ -512,7 +512,7 @@ class Runner:
             return token_logprobs(logits, targets, min(params.prompt_logprobs or 0, logits.shape[1]))
         return self.sampler.score(logits, sequence, begin, token_ids)
 
-    def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
+    def _routed(self, sequence: SequencePlan, batch: Batch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None
         return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()
 

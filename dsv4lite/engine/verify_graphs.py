@@ -28,7 +28,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.state import send
@@ -56,7 +56,7 @@ class VerifyOutput:
     """
 
     width: int
-    batch: PagedBatch
+    batch: Batch
     runs: Tensor
     streams: Tensor
     logits: Tensor
@@ -306,7 +306,7 @@ def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, page
     return rows_of_ints(values, size)
 
 
-def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> PagedBatch:
+def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> Batch:
     """Return a step of one known token and guesses of each sequence.
 
     Args:
@@ -334,6 +334,6 @@ def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Deep
         singles=width == 1,
     )
     deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = Batch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
     batch.most_tokens = size * width  # others replay the same graph
     return batch

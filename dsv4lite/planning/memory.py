@@ -209,12 +209,13 @@ def _working(
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
     listed = config.max_logprobs
     workspace, graphs = reference_workspace(local, tokens, sampled, listed), 0
-    if numerics.paged:
+    on_cpu = numerics.device.type == "cpu"
+    if not on_cpu:
         workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest, listed=listed)
         graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
-    if numerics.paged and drafting.max_drafts:
+    if not on_cpu and drafting.max_drafts:
         graphs += drafting_bytes(local, numerics, sequences=sequences, rows=sampled, own=drafting.own is not None)
-    recorded = sampled if numerics.paged else 0
+    recorded = 0 if on_cpu else sampled
     if config.layout.world > 1:
         by_expert = config.dispatcher not in ("auto", "local", "all_gather")
         partial = local.expert_width < model.expert_width

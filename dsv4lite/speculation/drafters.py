@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.sampling.state import send
@@ -22,7 +22,7 @@ from dsv4lite.state.cache import LayerCache, StateCache
 class DeviceDrafter(Protocol):
     """What guesses on the device: on every rank that has a part of it, at the same time.
 
-    On paged state nothing of it asks the host, so that it can be recorded.
+    It never waits for the device, so that it can be captured in a graph.
 
     Attributes:
         most: Most guesses in a row.
@@ -32,7 +32,7 @@ class DeviceDrafter(Protocol):
     most: int
     round: int
 
-    def feed(self, batch: Batch | PagedBatch, streams_TND: Tensor, next_T: Tensor) -> None:
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Keep what the drafter itself wants to know of a step later.
 
         Args:
@@ -70,7 +70,7 @@ def draft(
     drafter: DeviceDrafter,
     plan: StepPlan,
     shape: StepShape,
-    batch: Batch | PagedBatch,
+    batch: Batch,
     streams_TND: Tensor,
     first_rows: Sequence[int],
     ends: tuple[Tensor, Tensor] | None,
@@ -127,7 +127,7 @@ class BlockDrafter:
         self._caches = caches
         self._least = settings.min_confidence
 
-    def feed(self, batch: Batch | PagedBatch, streams_TND: Tensor, next_T: Tensor) -> None:
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Nothing is left to keep."""
 
     def guess(self, chain: Chain, choose: Choose) -> Tensor:

@@ -9,7 +9,6 @@ snapshots      what a carry slot holds at a 256-token border                   w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,32 +19,6 @@ from dsv4lite.models.deepseek_v4.config import PAGE_TOKENS, V4Config
 
 GROW_PAGE = PAGE_TOKENS
 WINDOW_PAGE = 64
-
-
-class Store(Protocol):
-    """Rows by address."""
-
-    format: RowFormat
-
-    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None: ...
-
-    def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor: ...
-
-
-class DenseStore:
-    """Rows in one differentiable tensor, as a reader of their format sees them: the cache of a single pass over whole sequences."""
-
-    def __init__(self, fmt: RowFormat, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.format = fmt
-        self.rows = torch.zeros(num_rows, fmt.width, dtype=dtype, device=device)
-
-    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
-        """Store rows at addresses int64 [N], all valid and different."""
-        self.rows = self.rows.index_copy(0, addresses_N, self.format.simulate(rows_NC).to(self.rows.dtype))
-
-    def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
-        return self.rows[addresses.clamp_min(0)].to(dtype)
 
 
 @dataclass(slots=True)
@@ -60,9 +33,9 @@ class LayerCache:
         key_carry: Those of the index keys.
     """
 
-    window: Store
-    entries: Store | None = None
-    keys: Store | None = None
+    window: RowStore
+    entries: RowStore | None = None
+    keys: RowStore | None = None
     carry: Tensor | None = None
     key_carry: Tensor | None = None
 
@@ -173,17 +146,19 @@ class StateCache:
     snapshots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, layout: StateLayout, sizes: StateSizes, device: torch.device) -> StateCache:
-        """Take the memory; what it takes is ``layout.bytes(sizes)``, to the byte."""
+    def allocate(
+        cls, layout: StateLayout, sizes: StateSizes, device: torch.device, *, rows: type[RowStore] = RowStore
+    ) -> StateCache:
+        """Allocate ``layout.bytes(sizes)`` bytes, with stores of the class ``rows``."""
         layers, snapshots = [], []
         for ratio in layout.ratios:
-            layer = LayerCache(RowStore(layout.kv, sizes.window_pages, WINDOW_PAGE, device))
+            layer = LayerCache(rows(layout.kv, sizes.window_pages, WINDOW_PAGE, device))
             if ratio:
-                layer.entries = RowStore(layout.kv, sizes.grow_pages, GROW_PAGE // ratio, device)
+                layer.entries = rows(layout.kv, sizes.grow_pages, GROW_PAGE // ratio, device)
                 sets = 2 if ratio == OVERLAP_RATIO else 1
                 layer.carry = empty_carry(sizes.slots, layout.copies, sets, layout.kv.width, device=device)
             if ratio == OVERLAP_RATIO:
-                layer.keys = RowStore(layout.key, sizes.grow_pages, GROW_PAGE // ratio, device)
+                layer.keys = rows(layout.key, sizes.grow_pages, GROW_PAGE // ratio, device)
                 layer.key_carry = empty_carry(sizes.slots, layout.copies, 2, layout.key.width, device=device)
                 snapshots.append(
                     (
@@ -200,7 +175,7 @@ class StateCache:
         total = sum(a.nbytes + b.nbytes for a, b in self.snapshots)
         for layer in self.layers:
             for part in (layer.window, layer.entries, layer.keys, layer.carry, layer.key_carry):
-                if isinstance(part, (RowStore, Tensor)):
+                if part is not None:
                     total += part.nbytes
         return total
 
@@ -237,14 +212,13 @@ class StateCache:
         """Copy grow pages in every layer."""
         for layer in self.layers:
             for store in (layer.entries, layer.keys):
-                if isinstance(store, RowStore):
+                if store is not None:
                     store.copy_pages(source, target)
 
     def copy_window_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy window pages in every layer."""
         for layer in self.layers:
-            if isinstance(layer.window, RowStore):
-                layer.window.copy_pages(source, target)
+            layer.window.copy_pages(source, target)
 
     def _overlapping(self) -> list[LayerCache]:
         return [layer for layer in self.layers if layer.key_carry is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
 
@@ -111,12 +111,10 @@ class PagedModel:
             layer.window.memory[ids] = POISON
         self._window.give(ids)
 
-    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch | PagedBatch:
+    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:
         """Prepare the next tokens of some sequences, single ones first."""
-        inputs, rotary = [self.prepare(*part) for part in parts], self.model.rotary
-        if self.model.paged:
-            return make_paged_batch(inputs, rotary, self.device, deterministic=self.model.numerics.deterministic)
-        return make_batch(inputs, self.model.config, rotary, self.device)
+        inputs = [self.prepare(*part) for part in parts]
+        return make_batch(inputs, self.model.rotary, self.device, deterministic=self.model.numerics.deterministic)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""
