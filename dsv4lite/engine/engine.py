@@ -327,7 +327,7 @@ class Engine:
             # On a CPU this thread does the work: what others take of the machine is no step's fault.
             clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
             costs = self._runner.step_costs
-            self._guesses = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock, ahead=self._ahead)
+            self._guesses = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         self._inform(survey, plan, tokenizer)
 

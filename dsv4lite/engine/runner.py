@@ -30,7 +30,7 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, RowSamples, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
-from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import Chain, Choose
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers

@@ -22,7 +22,7 @@ from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
-from dsv4lite.speculation.draft_policy import DraftPolicy
+from dsv4lite.speculation.controller import DraftController
 from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
@@ -104,7 +104,7 @@ def test_steps_without_guesses_are_those_of_no_speculation(
 ) -> None:
     """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
+    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
     without_device(monkeypatch)
     prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
     for speculative in (None, MTP(2) if drafter == "mtp" else DSpark(2)):
@@ -212,7 +212,7 @@ def calls_and_plans(model: Path, speculative: Any, prompts: Sequence[Sequence[in
 
 def test_engine_that_does_not_guess_does_as_one_that_cannot(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan by plan, field by field, as far ahead, and with a few calls more for a step, however many sequences it has."""
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
+    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
     prompts, more = prompts_of((240, 258), VOCAB, seed=7), {}
     for n in (1, 6):
         calls, plans = zip(*(calls_and_plans(models["mtp"], own, (*prompts, prompts[1]), n) for own in (None, "auto")), strict=True)

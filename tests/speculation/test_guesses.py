@@ -11,7 +11,7 @@ import pytest
 
 from dsv4lite.config import MTP, Drafting, NGram
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
-from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.ngram import NGramSpeculator
 from dsv4lite.speculation.speculator import Guesses
 
@@ -118,7 +118,7 @@ class Ahead:
 
     def __init__(self, k: int, num_sequences: int, chance: float, costs: StepCosts | None = None, *, seed: int = 7) -> None:
         drafting = Drafting(own=MTP(k), adaptive=True)
-        self.guesses = Guesses(drafting, vocab_size=10, costs=costs, clock=lambda: self.now, ahead=True)
+        self.guesses = Guesses(drafting, vocab_size=10, costs=costs, clock=lambda: self.now)
         self.rng = random.Random(seed)
         self.forgets, self.seen = 0.3, 128.0
         self.num_sequences, self.chance = num_sequences, chance
