@@ -48,8 +48,8 @@ _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)
 
 _FIRST_ACCEPTANCE, _FIRST_WEIGHT = 0.7, 2.0  # prior of a position's acceptance, and how many drafts it weighs
 _DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # drafts that acceptance remembers, but at least and at most so many steps
-# A drafter that has its KV of only r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one that has them all; a = 0.3
-# weighs 10 drafts. Measured on the shipped checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Each step
+# A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; a = 0.3 weighs
+# 10 drafts. Measured on the shipped checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Each step
 # without the drafter multiplies r by 0.92: measured 0.98, 0.96, 0.92, 0.85 after gaps of 4, 8, 16, 32 tokens.
 _LOSS, _LOSS_WEIGHT, _RECOVERY, _KEPT = 0.3, 10.0, 10.0, 0.92
 _CONTEXT, _FULL_CONTEXT = 128.0, 48.0  # tokens of the drafter's window; from how many on its acceptance counts as full
@@ -273,7 +273,7 @@ class DraftController:
         return self.length
 
     def interrupt(self, *, idle: bool = False) -> None:
-        """Do not measure the step that ``choose`` was just asked about, for it runs prompts, too, or the engine is ``idle`` after it."""
+        """Do not measure the step that ``choose`` was just called for: it runs prompts, or the engine is ``idle`` after it."""
         self._unmeasured = _SETTLE_STEPS + idle
 
     def learn(self, num_sequences: int, accepted: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
-from dsv4lite.scheduling.kv_manager import Holdings
+from dsv4lite.scheduling.kv_manager import KVManager
 from dsv4lite.scheduling.pages import WINDOW_PAGE_TOKENS, Pools, pages_for
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import State, WaitingQueue, make_sequences
@@ -313,7 +313,7 @@ def test_decode_replaces_its_checkpoint_until_a_lasting_one_is_due(overlap: bool
         if plan is not None and plan.saves:
             if h.outstanding:
                 h.settle()
-            counts.append([c.num_tokens for c in h.scheduler._cache.checkpoints()])
+            counts.append([c.num_tokens for c in h.scheduler._cache.prefixes()])
     assert counts == [[256], [512], [512, 768], [512, 1024], [512, 1024, 1280]]
     tokens = h.outputs["a", 0]
     h.add(request("b", text(100) + tokens[:-1], max_tokens=1))
@@ -848,14 +848,14 @@ def test_runs_behind_unchecked_guesses_wait_only_where_they_must(right: bool) ->
 
 @pytest.mark.parametrize("right", [True, False])
 def test_window_slides_behind_unchecked_guesses_only_where_a_page_is_left(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    slides, inner = 0, Holdings.slide
+    slides, inner = 0, KVManager.slide
 
-    def slide(holdings: Holdings, seq: Sequence) -> None:
+    def slide(kv: KVManager, seq: Sequence) -> None:
         nonlocal slides
         slides += 1
-        inner(holdings, seq)
+        inner(kv, seq)
 
-    monkeypatch.setattr(Holdings, "slide", slide)
+    monkeypatch.setattr(KVManager, "slide", slide)
     h = make(drafts=2, right=right)
     h.add(request("a", text(100), max_tokens=600))
     h.drain()
