@@ -126,7 +126,7 @@ class KVManager:
         seq.pages, seq.page_tuple = [], None
         seq.window, seq.window_tuple, seq.window_first = [], None, 0
         seq.num_computed = seq.cached_until = seq.steady_until = seq.drafter_computed = 0
-        seq.carry, seq.drafts = 0, ()
+        seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
 
     # ---------------------------------------------------------------------------------------------------------------- pages

@@ -360,7 +360,7 @@ class Scheduler:
             slot_copies=tuple(moves.slot_copies),
             saves=tuple(moves.saves),
             max_drafts=max_drafts,
-            blanks=self._kv.take_zero_rows(),
+            zero_rows=self._kv.take_zero_rows(),
         )
         self._next_step += 1
         self._outstanding.append(plan)
@@ -458,11 +458,11 @@ class Scheduler:
             The number of draft tokens of the span.
         """
         start, latest = len(seq.tokens), seq.num_computed
-        slack, end, pages = latest - start, latest + 1 + room, seq.page_tuple
+        unresolved, end, pages = latest - start, latest + 1 + room, seq.page_tuple
         fits = room < step.room and start // PAGE_TOKENS == end // PAGE_TOKENS
-        if not (fits and end < seq.steady_until and (slack or room)):
+        if not (fits and end < seq.steady_until and (unresolved or room)):
             room = max(0, min(_most_drafts(seq, latest, room), step.room - 1))
-            end, known = latest + 1 + room, not slack and not room
+            end, known = latest + 1 + room, not unresolved and not room
             stays = known or start // PAGE_TOKENS == end // PAGE_TOKENS
             if end > seq.last_run or not stays or not self._kv.extend(seq, end):
                 return 0
@@ -475,7 +475,7 @@ class Scheduler:
             seq.steady_until = self._kv.steady_limit(seq)
         assert pages is not None
         token_ids, window = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
-        fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, room, 0, UNKNOWN, slack)
+        fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, room, 0, UNKNOWN, unresolved)
         step.singles.append(_new_tuple(SequencePlan, fields))  # as in ``_plan_steady``
         step.room -= 1 + room
         seq.num_computed = end
@@ -533,14 +533,14 @@ class Scheduler:
             sample=sample,
             score=score,
             drafts=len(drafts),
-            carry=seq.carry if resolved else 0,
+            state_copy=seq.state_copy if resolved else 0,
             next_id=tokens[end] if end < len(tokens) else UNKNOWN,
-            slack=None if resolved else 0,
+            unresolved=None if resolved else 0,
         )
         (step.singles if known - start == 1 else step.chunks).append(plan)
         step.room -= end - start
         seq.num_computed = end
-        seq.carry = 0
+        seq.state_copy = 0
         seq.in_flight += sample
         if sample and seq.unforked:
             step.leaders.append(seq)
@@ -664,7 +664,7 @@ class Scheduler:
         accepted = len(token_ids) - 1
         if planned and finish is None and seq.state is State.RUNNING:  # else it was preempted meanwhile
             if accepted and not seq.in_flight:  # a span in flight leaves compressor state of its own
-                seq.carry, seq.steady_until = accepted, 0
+                seq.state_copy, seq.steady_until = accepted, 0
             if accepted < planned:
                 self._kv.rewind(seq, seq.num_computed - planned + accepted)
         seq.drafts = drafts

@@ -53,7 +53,7 @@ class Sequence:
         in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
         steady_until: Before this position decode is in a steady state: spans need no page, release none, fill no grow page, and
             are not the last.
-        carry: The copy of its compressor state that holds at ``num_computed``.
+        state_copy: The copy of its compressor state that holds at ``num_computed``.
         drafts: Draft tokens that follow ``tokens``, made on the device.
         drafter_computed: KV computed length of the model's own drafter, zero-filled rows included, as far back as the window
             reaches; ``ALL_TOKENS`` while it computes that of every token.
@@ -83,7 +83,7 @@ class Sequence:
     num_computed: int = 0
     in_flight: int = 0
     slot: int = NO_SLOT
-    carry: int = 0
+    state_copy: int = 0
     drafts: tuple[int, ...] = ()
     drafter_computed: int = 0
     pages: list[int] = field(default_factory=list)

@@ -44,9 +44,9 @@ class SequencePlan(NamedTuple):
         sample: Whether a token is sampled from the last position.
         score: Absolute positions ``[a, b)`` of this span for which the log-probability of the *next* prompt token is wanted.
         drafts: How many of the last tokens are drafts.
-        carry: The copy of the compressor state that it starts from. Without drafts it writes copy 0, else copy i after token i.
+        state_copy: Copy of the compressor state that it starts from. Without drafts it writes copy 0, else copy i after token i.
         next_id: The token after the last, or ``UNKNOWN``.
-        slack: Unresolved drafts: if the span was planned while the drafts of the one before it were being verified, how many
+        unresolved: Unresolved drafts: if the span was planned while the drafts of the one before it were being verified, how many
             positions after ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the
             compressor state; there may be fewer drafts than ``drafts``. Pages are allocated for the latest end. ``None`` if the
             host knows.
@@ -62,9 +62,9 @@ class SequencePlan(NamedTuple):
     sample: bool
     score: tuple[int, int] | None = None
     drafts: int = 0
-    carry: int = 0
+    state_copy: int = 0
     next_id: int = UNKNOWN
-    slack: int | None = None
+    unresolved: int | None = None
 
     @property
     def end(self) -> int:
@@ -76,12 +76,12 @@ class SequencePlan(NamedTuple):
         """Whether the span is one known token, and drafts."""
         return len(self.token_ids) == 1 + self.drafts
 
-    def settled(self, start: int, token_ids: tuple[int, ...], carry: int = 0) -> SequencePlan:
+    def resolve(self, start: int, token_ids: tuple[int, ...], state_copy: int = 0) -> SequencePlan:
         """Return an unresolved span with its start, its tokens and the copy of the compressor state that it starts from."""
-        assert self.slack is not None and self.start <= start <= self.start + self.slack
+        assert self.unresolved is not None and self.start <= start <= self.start + self.unresolved
         assert 0 < len(token_ids) <= 1 + self.drafts
         pages, windows = self.pages, (self.window_first, self.window_pages)
-        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, carry)
+        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, state_copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ class StepPlan:
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
         max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
-        blanks: Zero-filled rows of the model's own drafter, for tokens of which it has not computed its KV: window page, first row
-            and row after the last. They are filled before the step.
+        zero_rows: Rows of the model's own drafter to zero-fill before the step, for tokens whose KV it has not computed: window
+            page, first row and row after the last.
     """
 
     step: int
@@ -114,7 +114,7 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
-    blanks: tuple[tuple[int, int, int], ...] = ()
+    zero_rows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -127,9 +127,9 @@ class StepPlan:
         return not self.sequences[-1].decodes
 
     @property
-    def settled(self) -> bool:
+    def resolved(self) -> bool:
         """Whether no span is unresolved."""
-        return not [s for s in self.sequences if s.slack is not None]
+        return not [s for s in self.sequences if s.unresolved is not None]
 
     @property
     def decodes(self) -> bool:
@@ -147,7 +147,7 @@ class StepShape(NamedTuple):
         decodes: All spans are one token and drafts, and sample, without scores or routed experts.
         in_flight: The token of a span is in flight.
         max_drafts: Drafts that are wanted after each span.
-        behind_drafts: A span starts from another copy of its compressor state than the first, as those after drafts do.
+        after_drafts: A span starts from another copy of its compressor state than the first, as those after drafts do.
         longest: Length of the longest sequence after the step, if all drafts are accepted.
     """
 
@@ -157,7 +157,7 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
-    behind_drafts: bool = False
+    after_drafts: bool = False
     longest: int = 0
 
     @classmethod
@@ -169,23 +169,23 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, behind_drafts = True, False, False
+        decodes, in_flight, after_drafts = True, False, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a loop over the sequences would cost several times as much.
-            _, _, starts, token_ids, _, _, _, samples, scores, drafts, carries, _, slacks = zip(*plan.sequences, strict=True)
+            _, _, starts, token_ids, _, _, _, samples, scores, drafts, copies, _, unresolved = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
-            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, slacks), default=0))
+            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, unresolved), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
-            behind_drafts = behind_drafts or any(carries)
+            after_drafts = after_drafts or any(copies)
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, after_drafts, longest)
 
 
 class Sampled(NamedTuple):

@@ -74,7 +74,7 @@ def make_speculators(drafters: Tokens[Drafter]) -> tuple[Speculator, ...]:
     return tuple(NGramSpeculator(d) if isinstance(d, NGram) else d for d in drafters if not isinstance(d, MTP | DSpark))
 
 
-class Guesses:
+class DraftProposer:
     """Collects draft tokens for the scheduler, and decides how many; mutable, owned by the engine's thread.
 
     Args:

@@ -25,7 +25,7 @@ from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation import drafters
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from dsv4lite.state.cache import LayerCache
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
@@ -153,7 +153,7 @@ class EagerGraphs(VerifyGraphs):
 
     def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         self.steps += 1
-        self.behind += sum(s.slack is not None for s in sequences)
+        self.behind += sum(s.unresolved is not None for s in sequences)
         return super().replay(sequences, step)
 
     def draft(self, tokens_R: torch.Tensor, count: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_steps_planned_ahead_between_guesses_change_no_token(
         return inner(scheduler, now, most)
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
     if recorded:
         monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     speculative = MTP(2) if own else NGram(2, min_n=1)

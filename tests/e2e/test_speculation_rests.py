@@ -23,7 +23,7 @@ from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.speculation.controller import DraftController
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.e2e.test_speculation import EagerGraphs, record
@@ -132,14 +132,14 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
     monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
     without_device(monkeypatch)
     checked: list[list[Any]] = []  # by step: runs with guesses, and what was sampled behind them
-    inner, lengths = Guesses.count, [itertools.cycle([0])]
+    inner, lengths = DraftProposer.count, [itertools.cycle([0])]
 
-    def spy(guesses: Guesses, plan: Any, results: Any, *args: Any, **keywords: Any) -> None:
+    def spy(guesses: DraftProposer, plan: Any, results: Any, *args: Any, **keywords: Any) -> None:
         checked.append([(s.start, s.token_ids, results[s.seq_id]) for s in plan.sequences if s.drafts])
         inner(guesses, plan, results, *args, **keywords)
 
-    monkeypatch.setattr(Guesses, "count", spy)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths[0]))
+    monkeypatch.setattr(DraftProposer, "count", spy)
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths[0]))
     prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
     settings = {"max_num_batched_tokens": 150, "overlap": form == "ahead"}
     for filler in (0, 255):

@@ -90,14 +90,14 @@ class Device:
 
     def settle(self, plan: StepPlan) -> StepPlan:
         """Say where runs begin that were planned before anybody knew, and take their pages beyond where they end away."""
-        return replace(plan, sequences=tuple(part if part.slack is None else self.settled(part) for part in plan.sequences))
+        return replace(plan, sequences=tuple(part if part.unresolved is None else self.settled(part) for part in plan.sequences))
 
     def settled(self, part: SequencePlan) -> SequencePlan:
         truth = self.truths[part.seq_id]
         start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
-        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.carry == 0
-        assert part.start <= start <= part.start + part.slack
-        end, latest = start + 1 + len(drafts), part.end + part.slack
+        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.state_copy == 0
+        assert part.start <= start <= part.start + part.unresolved
+        end, latest = start + 1 + len(drafts), part.end + part.unresolved
         first, oldest = part.window_first, first_window_page(start, self.window)
         assert first == first_window_page(part.start, self.window) <= oldest
         assert len(part.pages) == -(-latest // PAGE_TOKENS)
@@ -107,8 +107,8 @@ class Device:
             start=start,
             token_ids=(truth.tokens[-1], *drafts),
             drafts=len(drafts),
-            carry=self.copies[part.seq_id],
-            slack=None,
+            state_copy=self.copies[part.seq_id],
+            unresolved=None,
             pages=part.pages[: -(-end // PAGE_TOKENS)],
             window_first=oldest,
             window_pages=part.window_pages[oldest - first : (end - 1) // WINDOW_PAGE_TOKENS + 1 - first],
@@ -137,7 +137,7 @@ class Device:
         return results
 
     def prepare(self, plan: StepPlan) -> None:
-        for page, first, last in plan.blanks:
+        for page, first, last in plan.zero_rows:
             assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
             rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
             rows[first:last] = [BLANK] * (last - first)
@@ -194,7 +194,7 @@ class Device:
             self.rows[part.slot] = self.pure(truth, start)
         rows = self.rows[part.slot]
         assert len(rows) == start, "a run does not begin where the last one ended"
-        assert not self.has_state or self.carry[part.slot][part.carry] == (rows[-1] if rows else EMPTY)
+        assert not self.has_state or self.carry[part.slot][part.state_copy] == (rows[-1] if rows else EMPTY)
         assert len(part.pages) == len(set(part.pages)) == -(-end // PAGE_TOKENS) and min(part.pages) >= 0
         for first in range(0, start, PAGE_TOKENS):
             want = rows[first : first + PAGE_TOKENS]
@@ -228,7 +228,7 @@ class Device:
     def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
-        row = self.carry[part.slot][part.carry] if self.has_state else (rows[-1] if rows else EMPTY)
+        row = self.carry[part.slot][part.state_copy] if self.has_state else (rows[-1] if rows else EMPTY)
         for token in truth.tokens[start:end] if not part.drafts else part.token_ids:
             row = self.run(row, token, truth.request.cache_salt)
             rows.append(row)
@@ -350,7 +350,7 @@ class Harness:
             for part in plan.sequences:
                 request = self.device.truths[part.seq_id].request
                 assert not (-1 in part.token_ids and request.params.thinking_budget is not None)
-                latest = part.end + (part.slack or 0)
+                latest = part.end + (part.unresolved or 0)
                 if request.params.max_tokens is not None:
                     assert latest < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
                 assert latest < self.limits.max_model_len

@@ -840,10 +840,10 @@ def test_runs_behind_unchecked_guesses_wait_only_where_they_must(right: bool) ->
     h.add(request("a", text(100), max_tokens=300))
     h.drain()
     parts = [part_of(plan, 0) for plan in h.plans[1:]]
-    known = [part.start for part in parts if part.slack is None]
+    known = [part.start for part in parts if part.unresolved is None]
     assert known in ([100], [100, 255]) and len(parts) > 100
-    assert any(part.end == 256 and part.slack in (None, 0) for part in parts) and sum(bool(plan.saves) for plan in h.plans) > 0
-    assert {part.slack for part in parts} <= {None, 0, 1, 2} and any(part.slack == 2 for part in parts)
+    assert any(part.end == 256 and part.unresolved in (None, 0) for part in parts) and sum(bool(plan.saves) for plan in h.plans) > 0
+    assert {part.unresolved for part in parts} <= {None, 0, 1, 2} and any(part.unresolved == 2 for part in parts)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -895,7 +895,7 @@ def test_end_behind_unchecked_guesses_drops_what_was_planned_there() -> None:
     h = make(drafts=2)
     h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
     h.drain()
-    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].slack is not None
+    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].unresolved is not None
 
 
 def test_deadline_drops_the_token_in_flight() -> None:
