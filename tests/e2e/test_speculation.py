@@ -326,7 +326,7 @@ def test_nonsense_ends_guessing_for_the_request_with_one_warning(
     with opened(model, deterministic=True, speculative=speculator) as llm, caplog.at_level(logging.WARNING, "dsv4lite"):
         same_outputs(ask_all(llm, [ask]), {"named": expected["named"]})
         assert llm.stats().speculation.drafted == 0 and speculator.calls == 1
-    assert [r.message for r in caplog.records if "goes on without guesses" in r.message] == [caplog.records[0].message]
+    assert [r.message for r in caplog.records if "continues without speculation" in r.message] == [caplog.records[0].message]
     assert "named" in caplog.records[0].message and "Broken" in caplog.records[0].message
 
 

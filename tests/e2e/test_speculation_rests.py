@@ -186,7 +186,7 @@ def calls_and_plans(model: Path, speculative: Any, prompts: Sequence[Sequence[in
 
     def count(frame: Any, event: str, what: Any) -> None:
         path = frame.f_code.co_filename
-        if event in ("call", "c_call") and "dsv4lite/engine/" in path:
+        if event in ("call", "c_call") and any(f"dsv4lite/{room}/" in path for room in ("engine", "scheduling", "speculation")):
             calls[path] += 1
 
     with opened(model, speculative=speculative, overlap=True) as llm:
@@ -219,4 +219,5 @@ def test_engine_that_does_not_guess_does_as_one_that_cannot(models: dict[str, Pa
         assert len(plans[0]) > 100 and max(ahead for _, ahead in plans[0]) == 1
         assert plans[0] == plans[1]
         more[n] = calls[1].total() - calls[0].total()
-    assert 32 <= more[1] == more[6] < 32 * 16
+    assert 32 <= min(more.values()) and max(more.values()) < 32 * 16
+    assert abs(more[6] - more[1]) < 32  # less than one call per step: statistics of one more batch-size bucket, once
