@@ -52,8 +52,8 @@ class DSpark:
     """Guess with the block drafter of refreshed releases, all guesses in one pass.
 
     Attributes:
-        k: Guesses in a row, at most the rows of the drafter's block, which is 5 in the releases.
-        min_confidence: Guesses from the first one on whose chance to hold, as the drafter sees it, is lower are left out; 0 keeps
+        k: Draft tokens in a row, at most the rows of the drafter's block, which is 5 in the releases.
+        min_confidence: Draft tokens from the first one whose estimated probability of acceptance is lower are left out; 0 keeps
             all.
         adaptive: As in ``MTP``.
     """
@@ -73,7 +73,7 @@ class NGram:
     """Guess, on the host, that text repeats itself: what followed the last tokens when they stood together before.
 
     Attributes:
-        k: Guesses in a row.
+        k: Draft tokens in a row.
         min_n: Fewest tokens that must have stood together before.
         max_n: Most tokens that are compared; the longest match decides, of equally long ones the latest.
         lookback: How many of the latest tokens are searched. Host memory per sequence: about 250 bytes for each of them and each

@@ -390,7 +390,7 @@ class Usage:
 
     Attributes:
         cached_tokens: Prompt tokens that came from the prefix cache.
-        drafted_tokens: Guesses of coming tokens that were checked.
+        drafted_tokens: Draft tokens that were verified.
         accepted_tokens: How many of them were right.
     """
 
@@ -594,7 +594,7 @@ class SequenceUpdate:
         finish_reason: Set on the last update of the sequence.
         stop_reason: A stop token id other than end-of-sequence.
         cached_tokens: Prompt tokens taken from the prefix cache, set on the first update.
-        drafted: Guesses that the step ran.
+        drafted: Draft tokens that the step verified.
         accepted: How many of ``token_ids`` had been guessed.
         error: Why the sequence failed, with ``finish_reason="error"``.
     """

@@ -37,7 +37,7 @@ from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.scheduling.step_plan import Sampled
-from dsv4lite.speculation.speculator import Guesses, SpeculationStats
+from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 
@@ -134,7 +134,7 @@ class Engine:
         self._outbox: list[SequenceUpdate] = []
         self._in_flight: deque[Flight | JointFlight] = deque()
         self._routed: dict[int, RoutedExperts] = {}
-        self._guesses: Guesses | None = None
+        self._guesses: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
@@ -327,7 +327,7 @@ class Engine:
             # On a CPU this thread does the work: what others take of the machine is no step's fault.
             clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
             costs = self._runner.step_costs
-            self._guesses = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock, ahead=self._ahead)
+            self._guesses = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         self._inform(survey, plan, tokenizer)
 

@@ -125,7 +125,7 @@ class DecodeGraphs(GraphSet):
 
     def covers(self, shape: StepShape) -> bool:
         """Whether a step can be replayed: single tokens, of which nothing else is wanted than the next ones."""
-        wanted = shape.max_drafts > 0 or shape.behind_drafts
+        wanted = shape.max_drafts > 0 or shape.after_drafts
         return shape.decodes and shape.width == 1 and not wanted and shape.sequences <= self.shapes[-1].size
 
     def forget(self) -> None:

@@ -36,7 +36,7 @@ def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
 
     Such a row is a key like any other: what looks at it is led nowhere.
     """
-    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.blanks for place in range(first, last)]
+    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.zero_rows for place in range(first, last)]
     for layer in layers:
         layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
 
@@ -70,7 +70,7 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
             window_first=s.window_first,
             window_pages=s.window_pages,
             drafts=s.drafts,
-            carry=s.carry,
+            carry=s.state_copy,
         )
         for s in plan.sequences
     ]

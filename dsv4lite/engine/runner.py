@@ -30,7 +30,7 @@ from dsv4lite.sampling.sampler import RowNeeds, Sampler
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
-from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import Chain
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers
@@ -80,7 +80,7 @@ class Flight:
         samples: Tokens of the sequences that sample, on the device.
         scores: Log-probabilities of prompt tokens, by sequence, on ranks that sample.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
-        drafts: Guesses int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
+        drafts: Draft tokens int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
     """
 
     plan: StepPlan
@@ -116,7 +116,7 @@ class Runner:
         cache: Its state.
         sampler: ``None`` on ranks that take over what another one samples.
         graphs: Recorded decode steps.
-        drafter: Guesses ahead.
+        drafter: The drafter on the device.
         plain: Recorded steps that have nothing to do with guesses, where ``graphs`` are those that have.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
@@ -342,12 +342,12 @@ class Runner:
         config, numerics = self.model.config, self.model.numerics
         if self._relay.busy:
             self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        if plan.blanks and self._drafter is not None:
+        if plan.zero_rows and self._drafter is not None:
             blank_rows(plan, self.cache.layers[len(self.model.layers) :])
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
         graphs = self._graphs_for(shape)
-        if not (plan.settled or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
+        if not (plan.resolved or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
             plan = self._settle(plan)
             shape = StepShape.of((plan,), self._routing)
         if recorder is not None:
@@ -391,7 +391,7 @@ class Runner:
         """Start a step that may check guesses from its graphs: one more samples, where it can, and others guess what follows."""
         output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
         apply_saves(plan, self.cache)
-        begun = None if plan.settled else Arrival(output.runs[:, : len(sequences)])
+        begun = None if plan.resolved else Arrival(output.runs[:, : len(sequences)])
         rows, tokens_R = [i * output.width for i in range(len(sequences))], output.out[0]
         samples: Samples | None = None
         if self.sampler is not None:

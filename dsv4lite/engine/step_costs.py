@@ -11,7 +11,7 @@ import torch
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan, StepShape
-from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.state.cache import StateCache
 
 _SIZES = (1, 8, 64)

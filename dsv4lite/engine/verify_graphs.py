@@ -81,7 +81,7 @@ class VerifyGraphs(GraphSet):
         widths: Most tokens of a sequence in the graphs, ascending; see ``verify_widths``.
         max_tokens: Most rows of a step; one that would need more of them runs without a graph.
         sampling: Samples behind the steps, on the rank that samples.
-        drafter: Guesses behind them, if that is to be recorded; together with those of the ranks that work on the same tokens.
+        drafter: Drafts after them, if that is to be recorded; together with those of the ranks that work on the same tokens.
 
     Attributes:
         ends: Where the runs of the step that ran last end. A plan may leave it to these where runs of the next one begin.
@@ -285,19 +285,19 @@ def window_pages(model: DeepseekV4, width: int) -> int:
 def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
     """Return what a step is told, int32 [6 + width + pages, size] on the CPU; missing sequences are padding.
 
-    The first rows are positions, slots, copies of the carry, drafts, first window pages and, of runs with ``slack``, the column of
+    The first rows are positions, slots, copies of the carry, drafts, first window pages and, of unresolved spans, the column of
     the run that each follows, else -1. Then come tokens by their place in a run; the rest, as [size, pages], are window pages.
     """
     missing = size - len(sequences)
     nobody, nothing = [-1] * missing, [0] * missing
-    _, slots, starts, token_ids, _, window_first, window_pages, _, _, drafts, carries, _, slacks = (
+    _, slots, starts, token_ids, _, window_first, window_pages, _, _, drafts, carries, _, unresolved = (
         zip(*sequences, strict=True) if sequences else ((),) * 13
     )
     tokens = [ids if len(ids) == width else (*ids, *[0] * (width - len(ids))) for ids in token_ids]
     tails = [(-1,) * (pages - count) for count in range(pages + 1)]
     values = [
         *(*starts, *nobody, *slots, *nobody, *carries, *nothing, *drafts, *nothing, *window_first, *nothing),
-        *[-1 if slack is None else columns[s[0]] for s, slack in zip(sequences, slacks, strict=True)],
+        *[-1 if ahead is None else columns[s[0]] for s, ahead in zip(sequences, unresolved, strict=True)],
         *nobody,
         *(chain.from_iterable((*column, *nothing) for column in zip(*tokens, strict=True)) if tokens else nothing * width),
         *chain.from_iterable([held + tails[len(held)] for held in window_pages]),

@@ -27,7 +27,7 @@ class PlanWriter:
             if not known:
                 self._held[s.slot] = s.pages
             sequences.append((*s[:4], None if known else s.pages, *s[5:]))
-        moves = (plan.resets, plan.restores, plan.grow_copies, plan.window_copies, plan.slot_copies, plan.saves, plan.blanks)
+        moves = (plan.resets, plan.restores, plan.grow_copies, plan.window_copies, plan.slot_copies, plan.saves, plan.zero_rows)
         return plan.step, plan.max_drafts, sequences, moves if any(moves) else None
 
 
@@ -49,7 +49,7 @@ class PlanReader:
             sequences.append(SequencePlan(seq_id, slot, start, token_ids, pages, *rest))
         if moves is None:
             return StepPlan(step=step, sequences=tuple(sequences), max_drafts=max_drafts)
-        resets, restores, grow_copies, window_copies, slot_copies, saves, blanks = moves
+        resets, restores, grow_copies, window_copies, slot_copies, saves, zero_rows = moves
         return StepPlan(
             step=step,
             sequences=tuple(sequences),
@@ -59,6 +59,6 @@ class PlanReader:
             window_copies=window_copies,
             slot_copies=slot_copies,
             saves=saves,
-            blanks=blanks,
+            zero_rows=zero_rows,
             max_drafts=max_drafts,
         )

@@ -1,7 +1,7 @@
-"""Several schedulers that act as one: a replica of attention has requests, pages and cached prefixes of its own.
+"""Several schedulers that act as one: each data-parallel replica has its own requests, pages and cached prefixes.
 
-A request goes to the replica that has the longest prefix of it cached, then to the one with the least to do; or to each in turn.
-Replicas that have no place free are passed over as long as others have one: a prefix is no reason to wait.
+A request goes to the replica with its longest cached prefix, then to the one with the fewest live sequences; or to each in turn.
+Full replicas are skipped as long as another one has room: a cached prefix is no reason to wait.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class JointPlan:
 
     @property
     def sequences(self) -> tuple[SequencePlan, ...]:
-        """What all of them run."""
+        """The scheduled spans of all replicas."""
         return tuple(part for plan in self.plans if plan is not None for part in plan.sequences)
 
     @property
     def max_drafts(self) -> int:
-        """Guesses that each run could have, of all plans alike."""
+        """Drafts that each span could have; the same in all plans."""
         return max(plan.max_drafts for plan in self.plans if plan is not None)
 
     @property
     def prompts(self) -> bool:
-        """Whether prompts run anywhere."""
+        """Whether prompts run on any replica."""
         return any(plan.prompts for plan in self.plans if plan is not None)
 
 

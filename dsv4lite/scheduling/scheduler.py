@@ -1,42 +1,116 @@
-"""Which sequence runs which tokens in the next step, and on which pages. Plain Python, no tensors.
+"""The scheduler: plans which tokens of which sequences the next step runs, and on which pages. Plain Python, no tensors.
 
-Sequences are served in the order of (priority, arrival): pages are handed out in that order, and taken away from its end.
+Sequences are served in the order of (priority, arrival): pages are allocated in that order; the last sequence is preempted first.
 
-Released ids may be handed out again at once, though a step in flight still uses them: steps run in the order in which they were
-planned. Hence what a plan uses is released when the next one is made, at the earliest.
+A released id may be allocated again at once, though a step in flight still uses it, because steps run in the order in which they
+were planned. Hence what a plan uses is released when the next one is made, at the earliest.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import CapacityError, InvalidRequestError
-from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.scheduling.intake import append
-from dsv4lite.scheduling.kv_manager import Holdings, StepDraft
-from dsv4lite.scheduling.limits import SchedulerLimits, SchedulerStats
-from dsv4lite.scheduling.micro_batches import choose_group, tokens_of_step
-from dsv4lite.scheduling.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
+from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
+from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
+from dsv4lite.scheduling.kv_manager import KVManager, StateMoves
+from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, PoolStats, pages_for
 from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 
 if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
-__all__ = ["Sampled", "Scheduler", "SchedulerLimits", "SchedulerStats", "Sequence", "SequencePlan", "StepPlan", "needs_host"]
+LEAST_PIPELINE_TOKENS = 1024
+"""Tokens of a pipeline's step: with fewer it takes nearly as long, because it reads as many weights."""
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
 _new_tuple = tuple.__new__
 
 
-def _most_drafts(seq: Sequence, start: int, room: int) -> int:
-    """Return how many of ``room`` guesses a run from ``start`` may have: it reaches no border, and what follows is long enough."""
-    return min(room, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The scheduler's settings; see ``EngineConfig`` for those of the same name.
+
+    Attributes:
+        window: Tokens that sliding-window attention sees, the token itself included; 0 for a model without it.
+        snapshots: Whether a cached prefix needs a snapshot of compressor state.
+        max_drafts: Most draft tokens in one scheduled span.
+        drafter_rows: Whether a drafter of the model's own computes KV in steps with drafts.
+        stages: Of the pipeline that runs the steps: so many steps are in progress at a time.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    window: int
+    snapshots: bool = True
+    prefix_checkpoint_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    max_drafts: int = 0
+    drafter_rows: bool = False
+    stages: int = 1
+
+    @property
+    def window_pages(self) -> int:
+        """Most window pages that one scheduled span reads and writes."""
+        return 2 * (1 + -(-self.window // WINDOW_PAGE_TOKENS)) if self.window else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot of counts.
+
+    Attributes:
+        num_running: Sequences that hold state.
+        num_waiting: Sequences that hold none yet, or none any more.
+        preemptions: How often a running sequence had to give up its state, so far.
+        prompt_tokens: Tokens of sequences that started, so far; a sequence starts again after it was preempted.
+        cached_tokens: How many of them came from the prefix cache.
+        checkpoints: Cached prefixes, unreachable ones of older epochs included.
+    """
+
+    num_running: int
+    num_waiting: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    checkpoints: int
+    grow: PoolStats
+    window: PoolStats
+    slots: PoolStats
+    snapshots: PoolStats
+
+
+@dataclass(slots=True, eq=False)
+class _Planning:
+    """A step plan under construction.
+
+    Attributes:
+        now: ``time.monotonic()``.
+        room: Tokens that it can still take.
+        max_drafts: Most draft tokens in a span.
+        singles, chunks: Spans of one known token, and others.
+        moves: What else is done to state.
+        leaders: Sequences whose prompt ends in this step, with completions that wait for it.
+        prefixes: Sequences whose span fills a page, the length up to there, and whether its cached prefix is a lasting one.
+        short_of_pages: A sequence was preempted or could not run, so that no waiting one may start.
+    """
+
+    now: float
+    room: int
+    max_drafts: int
+    singles: list[SequencePlan] = field(default_factory=list)
+    chunks: list[SequencePlan] = field(default_factory=list)
+    moves: StateMoves = field(default_factory=StateMoves)
+    leaders: list[Sequence] = field(default_factory=list)
+    prefixes: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    short_of_pages: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -52,15 +126,15 @@ class Scheduler:
     """Continuous batching with chunked prefill, recompute preemption, a prefix cache, micro-batches and one step of overlap.
 
     ``schedule`` makes a plan and ``update`` takes its results, in the same order. As many plans as there are stages may be
-    outstanding, and one more, by which those who run steps are told ahead what comes next. Not thread-safe.
+    outstanding, and one more, by which the stages learn ahead what comes next. Not thread-safe.
 
     Args:
         limits: Settings.
-        pools: Ids of sequence state; the scheduler is their only user.
+        pools: Ids of pages and slots; the scheduler is their only user.
         needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
             goes by the request's settings alone.
-        propose: Asked for at most so many guesses of what follows the tokens of a sequence, all of which are known. With it, a plan
-            is made only when the results of the last one are there, unless the scheduler ``foresees`` the next.
+        propose: Asked for at most so many draft tokens for a sequence, all tokens of which are known. With it, a plan is made only
+            when the results of the last one are there, unless the scheduler ``foresees`` the next.
         first_seq_id: Ids of sequences count from here.
 
     Raises:
@@ -87,14 +161,14 @@ class Scheduler:
         self._pools = pools
         self._needs_host = needs_host
         self._propose = propose
-        self._cache = PrefixCache(pools)
-        self._holdings = Holdings(pools, self._cache, window=limits.window)
+        self._kv = KVManager(pools, window=limits.window, snapshots=limits.snapshots)
+        self._cache = self._kv.cache
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, Sequence] = {}
         self._running = SequenceQueue()
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
-        self._sliding: dict[Sequence, None] = {}  # their last step left window pages behind
+        self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
         self._deadlines: list[tuple[float, int, str]] = []
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
@@ -105,7 +179,7 @@ class Scheduler:
         self._prompt_tokens = 0
         self._cached_tokens = 0
 
-    # ------------------------------------------------------------------------------------------------- what comes in and out
+    # ------------------------------------------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
         """Queue the ``n`` sequences of a request.
@@ -144,7 +218,7 @@ class Scheduler:
     def abort(
         self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None
     ) -> list[SequenceUpdate]:
-        """End a request, one of its completions, or (``None``) everything, and free the state. What ended already is left alone."""
+        """End a request, one of its completions, or (``None``) everything, and free the state. Ended sequences are ignored."""
         if request_id is None:
             return [update for group in list(self._groups.values()) for update in self._end_group(group, reason)]
         group = self._groups.get(request_id)
@@ -176,7 +250,7 @@ class Scheduler:
         return expired
 
     def reset_prefix_cache(self) -> None:
-        """Make cached prefixes unreachable. Running sequences go on, and what they computed so far is not cached any more."""
+        """Make cached prefixes unreachable. Running sequences continue; what they computed so far is not cached any more."""
         self._cache.bump_epoch()
 
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
@@ -188,7 +262,7 @@ class Scheduler:
         return request_id in self._groups
 
     def has_place(self) -> bool:
-        """Return whether one more sequence could run beside those that run and wait."""
+        """Return whether one more sequence fits beside those that run and wait."""
         return len(self._live) < self._limits.max_num_seqs
 
     def cached_prefix(self, request: Request) -> int:
@@ -201,17 +275,17 @@ class Scheduler:
         return bool(self._live)
 
     def foresees(self, max_drafts: int) -> bool:
-        """Whether the next step, of at most ``max_drafts`` guesses in a run, can be planned before the results of the last.
+        """Return whether the next step, of at most ``max_drafts`` draft tokens in a span, can be planned before the last's results.
 
-        It can if neither has guesses. If both have as many, made on the device, it can while sequences just go on: none starts,
-        has a prompt to run, or waits for the host. A waiting sequence starts only if there is room for it.
+        It can if neither has drafts, or if both have the same number of drafts, made on the device, and all sequences only
+        decode: none starts, has a prompt to run, or waits for the host. A waiting sequence starts only if there is room for it.
         """
-        guessing = [plan for plan in self._outstanding if plan.max_drafts]
-        if not guessing or not max_drafts:
-            return not guessing and not max_drafts
+        drafting = [plan for plan in self._outstanding if plan.max_drafts]
+        if not drafting or not max_drafts:
+            return not drafting and not max_drafts
         if self._num_unforked or (self._waiting and self._has_room(self._waiting.first())):
             return False
-        last = guessing[-1]
+        last = drafting[-1]
         if last.max_drafts != max_drafts or not last.decodes:
             return False
         return not [seq for seq in self._running.items if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
@@ -228,7 +302,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a place."""
+        """Sequences that wait to start."""
         return len(self._waiting) + self._num_unforked
 
     def stats(self) -> SchedulerStats:
@@ -254,7 +328,7 @@ class Scheduler:
 
         Args:
             now: ``time.monotonic()``; requests whose deadline is not later end here, see ``pop_expired``.
-            max_drafts: Most guesses in a run; at most, and by default, what the limits say.
+            max_drafts: Most draft tokens in a span; at most, and by default, what the limits say.
 
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
@@ -264,18 +338,30 @@ class Scheduler:
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
         self._expired += self.expire(now)
         self._release_deferred()
-        draft = StepDraft(now, self._room(), max_drafts)
-        self._holdings.feed(self._running, on=max_drafts > 0 and self._limits.drafter_rows)
-        self._plan_running(draft)
-        # From here on nobody is preempted, so that an id that this draft hands out cannot be handed out twice.
-        for leader in draft.leaders:
-            self._fork(leader, draft)
-        if not draft.crowded:
-            self._admit(draft)
-        if not draft.singles and not draft.chunks:
+        step = _Planning(now, self._max_tokens(), max_drafts)
+        self._kv.run_drafter(self._running, on=max_drafts > 0 and self._limits.drafter_rows)
+        self._plan_running(step)
+        # From here on no sequence is preempted, so that an id that this plan uses cannot be allocated twice within it.
+        for leader in step.leaders:
+            self._fork(leader, step)
+        if not step.short_of_pages:
+            self._admit(step)
+        if not step.singles and not step.chunks:
             return None
-        self._holdings.capture(draft.borders, draft.moves)
-        plan = draft.plan(self._next_step, self._holdings.take_blanks())
+        moves = step.moves
+        self._kv.capture(step.prefixes, moves)
+        plan = StepPlan(
+            step=self._next_step,
+            sequences=(*step.singles, *step.chunks),
+            resets=tuple(moves.resets),
+            restores=tuple(moves.restores),
+            grow_copies=tuple(moves.grow_copies),
+            window_copies=tuple(moves.window_copies),
+            slot_copies=tuple(moves.slot_copies),
+            saves=tuple(moves.saves),
+            max_drafts=max_drafts,
+            zero_rows=self._kv.take_zero_rows(),
+        )
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
@@ -285,153 +371,149 @@ class Scheduler:
         for seq in self._retiring:
             if seq.state is State.RUNNING:
                 self._running.remove(seq)
-                self._holdings.release(seq)
+                self._kv.release(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
         for seq in self._sliding:
             if seq.state is State.RUNNING:
-                self._holdings.slide(seq)
-        unsure = [seq for seq in self._sliding if seq.num_computed >= self._holdings.slides_at(seq)]  # once guesses are known
-        self._sliding = dict.fromkeys(unsure)
+                self._kv.slide(seq)
+        unresolved = [seq for seq in self._sliding if seq.num_computed >= self._kv.slides_at(seq)]  # if their drafts are accepted
+        self._sliding = dict.fromkeys(unresolved)
 
-    def _plan_running(self, draft: StepDraft) -> None:
-        """Plan the next run of every running sequence, in order; prefill gets the room that single tokens leave."""
+    def _plan_running(self, step: _Planning) -> None:
+        """Plan the next span of every running sequence, in order; prefill gets the tokens that decode leaves."""
         running = self._running.items
-        resting = self._resting() if self._limits.stages > 1 else ()
-        guessing = any(plan.max_drafts for plan in self._outstanding)
-        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed <= 1 for seq in running if seq.seq_id not in resting])
-        spare = max(0, draft.room - singles)
-        guesses = min(spare // 2, singles * draft.max_drafts)
-        prefill_room = spare - guesses
+        skipped = self._other_groups() if self._limits.stages > 1 else ()
+        unresolved = any(plan.max_drafts for plan in self._outstanding)
+        singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed <= 1 for seq in running if seq.seq_id not in skipped])
+        spare = max(0, step.room - singles)
+        draft_room = min(spare // 2, singles * step.max_drafts)
+        prefill_room = spare - draft_room
         i = 0
-        while i < len(running) and draft.room:  # those behind i may be preempted on the way
+        while i < len(running) and step.room:  # sequences after i may be preempted on the way
             seq = running[i]
             i += 1
             if seq.may_wait and seq.in_flight and (self._needs_host is None or self._needs_host(seq)):
                 continue
-            if seq.seq_id in resting:
+            if seq.seq_id in skipped:
                 continue
-            if seq.in_flight and guessing:
-                guesses -= self._plan_behind(seq, min(guesses, draft.max_drafts), draft)
+            if seq.in_flight and unresolved:
+                draft_room -= self._plan_unresolved(seq, min(draft_room, step.max_drafts), step)
                 continue
-            start = seq.num_computed
-            end = start + 1
-            if end < seq.quiet_until and not guesses:
-                self._plan_quiet(seq, draft)
-                continue
+            end = seq.num_computed + 1
             drafts: tuple[int, ...] = ()
-            if guesses and end == len(seq.tokens):
-                drafts = self._drafts(seq, min(guesses, draft.max_drafts))
-                guesses -= len(drafts)
-                end += len(drafts)
-            elif end != len(seq.tokens) + seq.in_flight:
+            if end == len(seq.tokens) + seq.in_flight:
+                if draft_room and not seq.in_flight:
+                    drafts = self._drafts(seq, min(draft_room, step.max_drafts))
+                    draft_room -= len(drafts)
+                    end += len(drafts)
+                if not drafts and end < seq.steady_until:
+                    self._plan_steady(seq, step)
+                    continue
+            else:
                 if not prefill_room:
                     continue
-                end = self._chunk_end(seq, min(prefill_room, draft.room))
-                prefill_room -= end - start
-            if not drafts and end < seq.quiet_until:
-                self._plan_quiet(seq, draft)
-                continue
-            while not (fits := self._holdings.extend(seq, end)) and running[-1] is not seq:
-                draft.crowded = True
+                end = self._chunk_end(seq, min(prefill_room, step.room))
+                prefill_room -= end - seq.num_computed
+            while not (fits := self._kv.extend(seq, end)) and running[-1] is not seq:
+                step.short_of_pages = True
                 self._preempt(running[-1])
             if fits:
-                self._plan(seq, end, draft, drafts)
-            else:  # everybody else comes first; it keeps what it has until somebody needs that
-                draft.crowded = True
+                self._plan_span(seq, end, step, drafts)
+            else:  # all others have precedence; it keeps its pages until one of them needs them
+                step.short_of_pages = True
 
-    def _room(self) -> int:
+    def _max_tokens(self) -> int:
         """Return how many tokens the next step may have."""
         most, stages = self._limits.max_num_batched_tokens, self._limits.stages
         if stages == 1:
             return most
         left = (seq.num_to_run - seq.num_computed for queue in (self._running, self._waiting) for seq in queue)
-        return tokens_of_step(left, most, stages)
+        return pipeline_tokens(left, most, stages)
 
-    def _resting(self) -> set[int]:
-        """Return which sequences that decode do not run in the next step: it is others' turn, or their tokens are on the way."""
-        most = 1 if self._propose is None else 0  # tokens in flight: guesses follow known ones
+    def _other_groups(self) -> set[int]:
+        """Return the decoding sequences that a pipeline's next step skips: another group's, and those with tokens in flight."""
+        most = 1 if self._propose is None else 0  # tokens in flight: drafts follow known ones
         decoding = {s.seq_id: s.in_flight > most for s in self._running if s.in_flight or len(s.tokens) - s.num_computed == 1}
-        under_way = [[part.seq_id for part in plan.sequences if part.sample] for plan in self._outstanding]
-        group = choose_group(list(decoding), under_way, self._limits.stages)
+        in_progress = [[part.seq_id for part in plan.sequences if part.sample] for plan in self._outstanding]
+        group = pipeline_group(list(decoding), in_progress, self._limits.stages)
         return {seq_id for seq_id, early in decoding.items() if early}.union(decoding.keys() - group)
 
     def _drafts(self, seq: Sequence, room: int) -> tuple[int, ...]:
-        """Return at most ``room`` guesses of what follows the last token of a sequence, which gets the pages for them.
-
-        The run must stay before the next border, which a known token has to reach alone, and may not be longer than what follows.
-        """
+        """Return at most ``room`` draft tokens for a sequence, which gets the pages for them."""
         assert self._propose is not None
-        start = seq.num_computed
-        most = _most_drafts(seq, start, room)
+        most = _most_drafts(seq, seq.num_computed, room)
         if most < 1 or seq.unforked:
             return ()
         drafts = self._propose(seq, most)
         assert len(drafts) <= most
-        return drafts if self._holdings.extend(seq, start + 1 + len(drafts)) else ()
+        return drafts if self._kv.extend(seq, seq.num_computed + 1 + len(drafts)) else ()
 
-    def _plan_behind(self, seq: Sequence, room: int, draft: StepDraft) -> int:
-        """Plan a run behind one whose guesses are being checked, for wherever that ends; return how many guesses it has itself.
+    def _plan_unresolved(self, seq: Sequence, room: int, step: _Planning) -> int:
+        """Plan the span of a sequence whose drafts are being verified, for any number of accepted ones.
 
-        Where it depends on that whether a border is reached, the sequence waits for what is in flight.
+        A sequence waits for its results where it depends on them whether it fills a page or ends.
+
+        Returns:
+            The number of draft tokens of the span.
         """
         start, latest = len(seq.tokens), seq.num_computed
-        slack, end, pages = latest - start, latest + 1 + room, seq.page_tuple
-        quiet = end < seq.quiet_until and room < draft.room and (slack or room) and start // PAGE_TOKENS == end // PAGE_TOKENS
-        if not quiet:
-            room = max(0, min(_most_drafts(seq, latest, room), draft.room - 1))
-            end, known = latest + 1 + room, not slack and not room
+        unresolved, end, pages = latest - start, latest + 1 + room, seq.page_tuple
+        fits = room < step.room and start // PAGE_TOKENS == end // PAGE_TOKENS
+        if not (fits and end < seq.steady_until and (unresolved or room)):
+            room = max(0, min(_most_drafts(seq, latest, room), step.room - 1))
+            end, known = latest + 1 + room, not unresolved and not room
             stays = known or start // PAGE_TOKENS == end // PAGE_TOKENS
-            if end > seq.last_run or not stays or not self._holdings.extend(seq, end):
+            if end > seq.last_run or not stays or not self._kv.extend(seq, end):
                 return 0
             if known:
-                self._plan(seq, end, draft, slack=0)
+                self._plan_span(seq, end, step, resolved=False)
                 return 0
-            if end >= self._holdings.slides_at(seq):
+            if end >= self._kv.slides_at(seq):
                 self._sliding[seq] = None
             pages = seq.page_table(pages_for(end))
-            seq.quiet_until = self._holdings.steady_until(seq)
+            seq.steady_until = self._kv.steady_limit(seq)
         assert pages is not None
-        token_ids, held = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
-        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, held, True, None, room, 0, UNKNOWN, slack)
-        draft.singles.append(_new_tuple(SequencePlan, every))  # as in ``_plan_quiet``
-        draft.room -= 1 + room
+        token_ids, window = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
+        fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, room, 0, UNKNOWN, unresolved)
+        step.singles.append(_new_tuple(SequencePlan, fields))  # as in ``_plan_steady``
+        step.room -= 1 + room
         seq.num_computed = end
         seq.in_flight += 1
         return room
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
-        """Return where the next prefill chunk of at most ``room`` tokens ends, so that checkpoints come to lie on borders."""
+        """Return the end of the next prefill chunk of at most ``room`` tokens, so that prefixes to cache end with a chunk."""
         start = seq.num_computed
         to_run = seq.prompt_len - 1 if seq.unforked else seq.num_to_run
         end = min(start + room, to_run)
         if not self._limits.enable_prefix_caching:
             return end
-        due = seq.kept_border + self._limits.prefix_checkpoint_tokens
-        if start < seq.prompt_border < end:
-            end = seq.prompt_border
+        due = seq.cached_until + self._limits.prefix_checkpoint_tokens
+        if start < seq.prompt_pages_end < end:
+            end = seq.prompt_pages_end
         if due <= end:
             return due
         if end == start + room < to_run and end + room > due:
-            # Another chunk like this one would be cut at ``due``; a border before it serves as well, and leaves no small chunk.
+            # Another chunk like this one would be cut at ``due``; the end of an earlier page serves as well, without a small chunk.
             aligned = end // PAGE_TOKENS * PAGE_TOKENS
             end = aligned if aligned > start else end
         return end
 
-    def _plan_quiet(self, seq: Sequence, draft: StepDraft) -> None:
-        """Do what ``_plan`` does for a single token that concerns nothing but the token."""
-        pages, window_pages, start = seq.page_tuple, seq.window_tuple, seq.num_computed
-        assert pages is not None and window_pages is not None
+    def _plan_steady(self, seq: Sequence, step: _Planning) -> None:
+        """Plan one token of a sequence in steady-state decode, where the general ``_plan_span`` has nothing else to do."""
+        pages, window, start = seq.page_tuple, seq.window_tuple, seq.num_computed
+        assert pages is not None and window is not None
         token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
-        every = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window_pages, True, None, 0, 0, UNKNOWN, None)
-        # This runs for nearly every token of every completion, and the usual way of making one would take twice as long.
-        draft.singles.append(_new_tuple(SequencePlan, every))
-        draft.room -= 1
+        fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, 0, 0, UNKNOWN, None)
+        # This runs for nearly every token of every completion, and the generated constructor would take twice as long.
+        step.singles.append(_new_tuple(SequencePlan, fields))
+        step.room -= 1
         seq.num_computed = start + 1
         seq.in_flight += 1
 
-    def _plan(self, seq: Sequence, end: int, draft: StepDraft, drafts: tuple[int, ...] = (), *, slack: int | None = None) -> None:
-        """Enter the run ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts, into the draft."""
+    def _plan_span(self, seq: Sequence, end: int, step: _Planning, drafts: tuple[int, ...] = (), *, resolved: bool = True) -> None:
+        """Plan the span ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts."""
         start, tokens = seq.num_computed, seq.tokens
         known = end - len(drafts)
         sample = known == len(tokens) + seq.in_flight and seq.request.generate
@@ -451,76 +533,76 @@ class Scheduler:
             sample=sample,
             score=score,
             drafts=len(drafts),
-            carry=seq.carry if slack is None else 0,
+            state_copy=seq.state_copy if resolved else 0,
             next_id=tokens[end] if end < len(tokens) else UNKNOWN,
-            slack=slack,
+            unresolved=None if resolved else 0,
         )
-        (draft.singles if known - start == 1 else draft.chunks).append(plan)
-        draft.room -= end - start
+        (step.singles if known - start == 1 else step.chunks).append(plan)
+        step.room -= end - start
         seq.num_computed = end
-        seq.carry = 0
+        seq.state_copy = 0
         seq.in_flight += sample
         if sample and seq.unforked:
-            draft.leaders.append(seq)
+            step.leaders.append(seq)
         if end == seq.last_run and not drafts:
             self._retiring.append(seq)
-        if end >= self._holdings.slides_at(seq):
+        if end >= self._kv.slides_at(seq):
             self._sliding[seq] = None
         if end % PAGE_TOKENS == 0 and self._limits.enable_prefix_caching:
-            due = seq.kept_border + self._limits.prefix_checkpoint_tokens
-            lasting = end == seq.prompt_border or 2 * end - start > due
-            draft.borders.append((seq, end, lasting))
+            due = seq.cached_until + self._limits.prefix_checkpoint_tokens
+            lasting = end == seq.prompt_pages_end or 2 * end - start > due
+            step.prefixes.append((seq, end, lasting))
             if lasting:
-                seq.kept_border = end
-        seq.quiet_until = self._holdings.steady_until(seq) if sample else 0
+                seq.cached_until = end
+        seq.steady_until = self._kv.steady_limit(seq) if sample else 0
 
-    def _fork(self, leader: Sequence, draft: StepDraft) -> None:
-        """Let completions share the prompt of their leader, whose last prompt token is in this draft; the others must wait."""
+    def _fork(self, leader: Sequence, step: _Planning) -> None:
+        """Start the completions that share the prompt of their leader, whose last prompt token is in this plan, or queue them."""
         children, leader.unforked = leader.unforked, {}
         self._num_unforked -= len(children)
         for child in children:
-            if len(self._running) >= self._limits.max_num_seqs or not self._holdings.fork(leader, child, draft.moves):
+            if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child, step.moves):
                 self._enqueue(child)
                 continue
-            child.started = draft.now
+            child.started = step.now
             self._run(child)
-            if draft.room:
-                self._plan(child, child.num_computed + 1, draft)
+            if step.room:
+                self._plan_span(child, child.num_computed + 1, step)
 
-    def _admit(self, draft: StepDraft) -> None:
+    def _admit(self, step: _Planning) -> None:
         """Start waiting sequences, strictly in order, while there is room for them."""
-        while self._waiting and draft.room and len(self._running) < self._limits.max_num_seqs:
+        while self._waiting and step.room and len(self._running) < self._limits.max_num_seqs:
             seq = self._waiting.first()
-            if seq.in_flight or not self._holdings.take_slot(seq):
+            if seq.in_flight or not self._kv.take_slot(seq):
                 return
-            checkpoint = self._holdings.attach_prefix(seq)
-            end = seq.num_computed + 1 if len(seq.tokens) - seq.num_computed == 1 else self._chunk_end(seq, draft.room)
-            # All grow pages of the known tokens are taken at once: sequences in prefill do not end up fighting for them.
-            if not self._leaves_headroom(seq) or not self._holdings.extend(seq, end, reserve=seq.num_to_run):
-                self._holdings.release(seq)
+            prefix = self._kv.attach_prefix(seq)
+            end = seq.num_computed + 1 if len(seq.tokens) - seq.num_computed == 1 else self._chunk_end(seq, step.room)
+            # All grow pages of the known tokens are allocated at once, so that sequences in prefill do not preempt each other.
+            if not self._leaves_headroom(seq) or not self._kv.extend(seq, end, reserve=seq.num_to_run):
+                self._kv.release(seq)
                 return
-            self._holdings.begin(seq, checkpoint, draft.moves)
+            self._kv.start(seq, prefix, step.moves)
             if seq.started is None:
-                seq.started = draft.now
+                seq.started = step.now
                 seq.cached_tokens = seq.num_computed
             self._prompt_tokens += len(seq.tokens)
             self._cached_tokens += seq.num_computed
             self._waiting.pop()
             self._run(seq)
-            self._plan(seq, end, draft)
-            if draft.leaders and draft.leaders[-1] is seq:
-                self._fork(seq, draft)
+            self._plan_span(seq, end, step)
+            if step.leaders and step.leaders[-1] is seq:
+                self._fork(seq, step)
 
     def _has_room(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence could start if none of its prefix is cached."""
         return len(self._running) < self._limits.max_num_seqs and self._pools.slots.num_free > 0 and self._leaves_headroom(seq)
 
     def _leaves_headroom(self, seq: Sequence) -> bool:
-        """Return whether starting a sequence leaves 1 % of the pages to those that run, lest they preempt it right away."""
+        """Return whether starting a sequence leaves 1 % of the pages to those that run, so that they do not preempt it at once."""
         headroom = self._pools.grow.total // 100 if len(self._running) else 0
-        return self._holdings.can_reserve(seq, seq.num_to_run, spare=headroom)
+        return self._kv.can_reserve(seq, seq.num_to_run, spare=headroom)
 
-    # ------------------------------------------------------------------------------------------------------- taking results
+    # ------------------------------------------------------------------------------------------------------ process outputs
 
     def update(
         self,
@@ -530,7 +612,7 @@ class Scheduler:
         scores: Mapping[int, Logprobs] | None = None,
         weight_version: int = 0,
     ) -> list[SequenceUpdate]:
-        """Take the results of the oldest outstanding plan.
+        """Process the outputs of the oldest outstanding plan.
 
         Args:
             plan: That plan.
@@ -539,7 +621,7 @@ class Scheduler:
             weight_version: Of the weights that the plan ran with.
 
         Returns:
-            News of the sequences in the order of the plan. Results of sequences that ended in between are dropped.
+            Events in the order of the plan. Outputs of sequences that ended in between are dropped.
         """
         assert self._outstanding and self._outstanding[0].step == plan.step, "plans must be updated in the order of their making"
         updates = []
@@ -552,30 +634,95 @@ class Scheduler:
             sampled = results[seq_id] if sample else results.get(seq_id)
             score = scores[seq_id] if scores and part.score is not None else None
             if sampled is not None:
-                news = append(seq, part, sampled, score, weight_version, self._holdings)
-                if news.finish_reason is not None:
+                update = self._append(seq, part.drafts, sampled, score, weight_version)
+                if update.finish_reason is not None:
                     self._close(seq)
-                updates.append(news)
+                updates.append(update)
             elif part.end == seq.last_run:
                 self._close(seq)
-                updates.append(seq.report(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
             elif score is not None:
-                updates.append(seq.report(prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(prompt_logprobs=score, weight_version=weight_version))
         return updates
+
+    def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
+        """Append what a span with ``planned`` drafts sampled, up to the token that ends the sequence; rewind rejected drafts.
+
+        This runs for every token of every completion; hence the update is made without keywords, which would take twice as long.
+        """
+        token_id, logprob, error, after, drafts, drafted = sampled
+        token_ids = (token_id, *[one.token_id for one in after]) if after else (token_id,)
+        logprobs: tuple[TokenLogprob, ...] = () if logprob is None or after else (logprob,)
+        finish: FinishReason | None = None
+        stop = None
+        tokens = seq.tokens
+        ends = len(tokens) + len(token_ids) > seq.last_run or not seq.end_ids.isdisjoint(token_ids)
+        if ends or error is not None or seq.pending is not None or (after and (logprob is not None or after[-1].error is not None)):
+            token_ids, logprobs, finish, stop, error = self._append_one_by_one(seq, sampled)
+        else:
+            tokens += token_ids
+        accepted = len(token_ids) - 1
+        if planned and finish is None and seq.state is State.RUNNING:  # else it was preempted meanwhile
+            if accepted and not seq.in_flight:  # a span in flight leaves compressor state of its own
+                seq.state_copy, seq.steady_until = accepted, 0
+            if accepted < planned:
+                self._kv.rewind(seq, seq.num_computed - planned + accepted)
+        seq.drafts = drafts
+        cached, started = seq.take_cached_tokens() if seq.cached_tokens else 0, seq.started or 0.0
+        name, accepted = seq.request.request_id, max(0, accepted)
+        return SequenceUpdate(
+            name,
+            seq.index,
+            token_ids,
+            logprobs,
+            score,
+            finish,
+            stop,
+            cached,
+            started,
+            weight_version,
+            None,
+            drafted,
+            accepted,
+            error,
+        )
+
+    def _append_one_by_one(
+        self, seq: Sequence, sampled: Sampled
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], FinishReason | None, int | None, DSV4LiteError | None]:
+        """Append tokens of which one may end the sequence; return them, their log-probabilities, and how and why it ends."""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish: FinishReason | None = None
+        stop = None
+        for one in (sampled, *sampled.after):
+            if one.error is not None:
+                self._kv.forget_prefixes(seq)
+                return tuple(token_ids), tuple(logprobs), "error", None, one.error
+            seq.tokens.append(one.token_id)
+            token_ids.append(one.token_id)
+            if one.logprob is not None:
+                logprobs.append(one.logprob)
+            self._kv.insert_pending(seq)
+            if one.token_id in seq.end_ids or len(seq.tokens) > seq.last_run:
+                finish, stop = seq.outcome()
+                if finish is not None:
+                    break
+        return tuple(token_ids), tuple(logprobs), finish, stop, None
 
     def _end(self, seq: Sequence, reason: FinishReason) -> SequenceUpdate:
         self._close(seq)
-        return seq.report(finish_reason=reason)
+        return seq.event(finish_reason=reason)
 
     def _end_group(self, group: _Group, reason: FinishReason) -> list[SequenceUpdate]:
         return [self._end(seq, reason) for seq in group.sequences if seq.state is not State.ENDED]
 
     def _close(self, seq: Sequence) -> None:
-        """Take a sequence out of everything; completions that wait for its prefill must do their own."""
+        """Remove a sequence everywhere; completions that wait for its prefill are queued to do their own."""
         group = self._groups[seq.request.request_id]
         if seq.state is State.RUNNING:
             self._running.remove(seq)
-            self._holdings.release(seq)
+            self._kv.release(seq)
         elif seq.state is State.UNFORKED:
             del group.sequences[0].unforked[seq]
             self._num_unforked -= 1
@@ -583,7 +730,7 @@ class Scheduler:
             self._enqueue(child)
         self._num_unforked -= len(seq.unforked)
         seq.unforked = {}
-        self._holdings.drop_pending(seq)
+        self._kv.drop_pending(seq)
         waited, seq.state = seq.state is State.WAITING, State.ENDED
         if waited:
             self._waiting.leave(seq)
@@ -601,19 +748,19 @@ class Scheduler:
         self._waiting.add(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's state away. Tokens of its own that are in flight still arrive, before it can start again."""
-        self._holdings.drop_pending(seq)
+        """Release a running sequence's state and queue it. Its tokens in flight still arrive, before it can start again."""
+        self._kv.drop_pending(seq)
         self._running.remove(seq)
-        self._holdings.release(seq)
+        self._kv.release(seq)
         self._enqueue(seq)
         self._preemptions += 1
 
     # ------------------------------------------------------------------------------------------------------------- integrity
 
     def check(self) -> None:
-        """Assert that every id is free, or held or cached by exactly those who think so, and every sequence in its one place."""
+        """Assert that every id is free, or held by exactly the sequences and prefixes that list it; every sequence in one queue."""
         running, waiting = self._running.items, list(self._waiting)
-        self._holdings.check(self._live.values())
+        self._kv.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
         assert len(unforked) == self._num_unforked
@@ -635,3 +782,50 @@ class Scheduler:
         assert len(running) <= self._limits.max_num_seqs
         alive = Counter(seq.request.request_id for seq in self._live.values())
         assert alive == Counter({request_id: group.open for request_id, group in self._groups.items()}), "a request is lost"
+
+
+def _most_drafts(seq: Sequence, start: int, room: int) -> int:
+    """Return how many of ``room`` draft tokens a span from ``start`` may have: it fills no page, and does not pass ``last_run``."""
+    return min(room, PAGE_TOKENS - 2 - start % PAGE_TOKENS, seq.last_run - start - 1)
+
+
+def pipeline_group(decoding: Sized[int], in_progress: Sized[Collection[int]], stages: int) -> list[int]:
+    """Return which of the decoding sequences run in the next step of a pipeline of P stages, in the order given.
+
+    A pipeline works on P steps at a time. A sequence is in one of them only, since its next token is known when the last stage has
+    sampled it; hence the decoding sequences take turns, in P groups. Groups are not stored: each step takes its share of the
+    sequences that are in no other. While the same sequences decode, each runs in one of any P steps in a row, and the sizes of
+    groups differ by at most one. With fewer than P of them every step takes one, and its token may still be in flight.
+
+    Args:
+        decoding: Ids of all sequences that have only their last token to run, known or in flight, the most urgent first.
+        in_progress: Ids of those that sample in each step whose results are outstanding, the oldest step first.
+        stages: P.
+    """
+    if not decoding:
+        return []
+    groups = min(stages, len(decoding))
+    recent = in_progress[max(0, len(in_progress) - groups + 1) :]
+    busy = {seq_id for step in recent for seq_id in step}
+    size, larger = divmod(len(decoding), groups)
+    if larger > sum(len(step) > size for step in recent):
+        size += 1
+    return [seq_id for seq_id in decoding if seq_id not in busy][:size]
+
+
+def pipeline_tokens(left: Iterable[int], most: int, stages: int) -> int:
+    """Return how many tokens the next step of a pipeline of P stages may have: a P-th of what is left to run.
+
+    Chunks of prompts wait for no token: a prompt is cut so that all stages work on it.
+
+    Args:
+        left: Tokens that each sequence has still to run.
+        most: Tokens that a step can have.
+        stages: P.
+    """
+    total = 0
+    for tokens in left:
+        total += max(0, tokens)
+        if total >= most * stages:
+            return most
+    return min(most, max(LEAST_PIPELINE_TOKENS, -(-total // stages)))

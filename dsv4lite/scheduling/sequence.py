@@ -1,4 +1,4 @@
-"""One completion on its way through the scheduler. Plain Python, no tensors."""
+"""One completion in the scheduler, and the queues. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING
 
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.scheduling.pages import PAGE_TOKENS, Checkpoint, PrefixChain
+from dsv4lite.scheduling.pages import PAGE_TOKENS
+from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
 
 if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 NO_SLOT = -1
-FED = 1 << 62
-"""Stands in ``fed_until`` for all tokens, those to come included."""
+ALL_TOKENS = 1 << 62
+"""A position after every token, those to come included."""
 
 
 class State(enum.Enum):
-    """Where a sequence is.
+    """The scheduling state of a sequence.
 
     Attributes:
-        WAITING: In the queue; it has no state on the device.
-        UNFORKED: A completion that waits for its leader to prefill their prompt.
-        RUNNING: It has a slot and pages.
-        RETIRED: Its last step is planned, its state given back, and the outcome still to come.
+        WAITING: In the queue, without state on the device.
+        UNFORKED: Waits for its leader to prefill the prompt that they share.
+        RUNNING: Has a slot and pages.
+        RETIRED: Its last step is planned and its state released; the results are still to come.
         ENDED: Its finish reason is known.
     """
 
@@ -42,27 +43,27 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One completion on its way; the scheduler's only mutable record.
+    """One completion; the scheduler's only mutable record.
 
     Attributes:
         tokens: Prompt and completion as far as known.
-        last_run: Length of prompt and completion after whose state nothing is left to do.
-        end_ids: Tokens that end it, once there are enough others.
-        num_computed: Tokens whose state exists once the steps planned so far have run, if all guesses in them are right.
+        last_run: Computed length at which the sequence ends.
+        end_ids: Tokens that end it after ``min_tokens``.
+        num_computed: KV computed length once the steps planned so far have run, if all their drafts are accepted.
         in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
-        quiet_until: While its runs end before this position they need no page, leave none behind, pass no border, and are not the
-            last.
-        carry: The copy of its carry that holds at ``num_computed``.
-        drafts: Guesses of what follows ``tokens``, made on the device.
-        fed_until: Tokens of which the model's own drafter has its rows, or blank ones, as far back as a window reaches; ``FED``
-            while it gets those of every token.
+        steady_until: Before this position decode is in a steady state: spans need no page, release none, fill no grow page, and
+            are not the last.
+        state_copy: The copy of its compressor state that holds at ``num_computed``.
+        drafts: Draft tokens that follow ``tokens``, made on the device.
+        drafter_computed: KV computed length of the model's own drafter, zero-filled rows included, as far back as the window
+            reaches; ``ALL_TOKENS`` while it computes that of every token.
         may_wait: The host may have to see its token in flight before the next one can be sampled.
         window_first: Logical number of the first page of ``window``.
-        window: Window pages, ``NO_PAGE`` inside the gap that a long run leaves until the next step.
-        chain: Prefix keys of ``tokens``, in the epoch in which the state was begun.
-        kept_border: Where its last lasting checkpoint is, or would be.
-        rolling: Its checkpoint that the next one replaces.
-        pending: A checkpoint whose last token is in flight, and whether it will be a lasting one.
+        window: Window pages, ``NO_PAGE`` inside the gap that a long span leaves until the next step.
+        chain: Prefix keys of ``tokens``, in the epoch in which the sequence started.
+        cached_until: Length of its last lasting cached prefix, whether or not it could be cached.
+        rolling: Its cached prefix that the next one replaces.
+        pending: A captured prefix whose last token is in flight, and whether it is a lasting one.
         score_next: First prompt position whose next token is still to be scored.
         unforked: Completions that will share this one's prompt.
         cached_tokens: Prompt tokens from the prefix cache, until they are reported.
@@ -82,20 +83,20 @@ class Sequence:
     num_computed: int = 0
     in_flight: int = 0
     slot: int = NO_SLOT
-    carry: int = 0
+    state_copy: int = 0
     drafts: tuple[int, ...] = ()
-    fed_until: int = 0
+    drafter_computed: int = 0
     pages: list[int] = field(default_factory=list)
     window_first: int = 0
     window: list[int] = field(default_factory=list)
     chain: PrefixChain | None = None
-    kept_border: int = 0
-    rolling: Checkpoint | None = None
-    pending: tuple[Checkpoint, bool] | None = None
+    cached_until: int = 0
+    rolling: CachedPrefix | None = None
+    pending: tuple[CachedPrefix, bool] | None = None
     unforked: dict[Sequence, None] = field(default_factory=dict)
     cached_tokens: int = 0
     started: float | None = None
-    quiet_until: int = 0
+    steady_until: int = 0
     may_wait: bool = False
     # The lists as plans need them, built once per change and not once per step.
     page_tuple: tuple[int, ...] | None = None
@@ -103,7 +104,7 @@ class Sequence:
 
     @property
     def num_to_run(self) -> int:
-        """Known tokens that must run: all, unless nothing is sampled after them."""
+        """Known tokens that must run: all but those after ``last_run``."""
         return min(len(self.tokens), self.last_run)
 
     def page_table(self, num_pages: int) -> tuple[int, ...]:
@@ -119,13 +120,13 @@ class Sequence:
         return self.window_tuple
 
     def outcome(self) -> tuple[FinishReason | None, int | None]:
-        """Return the finish and stop reasons that the last token brings, if any."""
+        """Return the finish and stop reasons of the last token, if any."""
         token, request = self.tokens[-1], self.request
         if token in self.end_ids and len(self.tokens) - self.prompt_len > request.params.min_tokens:
             return "stop", None if token == request.eos_token_id and not request.params.ignore_eos else token
         return ("length" if len(self.tokens) > self.last_run else None), None
 
-    def report(
+    def event(
         self,
         *,
         prompt_logprobs: Logprobs | None = None,
@@ -133,26 +134,26 @@ class Sequence:
         error: DSV4LiteError | None = None,
         weight_version: int = 0,
     ) -> SequenceUpdate:
-        """Return news other than a token."""
+        """Return an update without a token."""
         return SequenceUpdate(
             request_id=self.request.request_id,
             index=self.index,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            cached_tokens=self.report_cached_tokens(),
+            cached_tokens=self.take_cached_tokens(),
             started=self.started or 0.0,
             weight_version=weight_version,
             error=error,
         )
 
-    def report_cached_tokens(self) -> int:
+    def take_cached_tokens(self) -> int:
         """Return the prompt tokens that came from the prefix cache on the first call, then 0."""
         cached, self.cached_tokens = self.cached_tokens, 0
         return cached
 
     @property
-    def prompt_border(self) -> int:
-        """The last border inside the prompt that leaves a token to run after it."""
+    def prompt_pages_end(self) -> int:
+        """End of the prompt's last full page that leaves a token to run after it."""
         return (self.prompt_len - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
@@ -225,20 +226,20 @@ class SequenceQueue:
         return iter(self.items)
 
     def add(self, seq: Sequence) -> None:
-        """Insert a sequence at its place."""
+        """Insert a sequence in order."""
         insort(self.items, seq, key=_ORDER)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence, which must be in."""
+        """Remove a sequence that is in the queue."""
         i = bisect_left(self.items, seq.order, key=_ORDER)
         assert self.items[i] is seq
         del self.items[i]
 
 
 class WaitingQueue:
-    """Waiting sequences, the first by (priority, arrival) at hand. Any of them may end: it is left where it is, and passed over.
+    """Waiting sequences by (priority, arrival). A sequence that ends stays in the heap and is skipped later.
 
-    To end all of many takes a time in proportion to their number; to take each out of a sorted list would take its square.
+    So ending n sequences takes O(n log n); removing each from a sorted list would take O(n^2).
     """
 
     __slots__ = ("_entries", "_size")
@@ -266,7 +267,7 @@ class WaitingQueue:
         return self._entries[0][1]
 
     def pop(self) -> Sequence:
-        """Take out the first sequence, of at least one."""
+        """Remove and return the first sequence, of at least one."""
         seq = self.first()
         heapq.heappop(self._entries)
         self._size -= 1

@@ -1,6 +1,6 @@
-"""What the scheduler tells the device to do in one step, and what it hears back. Frozen, picklable, plain data.
+"""The plan of a step, and its outputs. Frozen, picklable, plain data.
 
-What exists once per sequence and step is a named tuple, which takes a quarter of the time that a frozen dataclass takes to make.
+Values that exist once per sequence and step are named tuples: constructing one takes a quarter of a frozen dataclass's time.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ from dsv4lite.errors import DSV4LiteError
 from dsv4lite.request import TokenLogprob
 
 IN_FLIGHT = -1
-"""Stands in a plan for the token that the previous step sampled for this sequence and that is still on the device."""
+"""In a plan, the token that the previous step sampled for this sequence and that is still on the device."""
 UNKNOWN = -1
-"""Stands in a plan for a token that nobody knows yet."""
+"""In a plan, a token that is not known yet."""
 NO_PAGE = -1
-"""Stands in ``window_pages`` for a page that is neither read nor written."""
+"""In ``window_pages``, a page that is neither read nor written."""
 
 Copies = tuple[tuple[int, int], ...]
 
 
 class SequencePlan(NamedTuple):
-    """A run of tokens of one sequence: positions ``[start, end)``.
+    """The scheduled span of one sequence: positions ``[start, end)``.
 
-    It reads the grow pages, the window rows ``[max(0, start - window + 1), start)`` and the carry in its slot. It writes what its
-    tokens add to the grow pages, the window rows ``[max(start, end - drafts - window), end)``, and the carry. A run with drafts is
-    a known token and guesses of what follows it: a token is sampled from each position, and the first wrong guess makes the rest
-    void.
+    It reads the grow pages, the window rows ``[max(0, start - window + 1), start)`` and the compressor state in its slot. It writes
+    what its tokens add to the grow pages, the window rows ``[max(start, end - drafts - window), end)``, and the compressor state. A
+    span with drafts is a known token and the drafts that follow it: a token is sampled from each position, and the first rejected
+    draft voids those after it.
 
     Attributes:
         seq_id: Unique in the scheduler's life.
-        slot: Where its carry is.
+        slot: Slot of its compressor state.
         start: Position of the first token.
-        token_ids: The tokens; ``IN_FLIGHT`` as the single token of a run, or for all tokens of one that has ``slack``.
+        token_ids: The tokens; ``IN_FLIGHT`` as the single token of a span, or for all tokens of one that is unresolved.
         pages: Grow pages of the positions ``[0, end)`` in logical order. The same tuple object until a page is added.
         window_first: Logical number of the first page of ``window_pages``.
-        window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long run leaves.
+        window_pages: Window pages up to the one of position ``end - 1``; ``NO_PAGE`` inside a gap that a long span leaves. Empty
+            for a model without sliding window.
         sample: Whether a token is sampled from the last position.
-        score: Absolute positions ``[a, b)`` of this run for which the log-probability of the *next* prompt token is wanted.
-        drafts: How many of the last tokens are guesses.
-        carry: The copy of the carry that it starts from. Without drafts it leaves copy 0, else copy i after token i.
+        score: Absolute positions ``[a, b)`` of this span for which the log-probability of the *next* prompt token is wanted.
+        drafts: How many of the last tokens are drafts.
+        state_copy: Copy of the compressor state that it starts from. Without drafts it writes copy 0, else copy i after token i.
         next_id: The token after the last, or ``UNKNOWN``.
-        slack: If the run was planned while the guesses of the one before were being checked: how many positions later than
-            ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the carry; there may
-            be fewer guesses than ``drafts``. Pages are there for the latest end. ``None`` if the host knows.
+        unresolved: Unresolved drafts: if the span was planned while the drafts of the one before it were being verified, how many
+            positions after ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the
+            compressor state; there may be fewer drafts than ``drafts``. Pages are allocated for the latest end. ``None`` if the
+            host knows.
     """
 
     seq_id: int
@@ -60,9 +62,9 @@ class SequencePlan(NamedTuple):
     sample: bool
     score: tuple[int, int] | None = None
     drafts: int = 0
-    carry: int = 0
+    state_copy: int = 0
     next_id: int = UNKNOWN
-    slack: int | None = None
+    unresolved: int | None = None
 
     @property
     def end(self) -> int:
@@ -71,37 +73,36 @@ class SequencePlan(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the run is one known token, and guesses."""
+        """Whether the span is one known token, and drafts."""
         return len(self.token_ids) == 1 + self.drafts
 
-    def settled(self, start: int, token_ids: tuple[int, ...], carry: int = 0) -> SequencePlan:
-        """Return a run with ``slack`` as it is once it is known where it begins, and with which guesses behind its first token."""
-        assert self.slack is not None and self.start <= start <= self.start + self.slack
+    def resolve(self, start: int, token_ids: tuple[int, ...], state_copy: int = 0) -> SequencePlan:
+        """Return an unresolved span with its start, its tokens and the copy of the compressor state that it starts from."""
+        assert self.unresolved is not None and self.start <= start <= self.start + self.unresolved
         assert 0 < len(token_ids) <= 1 + self.drafts
         pages, windows = self.pages, (self.window_first, self.window_pages)
-        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, carry)
+        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, state_copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. Order: resets, restores, copies, then all sequences at once, then saves.
 
-    Plans must run in the order in which they were made; a plan may reuse ids that the one before still reads. Within a plan no id
-    is written by two parties, and none that a sequence writes is read by another.
+    Plans must run in the order in which they were made; a plan may reuse ids that the one before it still reads. Within a plan no
+    id is written twice, and no id that a sequence writes is read by another.
 
     Attributes:
         step: Counts plans.
-        sequences: Those that decode, of one token and drafts, first.
-        resets: Slots whose carry starts empty.
+        sequences: Scheduled spans; those of one token and drafts first.
+        resets: Slots whose compressor state starts empty.
         restores: ``(snapshot, slot)``.
         grow_copies: ``(from, to)`` grow pages; like the other copies, of a forked sequence.
         window_copies: ``(from, to)`` window pages.
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
-        max_drafts: Guesses that each run could have, and that are wanted of what follows it; without any the model's own drafter
-            has no part in the step.
-        blanks: Window page, first place and place after the last, of rows that the model's own drafter has missed: they are made
-            zero before the step.
+        max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
+        zero_rows: Rows of the model's own drafter to zero-fill before the step, for tokens whose KV it has not computed: window
+            page, first row and row after the last.
     """
 
     step: int
@@ -113,7 +114,7 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
-    blanks: tuple[tuple[int, int, int], ...] = ()
+    zero_rows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -122,32 +123,32 @@ class StepPlan:
 
     @property
     def prompts(self) -> bool:
-        """Whether prompts run, of which there are at most single tokens among those that decode."""
+        """Whether prompts run; a prompt's single last token counts as decode."""
         return not self.sequences[-1].decodes
 
     @property
-    def settled(self) -> bool:
-        """Whether the host knows where all runs begin."""
-        return not [s for s in self.sequences if s.slack is not None]
+    def resolved(self) -> bool:
+        """Whether no span is unresolved."""
+        return not [s for s in self.sequences if s.unresolved is not None]
 
     @property
     def decodes(self) -> bool:
-        """Whether all runs are one known token, and guesses, and sample."""
+        """Whether all spans are one known token, and drafts, and sample."""
         return not [s for s in self.sequences if not s.sample or len(s.token_ids) != 1 + s.drafts]
 
 
 class StepShape(NamedTuple):
-    """What several ranks must know alike of a step that they run together, each with sequences of its own or with none.
+    """The shape of a step, the same on all ranks that run it together, each with sequences of its own or none.
 
     Attributes:
         tokens: Of the replica with the most.
         sequences: Of the replica with the most.
-        width: Tokens of the longest run.
-        decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
-        in_flight: Some run's token is.
-        max_drafts: Guesses that are wanted of what follows.
-        behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
-        longest: Tokens of the longest sequence behind the step, as far as it may come.
+        width: Tokens of the longest span.
+        decodes: All spans are one token and drafts, and sample, without scores or routed experts.
+        in_flight: The token of a span is in flight.
+        max_drafts: Drafts that are wanted after each span.
+        after_drafts: A span starts from another copy of its compressor state than the first, as those after drafts do.
+        longest: Length of the longest sequence after the step, if all drafts are accepted.
     """
 
     tokens: int
@@ -156,7 +157,7 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
-    behind_drafts: bool = False
+    after_drafts: bool = False
     longest: int = 0
 
     @classmethod
@@ -168,23 +169,23 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, behind_drafts = True, False, False
+        decodes, in_flight, after_drafts = True, False, False
         for plan in plans:
             if plan is None:
                 continue
-            # By columns: a turn of a loop for every token would cost several times as much.
-            _, _, starts, token_ids, _, _, _, samples, scores, drafts, carries, _, slacks = zip(*plan.sequences, strict=True)
+            # By columns: a loop over the sequences would cost several times as much.
+            _, _, starts, token_ids, _, _, _, samples, scores, drafts, copies, _, unresolved = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
-            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, slacks), default=0))
+            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, unresolved), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
-            behind_drafts = behind_drafts or any(carries)
+            after_drafts = after_drafts or any(copies)
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, after_drafts, longest)
 
 
 class Sampled(NamedTuple):
@@ -193,10 +194,10 @@ class Sampled(NamedTuple):
     Attributes:
         token_id: The token; meaningless with ``error``.
         logprob: Its log-probability, if asked for.
-        error: Why the sequence cannot go on.
-        after: What was sampled behind each draft that turned out right, in order.
-        drafts: Guesses of what comes next.
-        drafted: How many guesses the run had.
+        error: Why the sequence cannot continue.
+        after: What was sampled after each accepted draft, in order.
+        drafts: Draft tokens for the next step.
+        drafted: How many draft tokens the span had.
     """
 
     token_id: int
@@ -208,4 +209,4 @@ class Sampled(NamedTuple):
 
 
 sampled_of: Callable[[tuple[object, ...]], Sampled] = partial(tuple.__new__, Sampled)
-"""Make one from its fields, unchecked, in a quarter of the time that the usual way takes; there is one for every token."""
+"""Construct one from its fields, unchecked, in a quarter of the time of the generated constructor; one is made per token."""

@@ -47,11 +47,11 @@ class RunEnds:
         starts, copies, tokens = self.heads.tolist()
         drafts = self.drafts.t().tolist()
 
-        def settled(s: SequencePlan) -> SequencePlan:
-            if s.slack is None:
+        def resolve(s: SequencePlan) -> SequencePlan:
+            if s.unresolved is None:
                 return s
             at = self.columns[s.seq_id]
             found = takewhile(lambda token_id: token_id != UNKNOWN, drafts[at][: s.drafts])
-            return s.settled(starts[at], (tokens[at], *found), carry=copies[at])
+            return s.resolve(starts[at], (tokens[at], *found), state_copy=copies[at])
 
-        return replace(plan, sequences=tuple(map(settled, plan.sequences)))
+        return replace(plan, sequences=tuple(map(resolve, plan.sequences)))

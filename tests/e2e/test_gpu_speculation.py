@@ -10,7 +10,7 @@ import pytest
 
 from dsv4lite.config import MTP, NGram, tiny_model
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import opened, prompts_of
 from tests.e2e.test_speculation import same_bits
 
@@ -59,7 +59,7 @@ def test_lengths_that_come_and_go_change_no_bit_on_a_gpu(own: bool, monkeypatch:
     """Graphs of every width, and steps planned ahead in between."""
     lengths = itertools.cycle([0] * 7 + [4] * 3 + [0] * 2 + [1, 3, 2])
     expected, _ = say(None, deterministic=True)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
     outputs, stats = say(MTP(4) if own else NGram(4, min_n=1), deterministic=True)
     for output, other in zip(outputs, expected, strict=True):
         assert output.token_ids == other.token_ids

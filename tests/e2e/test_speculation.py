@@ -24,7 +24,7 @@ from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation import drafters
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from dsv4lite.state.cache import LayerCache
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
@@ -152,7 +152,7 @@ class EagerGraphs(VerifyGraphs):
 
     def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
         self.steps += 1
-        self.behind += sum(s.slack is not None for s in sequences)
+        self.behind += sum(s.unresolved is not None for s in sequences)
         return super().replay(sequences, step)
 
     def draft(self, tokens_R: torch.Tensor, count: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ def test_steps_planned_ahead_between_guesses_change_no_token(
         return inner(scheduler, now, most)
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
     speculative = MTP(2) if own else NGram(2, min_n=1)
     settings = {"overlap": True, "deterministic": True, "max_num_batched_tokens": 150, "speculative": speculative}
     with opened(model, **settings) as llm:
@@ -319,7 +319,7 @@ def test_nonsense_ends_guessing_for_the_request_with_one_warning(
     with opened(model, deterministic=True, speculative=speculator) as llm, caplog.at_level(logging.WARNING, "dsv4lite"):
         same_outputs(ask_all(llm, [ask]), {"named": expected["named"]})
         assert llm.stats().speculation.drafted == 0 and speculator.calls == 1
-    assert [r.message for r in caplog.records if "goes on without guesses" in r.message] == [caplog.records[0].message]
+    assert [r.message for r in caplog.records if "continues without speculation" in r.message] == [caplog.records[0].message]
     assert "named" in caplog.records[0].message and "Broken" in caplog.records[0].message
 
 

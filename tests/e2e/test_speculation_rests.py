@@ -20,8 +20,8 @@ from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.request import SamplingParams
-from dsv4lite.speculation.draft_policy import DraftPolicy
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.controller import DraftController
+from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.e2e.test_speculation import EagerGraphs, record
@@ -101,7 +101,7 @@ def test_steps_without_guesses_are_those_of_no_speculation(
     models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
+    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
     without_device(monkeypatch)
     prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
     for speculative in (None, MTP(2) if drafter == "mtp" else DSpark(2)):
@@ -128,14 +128,14 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
     """
     without_device(monkeypatch)
     checked: list[list[Any]] = []  # by step: runs with guesses, and what was sampled behind them
-    inner, lengths = Guesses.count, [itertools.cycle([0])]
+    inner, lengths = DraftProposer.count, [itertools.cycle([0])]
 
-    def spy(guesses: Guesses, plan: Any, results: Any, *args: Any, **keywords: Any) -> None:
+    def spy(guesses: DraftProposer, plan: Any, results: Any, *args: Any, **keywords: Any) -> None:
         checked.append([(s.start, s.token_ids, results[s.seq_id]) for s in plan.sequences if s.drafts])
         inner(guesses, plan, results, *args, **keywords)
 
-    monkeypatch.setattr(Guesses, "count", spy)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths[0]))
+    monkeypatch.setattr(DraftProposer, "count", spy)
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths[0]))
     prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
     settings = {"max_num_batched_tokens": 150, "overlap": form == "ahead"}
     for filler in (0, 255):
@@ -181,7 +181,7 @@ def calls_and_plans(model: Path, speculative: Any, prompts: Sequence[Sequence[in
 
     def count(frame: Any, event: str, what: Any) -> None:
         path = frame.f_code.co_filename
-        if event in ("call", "c_call") and "dsv4lite/engine/" in path:
+        if event in ("call", "c_call") and any(f"dsv4lite/{room}/" in path for room in ("engine", "scheduling", "speculation")):
             calls[path] += 1
 
     with opened(model, speculative=speculative, overlap=True) as llm:
@@ -207,11 +207,12 @@ def calls_and_plans(model: Path, speculative: Any, prompts: Sequence[Sequence[in
 
 def test_engine_that_does_not_guess_does_as_one_that_cannot(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan by plan, field by field, as far ahead, and with a few calls more for a step, however many sequences it has."""
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
+    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
     prompts, more = prompts_of((240, 258), VOCAB, seed=7), {}
     for n in (1, 6):
         calls, plans = zip(*(calls_and_plans(models["mtp"], own, (*prompts, prompts[1]), n) for own in (None, "auto")), strict=True)
         assert len(plans[0]) > 100 and max(ahead for _, ahead in plans[0]) == 1
         assert plans[0] == plans[1]
         more[n] = calls[1].total() - calls[0].total()
-    assert 32 <= more[1] == more[6] < 32 * 16
+    assert min(more.values()) >= 32 and max(more.values()) < 32 * 16
+    assert abs(more[6] - more[1]) < 32  # less than one call per step: statistics of one more batch-size bucket, once

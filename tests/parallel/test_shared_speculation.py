@@ -17,7 +17,7 @@ from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same
@@ -59,14 +59,14 @@ def run(model: Path, settings: Job, patch: pytest.MonkeyPatch, *, leads: bool = 
         What comes of them, and what was guessed for the first: behind how many tokens, and which ones.
     """
     guessed: Guessed = []
-    propose = Guesses.propose
+    propose = DraftProposer.propose
 
-    def spy(guesses: Guesses, sequence: Any, most: int) -> tuple[int, ...]:
+    def spy(guesses: DraftProposer, sequence: Any, most: int) -> tuple[int, ...]:
         drafts = propose(guesses, sequence, most)
         guessed.append((len(sequence.tokens), drafts))
         return drafts
 
-    patch.setattr(Guesses, "propose", spy)
+    patch.setattr(DraftProposer, "propose", spy)
     params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True)
     others = replace(params, seed=1, temperature=0.5, allowed_token_ids=(9, 10, 11))
     with LLM(str(model), **settings, speculative=MTP(2, adaptive=False)) as llm:

@@ -20,7 +20,7 @@ from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.speculation.mtp import MtpDrafter
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
@@ -126,7 +126,7 @@ def test_ranks_plan_ahead_while_nobody_guesses(
         return inner(scheduler, now, most)
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
+    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
     with overlapping(True), LLM(str(model), **MODEST, **settings, executor="thread", speculative=MTP(2)) as llm:
         assert_same(all_kinds(llm), expected)
         assert ahead > 2 and llm.stats().speculation.drafted > 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate
-from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools
+from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, first_window_page
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import Sequence
 
@@ -65,8 +65,8 @@ class Truth:
 
 
 class Device:
-    def __init__(self, window: int, stages: int = 1) -> None:
-        self.window, self.stages = window, stages
+    def __init__(self, window: int, stages: int = 1, *, snapshots: bool = True) -> None:
+        self.window, self.stages, self.has_state = window, stages, snapshots
         self.epoch = 0
         self.truths: dict[int, Truth] = {}
         self.next_step = 0
@@ -90,24 +90,25 @@ class Device:
 
     def settle(self, plan: StepPlan) -> StepPlan:
         """Say where runs begin that were planned before anybody knew, and take their pages beyond where they end away."""
-        return replace(plan, sequences=tuple(part if part.slack is None else self.settled(part) for part in plan.sequences))
+        return replace(plan, sequences=tuple(part if part.unresolved is None else self.settled(part) for part in plan.sequences))
 
     def settled(self, part: SequencePlan) -> SequencePlan:
         truth = self.truths[part.seq_id]
         start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
-        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.carry == 0
-        assert part.start <= start <= part.start + part.slack
-        end, latest = start + 1 + len(drafts), part.end + part.slack
-        first, oldest = part.window_first, max(0, start - self.window + 1) // WINDOW_PAGE_TOKENS
-        assert first == max(0, part.start - self.window + 1) // WINDOW_PAGE_TOKENS <= oldest
+        assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.state_copy == 0
+        assert part.start <= start <= part.start + part.unresolved
+        end, latest = start + 1 + len(drafts), part.end + part.unresolved
+        first, oldest = part.window_first, first_window_page(start, self.window)
+        assert first == first_window_page(part.start, self.window) <= oldest
         assert len(part.pages) == -(-latest // PAGE_TOKENS)
-        assert first + len(part.window_pages) == (latest - 1) // WINDOW_PAGE_TOKENS + 1 and -1 not in part.window_pages
+        assert not self.window or first + len(part.window_pages) == (latest - 1) // WINDOW_PAGE_TOKENS + 1
+        assert -1 not in part.window_pages
         return part._replace(
             start=start,
             token_ids=(truth.tokens[-1], *drafts),
             drafts=len(drafts),
-            carry=self.copies[part.seq_id],
-            slack=None,
+            state_copy=self.copies[part.seq_id],
+            unresolved=None,
             pages=part.pages[: -(-end // PAGE_TOKENS)],
             window_first=oldest,
             window_pages=part.window_pages[oldest - first : (end - 1) // WINDOW_PAGE_TOKENS + 1 - first],
@@ -136,12 +137,12 @@ class Device:
         return results
 
     def prepare(self, plan: StepPlan) -> None:
-        for page, first, last in plan.blanks:
+        for page, first, last in plan.zero_rows:
             assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
             rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
             rows[first:last] = [BLANK] * (last - first)
         for slot in plan.resets:
-            self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [], None
+            self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
         for snapshot, slot in plan.restores:
             self.carry[slot], self.rows[slot], self.owner[slot] = {0: self.snapshots[snapshot]}, None, None
         for src, dst in plan.slot_copies:
@@ -193,11 +194,14 @@ class Device:
             self.rows[part.slot] = self.pure(truth, start)
         rows = self.rows[part.slot]
         assert len(rows) == start, "a run does not begin where the last one ended"
-        assert self.carry[part.slot][part.carry] == (rows[-1] if rows else EMPTY)
+        assert not self.has_state or self.carry[part.slot][part.state_copy] == (rows[-1] if rows else EMPTY)
         assert len(part.pages) == len(set(part.pages)) == -(-end // PAGE_TOKENS) and min(part.pages) >= 0
         for first in range(0, start, PAGE_TOKENS):
             want = rows[first : first + PAGE_TOKENS]
             assert self.grow[part.pages[first // PAGE_TOKENS]][: len(want)] == want, f"wrong rows in [{first}, {start})"
+        if not self.window:
+            assert part.window_pages == () and part.window_first == 0
+            return
         read = range(max(0, start - self.window + 1), start)
         write = range(max(start, end - part.drafts - self.window), end)
         assert part.window_first + len(part.window_pages) == (end - 1) // WINDOW_PAGE_TOKENS + 1
@@ -224,7 +228,7 @@ class Device:
     def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
-        row = self.carry[part.slot][part.carry]
+        row = self.carry[part.slot][part.state_copy] if self.has_state else (rows[-1] if rows else EMPTY)
         for token in truth.tokens[start:end] if not part.drafts else part.token_ids:
             row = self.run(row, token, truth.request.cache_salt)
             rows.append(row)
@@ -234,7 +238,7 @@ class Device:
             page = self.grow.setdefault(part.pages[first // PAGE_TOKENS], [None] * PAGE_TOKENS)
             lo, hi = max(start, first), min(end, first + PAGE_TOKENS)
             page[lo - first : hi - first] = rows[lo:hi]
-        for position in range(max(start, last - self.window), end):
+        for position in range(max(start, last - self.window), end) if self.window else ():
             page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
             page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
@@ -292,7 +296,7 @@ class Harness:
         self.ahead = ahead and right is not None and limits.stages == 1
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
         self.scheduler = Scheduler(limits, pools, propose=None if right is None else self.propose)
-        self.device = Device(limits.window, limits.stages)
+        self.device = Device(limits.window, limits.stages, snapshots=limits.snapshots)
         self.most_outstanding = limits.stages - 1 + self.overlap
         self.now = 0.0
         self.requests: dict[str, Request] = {}
@@ -346,7 +350,7 @@ class Harness:
             for part in plan.sequences:
                 request = self.device.truths[part.seq_id].request
                 assert not (-1 in part.token_ids and request.params.thinking_budget is not None)
-                latest = part.end + (part.slack or 0)
+                latest = part.end + (part.unresolved or 0)
                 if request.params.max_tokens is not None:
                     assert latest < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
                 assert latest < self.limits.max_model_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4lite.scheduling.micro_batches import LEAST_TOKENS, choose_group, tokens_of_step
+from dsv4lite.scheduling.scheduler import LEAST_PIPELINE_TOKENS, pipeline_group, pipeline_tokens
 
 
 @given(stages=st.integers(1, 6), phases=st.lists(st.sets(st.integers(0, 20), max_size=12), min_size=1, max_size=4))
@@ -15,7 +15,7 @@ def test_groups_are_even_disjoint_and_leave_nobody_out(stages: int, phases: list
     for decoding in phases:
         groups, steps = max(1, min(stages, len(decoding))), []
         for _ in range(6 * stages):
-            group = choose_group(sorted(decoding), under_way, stages)
+            group = pipeline_group(sorted(decoding), under_way, stages)
             others = under_way[len(under_way) - groups + 1 :] if groups > 1 else []
             assert decoding.issuperset(group) and len(set(group)) == len(group) <= -(-len(decoding) // groups)
             assert not any(set(group) & set(other) for other in others)
@@ -32,7 +32,7 @@ def test_groups_are_even_disjoint_and_leave_nobody_out(stages: int, phases: list
 
 @given(stages=st.integers(1, 6), most=st.integers(1, 9000), left=st.lists(st.integers(-3, 20_000), max_size=9))
 def test_stages_share_the_tokens_that_there_are(stages: int, most: int, left: list[int]) -> None:
-    tokens, total = tokens_of_step(left, most, stages), sum(n for n in left if n > 0)
+    tokens, total = pipeline_tokens(left, most, stages), sum(n for n in left if n > 0)
     assert 0 < tokens <= most
     assert tokens == most or tokens * stages >= total  # P steps are enough, or cannot be
-    assert tokens <= LEAST_TOKENS or (tokens - 1) * stages < total  # none of them is larger than the others
+    assert tokens <= LEAST_PIPELINE_TOKENS or (tokens - 1) * stages < total  # none of them is larger than the others

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.scheduling.pages import PAGE_TOKENS, Checkpoint, IdPool, Pools, PrefixCache, first_window_page, pages_for
+from dsv4lite.scheduling.pages import PAGE_TOKENS, IdPool, Pools, first_window_page, pages_for
+from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 
 
 def text(num_tokens: int, seed: int = 1) -> list[int]:
@@ -18,7 +19,7 @@ def make_cache(*, grow: int = 16, window: int = 16, snapshots: int = 4) -> tuple
     return pools, PrefixCache(pools)
 
 
-def put(pools: Pools, cache: PrefixCache, tokens: list[int], salt: str | None = None) -> Checkpoint | None:
+def put(pools: Pools, cache: PrefixCache, tokens: list[int], salt: str | None = None) -> CachedPrefix | None:
     """Cache a prefix the way a sequence does that ends right after."""
     grow = cache.allocate(pools.grow, len(tokens) // PAGE_TOKENS)
     window = cache.allocate(pools.window, 2)
@@ -32,10 +33,10 @@ def put(pools: Pools, cache: PrefixCache, tokens: list[int], salt: str | None = 
 
 
 def check(pools: Pools, cache: PrefixCache, held: Counter[int] | None = None) -> None:
-    checkpoints = list(cache.checkpoints())
+    checkpoints = list(cache.prefixes())
     pools.grow.check(held or Counter(), Counter(i for c in checkpoints for i in c.grow))
     pools.window.check(Counter(), Counter(i for c in checkpoints for i in c.window))
-    pools.snapshots.check(Counter(), Counter(c.snapshot for c in checkpoints))
+    pools.snapshots.check(Counter(), Counter(i for c in checkpoints for i in c.snapshot))
 
 
 def test_pages_for_counts_started_pages() -> None:
@@ -198,7 +199,7 @@ def test_cache_drops_a_second_checkpoint_of_a_prefix() -> None:
     pools, cache = make_cache()
     first = put(pools, cache, text(256))
     put(pools, cache, text(256))
-    assert list(cache.checkpoints()) == [first]
+    assert list(cache.prefixes()) == [first]
     check(pools, cache)
 
 
@@ -255,7 +256,7 @@ def test_cache_epoch_hides_old_checkpoints_and_gives_their_ids_back() -> None:
     cache.bump_epoch()
     assert cache.lookup(cache.chain(text(256), None), 256) is None
     new = put(pools, cache, text(512))
-    assert list(cache.checkpoints()) == [new], "the old one was evicted first"
+    assert list(cache.prefixes()) == [new], "the old one was evicted first"
     grow = cache.allocate(pools.grow, 1)
     assert grow is not None
     late = cache.capture(num_tokens=256, grow=grow, window=())
@@ -286,5 +287,5 @@ def test_cache_forgets_a_whole_chain() -> None:
     chain = cache.chain(text(1000), None)
     chain.key(3)
     cache.forget(chain)
-    assert list(cache.checkpoints()) == [other]
+    assert list(cache.prefixes()) == [other]
     check(pools, cache)

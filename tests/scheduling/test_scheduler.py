@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
-from dsv4lite.scheduling.kv_manager import Holdings
+from dsv4lite.scheduling.kv_manager import KVManager
 from dsv4lite.scheduling.pages import WINDOW_PAGE_TOKENS, Pools, pages_for
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import State, WaitingQueue, make_sequences
@@ -313,7 +313,7 @@ def test_decode_replaces_its_checkpoint_until_a_lasting_one_is_due(overlap: bool
         if plan is not None and plan.saves:
             if h.outstanding:
                 h.settle()
-            counts.append([c.num_tokens for c in h.scheduler._cache.checkpoints()])
+            counts.append([c.num_tokens for c in h.scheduler._cache.prefixes()])
     assert counts == [[256], [512], [512, 768], [512, 1024], [512, 1024, 1280]]
     tokens = h.outputs["a", 0]
     h.add(request("b", text(100) + tokens[:-1], max_tokens=1))
@@ -840,22 +840,22 @@ def test_runs_behind_unchecked_guesses_wait_only_where_they_must(right: bool) ->
     h.add(request("a", text(100), max_tokens=300))
     h.drain()
     parts = [part_of(plan, 0) for plan in h.plans[1:]]
-    known = [part.start for part in parts if part.slack is None]
+    known = [part.start for part in parts if part.unresolved is None]
     assert known in ([100], [100, 255]) and len(parts) > 100
-    assert any(part.end == 256 and part.slack in (None, 0) for part in parts) and sum(bool(plan.saves) for plan in h.plans) > 0
-    assert {part.slack for part in parts} <= {None, 0, 1, 2} and any(part.slack == 2 for part in parts)
+    assert any(part.end == 256 and part.unresolved in (None, 0) for part in parts) and sum(bool(plan.saves) for plan in h.plans) > 0
+    assert {part.unresolved for part in parts} <= {None, 0, 1, 2} and any(part.unresolved == 2 for part in parts)
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_window_slides_behind_unchecked_guesses_only_where_a_page_is_left(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    slides, inner = 0, Holdings.slide
+    slides, inner = 0, KVManager.slide
 
-    def slide(holdings: Holdings, seq: Sequence) -> None:
+    def slide(kv: KVManager, seq: Sequence) -> None:
         nonlocal slides
         slides += 1
-        inner(holdings, seq)
+        inner(kv, seq)
 
-    monkeypatch.setattr(Holdings, "slide", slide)
+    monkeypatch.setattr(KVManager, "slide", slide)
     h = make(drafts=2, right=right)
     h.add(request("a", text(100), max_tokens=600))
     h.drain()
@@ -895,7 +895,7 @@ def test_end_behind_unchecked_guesses_drops_what_was_planned_there() -> None:
     h = make(drafts=2)
     h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
     h.drain()
-    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].slack is not None
+    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].unresolved is not None
 
 
 def test_deadline_drops_the_token_in_flight() -> None:

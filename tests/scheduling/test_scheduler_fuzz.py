@@ -1,4 +1,4 @@
-"""Random requests against the simulated device: whatever happens, every sequence reads its own state and gets its own tokens."""
+"""Random requests against the simulated device: every sequence reads its own state and gets its own tokens."""
 
 from __future__ import annotations
 
@@ -87,13 +87,21 @@ class Traffic:
 
 
 def make_harness(
-    rng: random.Random, drafts: int = 0, right: Callable[[], bool] | None = None, *, stages: int = 1, ahead: bool = False
+    rng: random.Random,
+    drafts: int = 0,
+    right: Callable[[], bool] | None = None,
+    *,
+    stages: int = 1,
+    ahead: bool = False,
+    windows: bool = True,
 ) -> Harness:
+    """Without ``windows`` the model has neither sliding-window pages nor compressor state: only grow pages."""
     limits = SchedulerLimits(
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_num_batched_tokens=rng.choice((5, 64, 100, 256, 300, 700, 2048)),
         max_model_len=rng.choice((258, 400, 513, 900, 1100)),
-        window=rng.choice((2, 8, 64, 65, 128, 128, 128, 130)),
+        window=rng.choice((2, 8, 64, 65, 128, 128, 128, 130)) if windows else 0,
+        snapshots=windows,
         prefix_checkpoint_tokens=rng.choice((256, 512, 1024)),
         enable_prefix_caching=rng.random() < 0.9,
         max_drafts=drafts,
@@ -102,9 +110,9 @@ def make_harness(
     )
     pools = Pools.sized(
         grow=pages_for(limits.max_model_len - 1) + rng.choice((0, 1, 3, 8)),
-        window=limits.window_pages + rng.choice((0, 1, 4, 20)),
+        window=limits.window_pages + rng.choice((0, 1, 4, 20)) if windows else 0,
         slots=rng.choice((1, 2, 4, 8)),
-        snapshots=rng.choice((0, 1, 2, 5, 20)),
+        snapshots=rng.choice((0, 1, 2, 5, 20)) if windows else 0,
     )
     return Harness(limits, pools, overlap=rng.random() < 0.7, right=right, ahead=ahead)
 
@@ -117,15 +125,15 @@ def test_scheduler_random_traffic_reads_only_its_own_state(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40, 70))
 def test_scheduler_with_drafts_reads_only_its_own_state(seed: int) -> None:
-    """Guesses are right, wrong or missing at random; whatever is rejected leaves no trace."""
+    """Drafts are accepted, rejected or missing at random; rejected ones leave no trace."""
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
     run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share))
 
 
 @pytest.mark.parametrize("seed", range(82, 98))
-def test_scheduler_plans_behind_guesses_that_nobody_has_checked(seed: int) -> None:
-    """Guesses made on the device: a run is planned for wherever the one before may end, and the device knows where."""
+def test_scheduler_plans_while_drafts_are_unresolved(seed: int) -> None:
+    """Drafts made on the device: a span is planned for any number of accepted drafts, which the device knows."""
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.3, 0.7, 0.9, 1.0))
     run_traffic(rng, make_harness(rng, rng.choice((1, 1, 2, 4)), lambda: rng.random() < share, ahead=True))
@@ -136,6 +144,17 @@ def test_scheduler_of_a_pipeline_reads_only_its_own_state(seed: int) -> None:
     rng = random.Random(seed)
     drafts = rng.choice((0, 0, 2))
     run_traffic(rng, make_harness(rng, drafts, (lambda: rng.random() < 0.5) if drafts else None, stages=rng.choice((2, 2, 3, 5))))
+
+
+@pytest.mark.parametrize("seed", range(98, 122))
+def test_scheduler_without_windows_and_compressor_state_reads_only_its_own_state(seed: int) -> None:
+    """A family whose state is grow pages alone: prefixes are cached without snapshots."""
+    rng = random.Random(seed)
+    drafts, ahead = rng.choice(((0, False), (2, False), (2, True)))
+    harness = make_harness(rng, drafts, (lambda: rng.random() < 0.6) if drafts else None, ahead=ahead, windows=False)
+    run_traffic(rng, harness)
+    assert not any(part.window_pages for plan in harness.plans for part in plan.sequences)
+    assert not harness.limits.enable_prefix_caching or sum(harness.cached.values()) or harness.limits.max_model_len < 400
 
 
 def run_traffic(rng: random.Random, harness: Harness) -> None:

@@ -102,10 +102,10 @@ def test_runs_begin_where_those_before_them_ended(
     ends.heads[0] += 200
     behind = [data.draw(st.booleans()) for _ in plans]
     asked = [
-        plan._replace(start=200, slack=4, token_ids=(IN_FLIGHT,) * width, drafts=width - 1) if flag and width > 1 else plan
+        plan._replace(start=200, unresolved=4, token_ids=(IN_FLIGHT,) * width, drafts=width - 1) if flag and width > 1 else plan
         for plan, flag in zip(plans, behind, strict=True)
     ]
-    asked[0] = asked[0] if asked[0].slack is not None else asked[0]._replace(token_ids=(IN_FLIGHT,), drafts=0)
+    asked[0] = asked[0] if asked[0].unresolved is not None else asked[0]._replace(token_ids=(IN_FLIGHT,), drafts=0)
     plan = StepPlan(step=0, sequences=tuple(asked))
     known = ends.settle(plan).sequences
     last_token = torch.arange(7, 8 + SLOTS)

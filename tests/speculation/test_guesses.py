@@ -11,9 +11,9 @@ import pytest
 
 from dsv4lite.config import MTP, Drafting, NGram
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
-from dsv4lite.speculation.draft_policy import StepCosts
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.ngram import NGramSpeculator
-from dsv4lite.speculation.speculator import Guesses
+from dsv4lite.speculation.speculator import DraftProposer
 
 MAX_K = 4
 
@@ -22,7 +22,7 @@ class Device:
     """Steps of a known cost, with drafts that are right with a known chance; those for a step are made in the one before it."""
 
     def __init__(self, drafting: Drafting, *, num_sequences: int, ahead: bool) -> None:
-        self.guesses = Guesses(drafting, vocab_size=10, clock=lambda: self.seconds)
+        self.guesses = DraftProposer(drafting, vocab_size=10, clock=lambda: self.seconds)
         self.rng = random.Random(1)
         self.num_sequences, self.ahead = num_sequences, ahead
         self.made = 0
@@ -118,7 +118,7 @@ class Ahead:
 
     def __init__(self, k: int, num_sequences: int, chance: float, costs: StepCosts | None = None, *, seed: int = 7) -> None:
         drafting = Drafting(own=MTP(k), adaptive=True)
-        self.guesses = Guesses(drafting, vocab_size=10, costs=costs, clock=lambda: self.now, ahead=True)
+        self.guesses = DraftProposer(drafting, vocab_size=10, costs=costs, clock=lambda: self.now)
         self.rng = random.Random(seed)
         self.forgets, self.seen = 0.3, 128.0
         self.num_sequences, self.chance = num_sequences, chance

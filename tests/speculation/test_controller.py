@@ -1,4 +1,4 @@
-"""The draft policy in a simulated engine whose costs and acceptance are known."""
+"""The draft controller in a simulated engine whose step costs and acceptance are known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dsv4lite.speculation.draft_policy import EXPLORATION, DraftPolicy, StepCosts
-from dsv4lite.speculation.draft_stretches import DraftStretches
+from dsv4lite.speculation.controller import EXPLORATION, Acceptance, DraftController, StepCosts
 
 MAX_K = 4
 Cost = Callable[[int, int], float]
@@ -47,10 +46,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.policy = DraftPolicy(self.max_k, costs=self.costs)
         self.now = 0.0
+        self.controller = DraftController(self.max_k, lambda: self.now, costs=self.costs)
         self.delay: Cost = lambda num_sequences, k: 1.0  # by others, that is not counted
-        self.stretches = DraftStretches(self.policy, lambda: self.now)
         self.chosen: list[int] = []
         # Tokens expected of the chosen k, of the best fixed one, and of the better of on and off in the same time.
         self.tokens = self.best = self.switched = 0.0
@@ -58,15 +56,15 @@ class Engine:
     def run(self, steps: int, num_sequences: int, acceptance: Sequence[float]) -> None:
         rates = [rate(self.cost, acceptance, num_sequences, k) for k in range(self.max_k + 1)]
         for _ in range(steps):
-            k = self.stretches.choose(num_sequences)
+            k = self.controller.choose(num_sequences)
             mean_seconds = self.cost(num_sequences, k)
             self.now += mean_seconds * max(0.3, self.rng.gauss(1, self.noise)) * self.delay(num_sequences, k)
             accepted, reached = [], num_sequences
             for chance in acceptance[:k]:
                 reached = sum(self.rng.random() < chance for _ in range(reached))
                 accepted.append(reached)
-            if k and not self.stretches.switches:
-                self.policy.learn(num_sequences, accepted)
+            if k:
+                self.controller.learn(num_sequences, accepted)
             self.chosen.append(k)
             self.tokens += mean_seconds * rates[k]
             self.best += mean_seconds * max(rates)
@@ -79,12 +77,14 @@ GOOD, MIDDLING, BAD = (0.85, 0.7, 0.6, 0.5), (0.4, 0.3, 0.2, 0.2), (0.05, 0.05, 
 @pytest.mark.parametrize("noise", [0.02, 0.2])
 @pytest.mark.parametrize("num_sequences", [1, 16, 256])
 @pytest.mark.parametrize("acceptance", [GOOD, MIDDLING, BAD], ids=["good", "middling", "bad"])
-def test_policy_is_hardly_slower_than_the_best_fixed_choice(acceptance: Sequence[float], num_sequences: int, noise: float) -> None:
+def test_controller_is_hardly_slower_than_the_best_fixed_choice(
+    acceptance: Sequence[float], num_sequences: int, noise: float
+) -> None:
     engine = Engine(gpu, noise)
     engine.run(6000, num_sequences, acceptance)
     assert engine.tokens > 0.97 * engine.best
     assert engine.tokens > 0.97 * engine.switched
-    state = engine.policy.snapshot()
+    state = engine.controller.stats()
     settled = state.classes[0].k
     fastest = max(rate(gpu, acceptance, num_sequences, k) for k in range(MAX_K + 1))
     assert rate(gpu, acceptance, num_sequences, settled) > 0.95 * fastest
@@ -92,28 +92,28 @@ def test_policy_is_hardly_slower_than_the_best_fixed_choice(acceptance: Sequence
     assert state.lost_seconds < 2 * EXPLORATION * state.seconds
 
 
-def test_policy_sees_over_a_step_of_the_costs() -> None:
+def test_controller_sees_over_a_step_of_the_costs() -> None:
     """One draft more is no gain, three are: looking at the next k only would find nothing."""
     engine = Engine(staircase, 0.05)
     assert staircase(16, 1) == 2 * staircase(16, 0) and staircase(4, 3) == staircase(4, 0)
     engine.run(1500, 4, (0.5, 0.5, 0.5, 0.5))
-    assert engine.policy.snapshot().classes[0].k == 3
+    assert engine.controller.stats().classes[0].k == 3
     engine.run(1500, 16, GOOD)
-    assert engine.policy.snapshot().classes[-1].k == 0
+    assert engine.controller.stats().classes[-1].k == 0
     assert engine.tokens > 0.92 * engine.best
 
 
 @pytest.mark.parametrize(("num_sequences", "before", "after"), [(1, BAD, GOOD), (8, GOOD, BAD), (64, BAD, GOOD), (64, GOOD, BAD)])
-def test_policy_follows_a_change_of_acceptance(num_sequences: int, before: Sequence[float], after: Sequence[float]) -> None:
+def test_controller_follows_a_change_of_acceptance(num_sequences: int, before: Sequence[float], after: Sequence[float]) -> None:
     engine = Engine(gpu, 0.05)
     engine.run(3000, num_sequences, before)
     engine.run(2500, num_sequences, after)
-    used = engine.policy.snapshot().classes[0].k
+    used = engine.controller.stats().classes[0].k
     fastest = max(rate(gpu, after, num_sequences, k) for k in range(MAX_K + 1))
     assert rate(gpu, after, num_sequences, used) > 0.96 * fastest
 
 
-def test_policy_does_not_flap_where_nothing_is_to_be_gained() -> None:
+def test_controller_does_not_flap_where_nothing_is_to_be_gained() -> None:
     """With half of all drafts accepted, costs that grow with the tokens make every k as good as any other."""
 
     def even(num_sequences: int, k: int) -> float:
@@ -121,11 +121,11 @@ def test_policy_does_not_flap_where_nothing_is_to_be_gained() -> None:
 
     engine = Engine(even, 0.1)
     engine.run(10_000, 16, (0.5, 0.5, 0.5, 0.5))
-    assert engine.policy.snapshot().changes <= 10
+    assert engine.controller.stats().changes <= 10
     assert engine.tokens > 0.97 * engine.best
 
 
-def test_policy_serves_all_sizes_of_a_load_that_rises_and_falls() -> None:
+def test_controller_serves_all_sizes_of_a_load_that_rises_and_falls() -> None:
     engine = Engine(gpu, 0.1)
     for i in range(6400):
         engine.run(1, 1 + abs(i // 20 % 160 - 80), GOOD)
@@ -138,25 +138,26 @@ def test_costs_that_rise_for_all_lengths_do_not_change_the_choice() -> None:
     scale = [1.0]
     engine = Engine(lambda r, k: scale[0] * gpu(r, k), 0.02)
     engine.run(2000, 64, MIDDLING)
-    used, before = engine.policy.snapshot().classes[0].k, engine.policy.snapshot().changes
+    used, before = engine.controller.stats().classes[0].k, engine.controller.stats().changes
     for _ in range(2000):
         scale[0] *= 1.0005
         engine.run(1, 64, MIDDLING)
-    state = engine.policy.snapshot()
+    state = engine.controller.stats()
     assert (state.classes[0].k, state.changes) == (used, before) == (1, before)
 
 
-def test_new_class_begins_as_its_neighbour() -> None:
+def test_new_bucket_starts_as_its_neighbour() -> None:
     engine = Engine(gpu, 0.0)
     engine.run(2000, 12, BAD)
-    assert engine.policy.snapshot().classes[0].k == 0
-    assert engine.policy.choose(13)[0] == 0
+    assert engine.controller.stats().classes[0].k == 0
+    engine.run(5, 20, BAD)
+    assert engine.chosen[-5:] == [0] * 5
 
 
 def test_acceptance_is_measured_by_position() -> None:
     engine = Engine(gpu, 0.02)
     engine.run(4000, 8, (0.9, 0.7, 0.8, 0.6))
-    assert engine.policy.snapshot().acceptance == pytest.approx((0.9, 0.7, 0.8, 0.6), abs=0.06)
+    assert engine.controller.stats().acceptance == pytest.approx((0.9, 0.7, 0.8, 0.6), abs=0.06)
 
 
 def test_equal_observations_lead_to_equal_decisions() -> None:
@@ -165,7 +166,7 @@ def test_equal_observations_lead_to_equal_decisions() -> None:
         engine = Engine(gpu, 0.2, seed=5)
         engine.run(500, 3, MIDDLING)
         engine.run(500, 30, GOOD)
-        runs.append((engine.chosen, engine.policy.snapshot()))
+        runs.append((engine.chosen, engine.controller.stats()))
     assert runs[0] == runs[1]
 
 
@@ -173,7 +174,7 @@ def test_equal_observations_lead_to_equal_decisions() -> None:
 def test_short_drafts_are_chosen_too(max_k: int) -> None:
     engine = Engine(lambda num_sequences, k: 0.01, 0.0, max_k=max_k)
     engine.run(300, 5, (0.8, 0.8))
-    used = engine.policy.snapshot().classes[0]
+    used = engine.controller.stats().classes[0]
     assert set(engine.chosen) <= set(range(max_k + 1)) and used.k == max_k
     assert used.seconds == pytest.approx([0.01] * (1 + max_k))
 
@@ -184,7 +185,7 @@ def test_lengths_that_cannot_pay_are_tried_ever_less() -> None:
     tries, lost = [], []
     for _ in range(10):
         engine.run(1000, 8, GOOD)
-        state = engine.policy.snapshot()
+        state = engine.controller.stats()
         tries.append(state.tries)
         lost.append(state.lost_seconds)
     used = state.classes[0]
@@ -195,21 +196,71 @@ def test_lengths_that_cannot_pay_are_tried_ever_less() -> None:
     assert engine.tokens > 0.985 * engine.best
 
 
+class Clock:
+    """Steps of one second."""
+
+    now = 0.0
+
+    def run(self, controller: DraftController, steps: int, num_sequences: int = 8, *, prompts: bool = False) -> list[int]:
+        lengths = []
+        for _ in range(steps):
+            lengths.append(controller.choose(num_sequences))
+            if prompts:
+                controller.interrupt()
+            self.now += 100.0 if prompts else 1.0
+        return lengths
+
+
 @pytest.mark.parametrize("forgets", [0.0, 0.3])
-def test_acceptance_behind_a_gap_says_how_it_will_be(forgets: float) -> None:
-    """A drafter that was left out is accepted less at first; how much less is learned, and the rest is what counts."""
-    policy, rng, seen = DraftPolicy(1, forgets=True), random.Random(3), 128.0
+def test_acceptance_after_a_gap_predicts_that_of_a_full_context(forgets: float) -> None:
+    """A drafter that had no part in some steps is accepted less at first; how much less is learned and taken out."""
+    acceptance, rng, context = Acceptance(1, forgets=True), random.Random(3), 128.0
     for step in range(3000):
-        if step % 100 >= 70:  # whatever it would choose
-            policy.observe(16, 0, 1, None)
-            seen *= 0.92
+        if step % 100 >= 70:
+            acceptance.skip(1)
+            context *= 0.92
             continue
-        seen = min(128.0, seen + 1)
-        chance = 0.6 * (1 - forgets / (1 + seen / 10))
-        policy.learn(16, [sum(rng.random() < chance for _ in range(16))])
+        context = min(128.0, context + 1)
+        chance = 0.6 * (1 - forgets / (1 + context / 10))
+        acceptance.learn(16, [sum(rng.random() < chance for _ in range(16))])
         if step > 1000 and step % 100 == 4:
-            early = policy.snapshot().acceptance[0]
-            assert early == pytest.approx(0.6, abs=0.06)
+            assert acceptance.probabilities() == pytest.approx([0.6], abs=0.06)
+
+
+def test_steps_with_prompts_and_pauses_are_not_timed() -> None:
+    clock = Clock()
+    controller = DraftController(1, lambda: clock.now)
+    clock.run(controller, 200)
+    before = controller.stats()
+    for _ in range(20):
+        clock.run(controller, 3, prompts=True)
+        clock.run(controller, 10)
+        controller.interrupt(idle=True)
+        clock.now += 1000.0
+        clock.run(controller, 10)
+    after = controller.stats()
+    assert after.seconds - before.seconds == pytest.approx(sum(after.classes[0].steps) - sum(before.classes[0].steps))
+    assert 100 < after.seconds - before.seconds < 400
+    assert [seconds for seconds in after.classes[0].seconds if seconds is not None] == pytest.approx([1.0, 1.0])
+
+
+def test_nothing_is_probed_among_prompts() -> None:
+    clock = Clock()
+    controller = DraftController(MAX_K, lambda: clock.now)
+    assert set(clock.run(controller, 500, prompts=True)) == {1}
+    state = controller.stats()
+    assert controller.windows > 10 and state.tries == 0 and state.seconds == 0
+    assert len(set(clock.run(controller, 500))) > 1
+
+
+def test_decision_is_new_when_the_batch_changes_by_a_quarter() -> None:
+    clock = Clock()
+    controller = DraftController(1, lambda: clock.now)
+    for num_sequences in (8, 9, 10, 7, 6, 8):
+        clock.run(controller, 1, num_sequences)
+    assert controller.windows == 1
+    clock.run(controller, 1, 11)
+    assert controller.windows == 2
 
 
 def test_few_steps_that_others_delayed_do_not_end_what_pays_elsewhere() -> None:
@@ -218,10 +269,10 @@ def test_few_steps_that_others_delayed_do_not_end_what_pays_elsewhere() -> None:
     engine.run(300, 1, (0.85,))
     engine.delay = lambda num_sequences, k: 3.5 if k else 1.0
     engine.run(40, 8, (0.85,))
-    assert engine.policy.snapshot().classes[-1].k == 0
+    assert engine.controller.stats().classes[-1].k == 0
     engine.delay = lambda num_sequences, k: 1.0
     engine.run(500, 8, (0.85,))
-    assert engine.policy.snapshot().classes[-1].k == 1
+    assert engine.controller.stats().classes[-1].k == 1
 
 
 @pytest.mark.parametrize("max_k", [1, MAX_K])
@@ -236,7 +287,7 @@ def test_steps_that_do_what_is_done_once_do_not_decide(max_k: int) -> None:
 
     engine.delay = once
     engine.run(400, 8, (0.8,) * MAX_K)
-    assert engine.policy.snapshot().classes[0].k >= min(max_k, 3)
+    assert engine.controller.stats().classes[0].k >= min(max_k, 3)
     assert engine.chosen[50:].count(0) < 20
 
 
@@ -269,7 +320,7 @@ def test_host_that_makes_all_steps_longer_does_not_hide_what_pays() -> None:
         lambda num_sequences, k: 0.006 + (0.002, 0.0046)[k], 0.02, max_k=1, costs=StepCosts(seconds={1: (0.002, 0.0046)})
     )
     engine.run(1500, 1, GOOD)
-    assert engine.policy.snapshot().classes[0].k == 1
+    assert engine.controller.stats().classes[0].k == 1
     assert engine.tokens > 0.96 * engine.best
 
 
