@@ -282,7 +282,9 @@ class Runner:
         batch.max_tokens = longest
         streams_TND = self._forward(batch, drafts=True)
         if self.model.share.last:
-            self.model.logits(streams_TND[:1])
+            logits = self.model.logits(streams_TND[:1])
+            if self.sampler is not None and self._graphs is None:  # graphs bring their sampling along
+                self.sampler.warm_up(logits)
         if self._drafter is not None:
             self._drafter.feed(batch, streams_TND, batch.token_ids_T)
             nobody = Chain.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])

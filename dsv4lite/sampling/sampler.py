@@ -35,6 +35,7 @@ from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import (
     BEST,
+    EVERYTHING,
     HEADER,
     NOTHING,
     NUM_COLUMNS,
@@ -296,6 +297,12 @@ class Sampler:
     ) -> Tensor:
         """Sample; see ``sample_rows``. Without ``masks`` nothing here asks the host, so that it can be captured."""
         return sample_rows(logits, best, slots, positions, self.settings, last_token, self.space, needs, run, masks=masks)
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Launch every kernel once on rows of padding, whose logits float32 [R, V] are arbitrary."""
+        padding = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
+        nowhere = torch.empty(len(self.settings), dtype=torch.int64, device=logits.device)
+        self.run(logits, argmax_finite(logits), padding, padding, nowhere, EVERYTHING)
 
     def finish(
         self,

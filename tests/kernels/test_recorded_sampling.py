@@ -1,4 +1,4 @@
-"""Whole steps with sampling behind them, as they are recorded on a device, against the sampler on the host."""
+"""Whole steps with sampling behind them, as they are captured on a device, against steps without graphs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
     return found
 
 
-def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
+def test_runs_after_unchecked_drafts_sample_as_others_do() -> None:
     """Penalties, streams of random numbers and log-probabilities follow the positions that only the device knows."""
     settings: dict[str, Any] = {"temperature": 1.5, "seed": 4, "logprobs": 1, "allowed_token_ids": (3, 4), "frequency_penalty": 0.5}
     request = Request(request_id="", prompt_token_ids=(5, 6, 7), params=SamplingParams(**settings, max_tokens=11), eos_token_id=1)
@@ -161,7 +161,7 @@ def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
     assert sum(behind) > 2 < sum(update.accepted for update in updates)
 
 
-def test_recorded_steps_sample_as_the_host_does() -> None:
+def test_captured_steps_sample_as_others_do() -> None:
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
     model = fill(poisoned(TINY, numerics), tiny_checkpoint(TINY)).requires_grad_(False)
     plain = run(runner_of(model, recorded=False))
