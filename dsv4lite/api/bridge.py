@@ -1,8 +1,11 @@
-"""The one way from the engine's thread to those who wait for it.
+"""The one way from the engine's thread to its callers, and the one way in which a caller waits.
 
-A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or a thread of its own for the
-synchronous face. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a
-home that is gone swallows what is posted, so that the engine's thread does not die with its host's loop.
+A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or for ``LLM`` a thread of its
+own. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a home that is
+gone drops what is posted, so that the engine's thread does not die with its host's loop.
+
+Waiting is a coroutine on every bridge. On a ``LoopBridge`` it suspends the caller's task; on a ``ThreadBridge`` it blocks the
+caller's thread and never suspends, so that ``blocking.finish`` can run the whole call without an event loop.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 
-log = logging.getLogger("dsv4lite.face")
+log = logging.getLogger("dsv4lite.api")
 
 T = TypeVar("T")
 Callback = Callable[[], None]
@@ -32,8 +36,18 @@ Callback = Callable[[], None]
 _LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a timer that is later is waited for in parts
 
 
+class Signal(Protocol):
+    """Wakes the reader of a stream or a batch, which looks for news first and waits if it sees none."""
+
+    def __call__(self) -> None:
+        """Wake the reader; from any thread, without blocking."""
+
+    async def wait(self) -> None:
+        """Wait for a call since the reader looked last."""
+
+
 class Bridge(ABC):
-    """Runs callbacks at home."""
+    """Runs callbacks at home, and lets callers wait."""
 
     @abstractmethod
     def post(self, callback: Callback) -> bool:
@@ -59,6 +73,22 @@ class Bridge(ABC):
             wait: Until it has ended. Without, a finalizer may call this.
         """
 
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the caller may wait here: a bridge to a loop wants a task of that loop."""
+
+    @abstractmethod
+    async def wait(self, future: Future[T]) -> T:
+        """Wait for a future that any thread may complete. Cancelling the wait leaves the future alone."""
+
+    @abstractmethod
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Return the result of work that is too long for an event loop."""
+
+    @abstractmethod
+    def signal(self) -> Signal:
+        """Return a new signal for a reader who waits here."""
+
 
 class LoopBridge(Bridge):
     """A bridge whose home is an event loop; made by ``current_loop``."""
@@ -66,10 +96,7 @@ class LoopBridge(Bridge):
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._closed = anyio.Event()
-
-    @abstractmethod
-    def is_current(self) -> bool:
-        """Whether the caller is a task of the home loop."""
+        self._workers = anyio.CapacityLimiter(2)
 
     @abstractmethod
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -95,12 +122,38 @@ class LoopBridge(Bridge):
             self.post(callback)
 
     async def wait(self, future: Future[T]) -> T:
-        """Wait at home for a future that any thread may complete. Cancelling the wait leaves the future alone."""
         if not future.done():
             event = anyio.Event()
             future.add_done_callback(lambda _: self.run(event.set))
             await event.wait()
         return future.result()
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._workers)
+
+    def signal(self) -> Signal:
+        return _LoopSignal(self)
+
+
+class _LoopSignal:
+    """Wakes all tasks that wait. A task looks and waits on the loop, where callbacks run too, so that no call is missed."""
+
+    def __init__(self, bridge: LoopBridge) -> None:
+        self._bridge = bridge
+        self._event: anyio.Event | None = None
+
+    def __call__(self) -> None:
+        self._bridge.run(self._fire)
+
+    async def wait(self) -> None:
+        if self._event is None:
+            self._event = anyio.Event()
+        await self._event.wait()
+
+    def _fire(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
 
 
 class AsyncioBridge(LoopBridge):
@@ -198,11 +251,23 @@ class ThreadBridge(Bridge):
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def is_current(self) -> bool:
+        return True
+
+    async def wait(self, future: Future[T]) -> T:
+        return future.result()
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def signal(self) -> Signal:
+        return _ThreadSignal()
+
     def _run(self) -> None:
         while (callback := self._next()) is not None:
             try:
                 callback()
-            except BaseException:  # requests of everyone else depend on this thread
+            except BaseException:  # all other requests depend on this thread
                 log.exception("a callback failed; the thread goes on")
             del callback  # while there is nothing to do, the thread keeps nothing alive
         self._at_exit.detach()
@@ -216,6 +281,20 @@ class ThreadBridge(Bridge):
             except queue.Empty:
                 if self._timers[0][0] <= time.monotonic():
                     return heapq.heappop(self._timers)[2]
+
+
+class _ThreadSignal:
+    """Wakes the thread that waits. A call that comes before the wait ends that wait at once."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __call__(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        self._event.wait()
+        self._event.clear()
 
 
 def current_loop() -> LoopBridge:

@@ -20,7 +20,6 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from dsv4lite.api import session
 from dsv4lite.api.common import EngineSettings
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.errors import (
@@ -37,23 +36,10 @@ from dsv4lite.errors import (
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
-from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless
+from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
 
 Test = Callable[[Lab], Awaitable[None]]
-MANY = SamplingParams(max_tokens=100_000, detokenize=False)
-ENDLESS = SamplingParams(max_tokens=None, detokenize=False)  # with the model of this name a request never ends by itself
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    lab = Lab()
-    monkeypatch.setattr(session, "open_engine", lab.open_engine)
-    yield lab
-    leaked = [engine for engine in lab.engines if engine.alive]
-    for engine in leaked:
-        engine.close()
-    assert not leaked, "an engine outlived its test"
 
 
 def both_loops(test: Test) -> Callable[[str, Lab], None]:
