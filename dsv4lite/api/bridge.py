@@ -33,17 +33,17 @@ log = logging.getLogger("dsv4lite.api")
 T = TypeVar("T")
 Callback = Callable[[], None]
 
-_LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a timer that is later is waited for in parts
+_LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a later timer is waited for in parts
 
 
 class Signal(Protocol):
-    """Wakes the reader of a stream or a batch, which looks for news first and waits if it sees none."""
+    """Wakes the reader of a stream or a batch. A reader looks for something new first, and waits if there is nothing."""
 
     def __call__(self) -> None:
         """Wake the reader; from any thread, without blocking."""
 
     async def wait(self) -> None:
-        """Wait for a call since the reader looked last."""
+        """Wait for the first call after the reader looked."""
 
 
 class Bridge(ABC):
@@ -59,18 +59,18 @@ class Bridge(ABC):
     @property
     @abstractmethod
     def is_gone(self) -> bool:
-        """Whether the home has ended, perhaps without running all that was posted."""
+        """Whether the home has ended, perhaps before all posted callbacks have run."""
 
     @abstractmethod
     def post_later(self, seconds: float, callback: Callback) -> None:
-        """The same after a delay of any length; forgotten if the home goes away, or the bridge is closed, before."""
+        """Run ``callback`` at home after a delay of any length; dropped if the home ends or the bridge is closed before."""
 
     @abstractmethod
     def close(self, *, wait: bool = True) -> None:
-        """Forget timers and end what the bridge has made, its thread if it has one; may be repeated.
+        """Drop timers and end the bridge's thread, if it has one. May be repeated.
 
         Args:
-            wait: Until it has ended. Without, a finalizer may call this.
+            wait: Wait for the end of the thread. Without, a finalizer may call this.
         """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def signal(self) -> Signal:
-        """Return a new signal for a reader who waits here."""
+        """Return a new signal, for a reader that waits on this bridge."""
 
 
 class LoopBridge(Bridge):
@@ -207,7 +207,7 @@ class TrioBridge(LoopBridge):
 
     @property
     def is_gone(self) -> bool:
-        return self._gone  # a run that ends runs what was posted; it shows at the next post
+        return self._gone  # a run that ends still runs what was posted; only the next post shows it
 
     def is_current(self) -> bool:
         return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
@@ -215,7 +215,7 @@ class TrioBridge(LoopBridge):
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             self._trio.lowlevel.spawn_system_task(work, context=contextvars.copy_context())
-        except RuntimeError:  # the run is ending; what it would have waited for does not matter any more
+        except RuntimeError:  # the run is ending, so that the work is not needed any more
             return
 
 
@@ -228,7 +228,7 @@ class ThreadBridge(Bridge):
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # As for the engine's thread, which ends first, being younger: this one may be inside torch, too.
+        # As for the engine's thread, which ends first, being younger: this one may be inside torch when the interpreter ends.
         self._at_exit = weakref.finalize(self._thread, self.close)
         self._thread.start()
 
@@ -245,7 +245,7 @@ class ThreadBridge(Bridge):
         self.post(lambda: heapq.heappush(self._timers, (due, next(self._order), callback)))
 
     def close(self, *, wait: bool = True) -> None:
-        """Run what is posted so far and end the thread."""
+        """Run what is posted so far, and end the thread."""
         self._closed = True
         self._inbox.put(None)
         if wait and threading.current_thread() is not self._thread:
@@ -269,7 +269,7 @@ class ThreadBridge(Bridge):
                 callback()
             except BaseException:  # all other requests depend on this thread
                 log.exception("a callback failed; the thread goes on")
-            del callback  # while there is nothing to do, the thread keeps nothing alive
+            del callback  # an idle thread must keep nothing alive
         self._at_exit.detach()
 
     def _next(self) -> Callback | None:

@@ -161,8 +161,8 @@ class BaseLLM:
     async def _submit(self, job: Job, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
-        draft = await self._bridge.offload(job.make) if job.is_long else job.make()
-        return self._session.submit(draft, streaming=streaming, wake=wake)
+        checked = await self._bridge.offload(job.make) if job.is_long else job.make()
+        return self._session.submit(checked, streaming=streaming, wake=wake)
 
     async def _run(self, job: Job) -> RequestOutput:
         """Submit a request and wait for its output; an exception that ends the wait ends the request."""

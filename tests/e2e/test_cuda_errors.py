@@ -370,7 +370,7 @@ def test_stream_that_cannot_be_left_hides_nothing(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="first"), own_stream(torch.device("cuda", 0)):
         raise ZeroDivisionError("first")
-    assert emptied == [True] * works and ("could not be given back" in caplog.text) != works
+    assert emptied == [True] * works and ("could not be returned" in caplog.text) != works
     assert idle.qsize() == works  # the next engine runs on it, unless it is broken
 
 

@@ -201,7 +201,7 @@ def test_deadline_far_away_holds_up_nothing(lab: Lab, pool: ThreadPoolExecutor) 
     lab.held = True
     with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
         futures = [pool.submit(llm.generate, "x", SamplingParams(), deadline=deadline) for deadline in (1e12, 1e300, 1e12, 2e9)]
-        until(lambda: len(llm._session._line) == 2)
+        until(lambda: len(llm._session._queue) == 2)
         lab.engine.go()
         assert [future.result(30).text for future in futures] == ["x"] * 4
         assert llm.generate("y", SamplingParams()).text == "y"
@@ -227,7 +227,7 @@ def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
             with llm.paused(mode):  # type: ignore[arg-type]
                 before = len(lab.engine.submitted)
                 future = pool.submit(llm.generate, "x", SamplingParams())
-                until(lambda: bool(llm._session._line))
+                until(lambda: bool(llm._session._queue))
                 assert len(lab.engine.submitted) == before and llm.state is Phase.PAUSED
             assert future.result(30).text == "x"
         llm.pause()
