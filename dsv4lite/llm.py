@@ -228,11 +228,7 @@ class AsyncLLM(BaseLLM):
             reasoning: How hard to think before the answer; ``"none"`` is not to.
             allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
                 default they are text, and a tool's result cannot close its own tag.
-            request_id: As in ``generate``, like all that follow.
-            priority: Smaller runs earlier.
-            deadline: Seconds from now.
-            cache_salt: Share cached prefixes only within.
-            wait: For a place in a full queue.
+            request_id, priority, deadline, cache_salt, wait: As in ``generate``.
 
         Returns:
             An output whose ``text`` is the answer, with ``reasoning`` and ``tool_calls`` apart.

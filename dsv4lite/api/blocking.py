@@ -11,14 +11,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import update_wrapper
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.request import Delta, RequestOutput
 
 P = ParamSpec("P")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 A = TypeVar("A")
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -83,19 +82,11 @@ def _described(call: C, method: Callable[..., Any], returns: Any = None) -> C:
     return call
 
 
-class _AsyncIterator(Protocol[T_co]):
-    """What both iterators of ``AsyncLLM`` are."""
-
-    async def __aenter__(self) -> object: ...
-    async def __anext__(self) -> T_co: ...
-    async def __aexit__(self, kind: None, value: None, trace: None, /) -> None: ...
-
-
 class _Blocking(Iterator[T]):
     """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``."""
 
-    def __init__(self, source: _AsyncIterator[T]) -> None:
-        self._source = source
+    def __init__(self, source: AsyncStream | AsyncCompletions) -> None:
+        self._source: Any = source
 
     def __enter__(self) -> Self:
         finish(self._source.__aenter__())
@@ -109,7 +100,8 @@ class _Blocking(Iterator[T]):
 
     def __next__(self) -> T:
         try:
-            return finish(self._source.__anext__())
+            item: T = finish(self._source.__anext__())
+            return item
         except StopAsyncIteration:
             raise StopIteration from None
 
