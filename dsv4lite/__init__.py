@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsv4lite.api.blocking import Completions as Completions
+    from dsv4lite.api.blocking import Stream as Stream
     from dsv4lite.api.streams import AsyncCompletions as AsyncCompletions
     from dsv4lite.api.streams import AsyncStream as AsyncStream
-    from dsv4lite.api.streams import Completions as Completions
-    from dsv4lite.api.streams import Stream as Stream
     from dsv4lite.config import MTP as MTP
     from dsv4lite.config import DSpark as DSpark
     from dsv4lite.config import EngineConfig as EngineConfig
@@ -53,7 +53,8 @@ _HOME = {
     name: f"dsv4lite.{module}"
     for module, names in {
         "llm": "AsyncLLM LLM",
-        "api.streams": "AsyncStream Stream AsyncCompletions Completions",
+        "api.streams": "AsyncStream AsyncCompletions",
+        "api.blocking": "Stream Completions",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
         "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase",
         "text.structured": "StructuredOutputs",

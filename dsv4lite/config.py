@@ -130,7 +130,7 @@ Speculative = Drafter | tuple[Drafter, ...] | Literal["auto"] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """Who guesses in an engine, once its checkpoint is known.
+    """The drafters of an engine, once its checkpoint is known.
 
     Attributes:
         own: The model's own drafter.
@@ -262,7 +262,7 @@ class EngineConfig:
         max_logprobs: Most best tokens that a request may list at each position (``logprobs``, ``prompt_logprobs``).
         enable_prefix_caching: Share the state of equal prompt prefixes.
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
-        speculative: Who guesses tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
+        speculative: What drafts tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
             ``"auto"`` is what the checkpoint carries. Guesses change speed, never what is generated.
         deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit. On a CPU the
             engine then computes on one thread.

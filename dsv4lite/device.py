@@ -310,7 +310,7 @@ def _single_threaded() -> Iterator[None]:
 def own_stream(device: torch.device) -> Iterator[None]:
     """Run this thread on a stream of its own: what the host does with CUDA is neither waited for nor held up.
 
-    At the end memory that nobody uses goes back to the device: PyTorch would keep it for this stream.
+    At the end unused memory is returned to the device: PyTorch would keep it for this stream.
     """
     if device.type != "cuda":
         yield
@@ -329,8 +329,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
             inside.__exit__(None, None, None)
             torch.cuda.empty_cache()
             idle.put(stream)
-        except RuntimeError as error:  # after a CUDA error nothing works any more, and everybody knows already
-            log.warning("memory could not be given back to %s: %s", device, _first_line(error))
+        except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
+            log.warning("memory could not be returned to %s: %s", device, _first_line(error))
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -444,7 +444,7 @@ def _device_name() -> str:
 def forget_frames(error: BaseException | None) -> None:
     """Let go of what the functions held through which an exception went, and of those that it came from.
 
-    Whoever keeps the exception would else keep the model and its state. Line numbers stay.
+    Otherwise a caller that keeps the exception would keep the model and its state. Line numbers stay.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,50 +1,42 @@
-"""The library's face: ``AsyncLLM`` for event loops, ``LLM`` for everyone else. Text in, text out.
+"""The public API: ``AsyncLLM`` for event loops, ``LLM`` for synchronous code. Text in, text out.
 
-Both are thin. They add the waiting to what a ``Session`` does: with the events of the host's own loop, asyncio or Trio, or with
-those of ``threading``. Nothing is held open between calls: no task group, no cancel scope, no hidden event loop.
+``AsyncLLM`` describes every call once. Its waits go through a bridge to the host's own loop, asyncio or Trio; ``LLM`` runs the
+same calls with a bridge whose waits block the thread. Nothing is held open between calls: no task group, no cancel scope, no
+hidden event loop.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import anyio
 import anyio.to_thread
 
-from dsv4lite.api.batch import Batch, OnError
-from dsv4lite.api.bridge import LoopBridge, ThreadBridge, current_loop
-from dsv4lite.api.common import BatchParams, EngineSettings, Face, Model
-from dsv4lite.api.prepare import Job, Message, Options, Reasoning, Tool
-from dsv4lite.api.session import SERVING, PauseMode, Ticket
-from dsv4lite.api.streams import AsyncCompletions, AsyncStream, Completions, Signal, Stream, Wake, value_of
-from dsv4lite.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from dsv4lite.api.batch import OnError
+from dsv4lite.api.blocking import Completions, Stream, blocking, blocking_context, blocking_iterator
+from dsv4lite.api.bridge import ThreadBridge, current_loop
+from dsv4lite.api.common import BaseLLM, BatchParams, EngineSettings, Model
+from dsv4lite.api.prepare import Message, Options, Reasoning, Tool
+from dsv4lite.api.session import PauseMode
+from dsv4lite.api.streams import AsyncCompletions, AsyncStream
+from dsv4lite.errors import RequestFailedError
 from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 
 
 def _scores(output: RequestOutput) -> Logprobs:
     """Return the log-probabilities of a scored completion; one that was aborted has too few."""
-    logprobs, reason = value_of(output).prompt_logprobs, output.outputs[0].finish_reason
+    logprobs, reason = output.prompt_logprobs, output.outputs[0].finish_reason
     if logprobs is None or reason != "stop":
         known = 0 if logprobs is None else len(logprobs)
         raise RequestFailedError(f"scoring ended after {known} tokens: {reason}", output=output)
     return logprobs
 
 
-def _check_prompts(prompts: object, kinds: tuple[type, ...], name: str = "prompts") -> None:
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, kinds):
-        message = f"{name} must be an iterable of {name}, not {type(prompts).__name__}; put a single one into a list"
-        raise InvalidRequestError(message, parameter=name, value=prompts)
-
-
-# ---------------------------------------------------------------------------------------------------------- for event loops
-
-
-class AsyncLLM(Face):
+class AsyncLLM(BaseLLM):
     """DeepSeek models in the host's own process, for asyncio and Trio.
 
         async with AsyncLLM("deepseek-ai/DeepSeek-V4-Flash") as llm:
@@ -59,8 +51,7 @@ class AsyncLLM(Face):
     the engine is ready or paused; else it raises ``EngineStateError``, or ``EngineDeadError`` with the cause if the engine failed.
     """
 
-    _bridge: LoopBridge
-    _encoders: anyio.CapacityLimiter
+    _sources = (Iterable, AsyncIterable)
 
     @classmethod
     async def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
@@ -152,17 +143,10 @@ class AsyncLLM(Face):
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue many prompts and return the outputs in their order; see ``as_completed``."""
-        batch = self.as_completed(
-            prompts,
-            params,
-            on_error=on_error,
-            max_in_flight=max_in_flight,
-            priority=priority,
-            deadline=deadline,
-            cache_salt=cache_salt,
-        )
-        async with batch:
-            return sorted([output async for output in batch], key=lambda output: output.index)
+        self._check_rows("generate_batch", prompts, "prompts")
+        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
+        async with self._completions(prompts, jobs, on_error, max_in_flight) as outputs:
+            return sorted([output async for output in outputs], key=lambda output: output.index)
 
     def as_completed(
         self,
@@ -178,8 +162,9 @@ class AsyncLLM(Face):
         """Continue many prompts and iterate over the outputs as they finish.
 
         Args:
-            prompts: Any iterable, asynchronous or not, of any length; it is pulled only as far as ``max_in_flight`` allows. An
-                asynchronous one is pulled in a task of its own, so that it may wait for what the consumer does with the outputs.
+            prompts: Any iterable of any length; it is pulled only as far as ``max_in_flight`` allows, when an output is asked for.
+                ``AsyncLLM`` also takes an asynchronous one and pulls it in a task of its own, so that it may wait for what the
+                consumer does with the outputs.
             params: One for all prompts, or a sequence with one for each.
             on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
                 ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
@@ -192,12 +177,9 @@ class AsyncLLM(Face):
             An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
             the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
         """
-        self._check("as_completed")
-        _check_prompts(prompts, (Iterable, AsyncIterable))
+        self._check_rows("as_completed", prompts, "prompts")
         jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        signal = Signal(self._bridge)
-        batch = Batch(self._session, on_error, max_in_flight, signal)
-        return AsyncCompletions(batch, signal, self._bridge, self._submit, prompts, jobs)
+        return self._completions(prompts, jobs, on_error, max_in_flight)
 
     def stream(
         self,
@@ -246,11 +228,7 @@ class AsyncLLM(Face):
             reasoning: How hard to think before the answer; ``"none"`` is not to.
             allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
                 default they are text, and a tool's result cannot close its own tag.
-            request_id: As in ``generate``, like all that follow.
-            priority: Smaller runs earlier.
-            deadline: Seconds from now.
-            cache_salt: Share cached prefixes only within.
-            wait: For a place in a full queue.
+            request_id, priority, deadline, cache_salt, wait: As in ``generate``.
 
         Returns:
             An output whose ``text`` is the answer, with ``reasoning`` and ``tool_calls`` apart.
@@ -309,7 +287,7 @@ class AsyncLLM(Face):
             RequestFailedError: The request failed or was aborted.
         """
         self._check("score")
-        return _scores(await self._wait(await self._submit(self._score_job(prompt, completion, params, top_logprobs))))
+        return _scores(await self._run(self._score_job(prompt, completion, params, top_logprobs)))
 
     async def score_batch(
         self,
@@ -321,19 +299,15 @@ class AsyncLLM(Face):
         """Score many pairs of prompt and completion; see ``score``. The first that fails is raised, and the rest aborted.
 
         Args:
-            pairs: Any iterable, asynchronous or not; see ``as_completed``.
+            pairs: Any iterable; see ``as_completed``.
             params: One for all pairs, or a sequence with one for each.
             top_logprobs: As in ``score``.
 
         Returns:
             One for each pair, in order.
         """
-        self._check("score_batch")
-        _check_prompts(pairs, (Iterable, AsyncIterable), "pairs")
-        rows: Any = pairs  # two prompts each
-        jobs, signal = self._score_jobs(pairs, params, top_logprobs), Signal(self._bridge)
-        batch = Batch(self._session, "raise", None, signal)
-        async with AsyncCompletions(batch, signal, self._bridge, self._submit, rows, jobs) as outputs:
+        self._check_rows("score_batch", pairs, "pairs")
+        async with self._completions(pairs, self._score_jobs(pairs, params, top_logprobs)) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
 
@@ -392,7 +366,6 @@ class AsyncLLM(Face):
     async def _start(self) -> None:
         self._session.require("start", Phase.NEW)
         self._bridge = current_loop()
-        self._encoders = anyio.CapacityLimiter(2)
         try:
             await anyio.to_thread.run_sync(self._session.start, self._bridge, limiter=anyio.CapacityLimiter(1))
         except BaseException:
@@ -401,48 +374,20 @@ class AsyncLLM(Face):
                 await self.aclose()
             raise
 
-    def _check(self, call: str) -> None:
-        """Raise unless the engine serves and the caller is in its event loop."""
-        self._session.require(call, *SERVING)
-        if not self._bridge.is_current():
-            message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
-            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
 
-    async def _submit(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket:
-        self._check("generate")
-        if job.is_long:
-            draft = await anyio.to_thread.run_sync(job.make, abandon_on_cancel=True, limiter=self._encoders)
-        else:
-            draft = job.make()
-        return self._session.submit(draft, streaming=streaming, wake=wake)
-
-    async def _wait(self, ticket: Ticket) -> RequestOutput:
-        """Wait for an output; whatever ends the wait early ends the request."""
-        try:
-            return await self._bridge.wait(ticket.future)
-        except BaseException:
-            self._session.abort_ticket(ticket)
-            raise
-
-    async def _run(self, job: Job) -> RequestOutput:
-        return value_of(await self._wait(await self._submit(job)))
-
-
-# ---------------------------------------------------------------------------------------------------------------- for threads
-
-
-class LLM(Face):
+class LLM(BaseLLM):
     """DeepSeek models in the host's own process, for plain synchronous code.
 
         with LLM("deepseek-ai/DeepSeek-V4-Flash") as llm:
             for output in llm.as_completed(prompts, SamplingParams(max_tokens=200)):
                 print(output.index, output.text)
 
-    The same as ``AsyncLLM`` without ``await``. May be used from several threads at once, and in a thread that runs an event loop,
-    which it blocks while it waits. ``KeyboardInterrupt`` in a call ends its request.
+    The calls of ``AsyncLLM`` without ``async`` and ``await``: same parameters, results and errors. May be used from several threads
+    at once, and in a thread that runs an event loop, which it blocks while it waits. ``KeyboardInterrupt`` in a call ends its
+    request.
     """
 
-    _bridge: ThreadBridge
+    _sources = (Iterable,)
 
     @classmethod
     def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
@@ -462,166 +407,19 @@ class LLM(Face):
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
         self._session.close()
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-        wait: bool = True,
-    ) -> RequestOutput:
-        """Continue a prompt; see ``AsyncLLM.generate``."""
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return self._run(self._completion_job(prompt, params, options))
-
-    def generate_batch(
-        self,
-        prompts: Iterable[Prompt],
-        params: BatchParams = None,
-        *,
-        on_error: OnError = "raise",
-        max_in_flight: int | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-    ) -> list[RequestOutput]:
-        """Continue many prompts and return the outputs in their order; see ``AsyncLLM.as_completed``."""
-        batch = self.as_completed(
-            prompts,
-            params,
-            on_error=on_error,
-            max_in_flight=max_in_flight,
-            priority=priority,
-            deadline=deadline,
-            cache_salt=cache_salt,
-        )
-        with batch:
-            return sorted(batch, key=lambda output: output.index)
-
-    def as_completed(
-        self,
-        prompts: Iterable[Prompt],
-        params: BatchParams = None,
-        *,
-        on_error: OnError = "raise",
-        max_in_flight: int | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-    ) -> Completions:
-        """Continue many prompts and iterate over the outputs as they finish; see ``AsyncLLM.as_completed``.
-
-        ``prompts`` is pulled in the thread that iterates, whenever an output is asked for.
-        """
-        self._session.require("as_completed", *SERVING)
-        _check_prompts(prompts, (Iterable,))
-        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        changed = threading.Event()
-        batch = Batch(self._session, on_error, max_in_flight, changed.set)
-        return Completions(batch, changed, self._bridge, self._submit, prompts, jobs)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-        wait: bool = True,
-    ) -> Stream:
-        """Continue a prompt and read the output as it is made; see ``AsyncLLM.stream``."""
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return Stream(self._session, self._submit, self._completion_job(prompt, params, options))
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        reasoning: Reasoning = "none",
-        allow_special: bool = False,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-        wait: bool = True,
-    ) -> RequestOutput:
-        """Write the assistant's next turn of a conversation; see ``AsyncLLM.chat``."""
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return self._run(self._chat_job(messages, params, options, tools, reasoning, allow_special))
-
-    def chat_stream(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        reasoning: Reasoning = "none",
-        allow_special: bool = False,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str | None = None,
-        wait: bool = True,
-    ) -> Stream:
-        """Write the assistant's next turn and read it as it is made; see ``AsyncLLM.chat_stream``."""
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
-        return Stream(self._session, self._submit, job)
-
-    def score(self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0) -> Logprobs:
-        """Return the log-probabilities of a given completion's tokens; see ``AsyncLLM.score``."""
-        return _scores(self._wait(self._submit(self._score_job(prompt, completion, params, top_logprobs))))
-
-    def score_batch(
-        self, pairs: Iterable[tuple[Prompt, Prompt]], params: BatchParams = None, *, top_logprobs: int = 0
-    ) -> list[Logprobs]:
-        """Score many pairs of prompt and completion; see ``AsyncLLM.score_batch``."""
-        self._session.require("score_batch", *SERVING)
-        _check_prompts(pairs, (Iterable,), "pairs")
-        rows: Any = pairs  # two prompts each
-        jobs, changed = self._score_jobs(pairs, params, top_logprobs), threading.Event()
-        batch = Batch(self._session, "raise", None, changed.set)
-        with Completions(batch, changed, self._bridge, self._submit, rows, jobs) as outputs:
-            found = {output.index: _scores(output) for output in outputs}
-        return [found[index] for index in sorted(found)]
-
-    def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating; requests that other threads bring meanwhile queue. See ``AsyncLLM.pause``."""
-        pause = self._session.pause(mode)
-        try:
-            pause.done.result()
-        except BaseException:
-            self._session.leave(pause)
-            raise
-
-    def resume(self) -> None:
-        """Go on after ``pause``; see ``AsyncLLM.resume``."""
-        self._session.resume().result()
-
-    @contextmanager
-    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause for the length of a block; see ``AsyncLLM.paused``."""
-        pause = self._session.pause(mode, block=True)
-        try:
-            pause.done.result()
-            yield
-        finally:
-            self._session.leave(pause)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests are not affected."""
-        self._session.reset_prefix_cache().result()
-
-    def dump_step(self, path: str | os.PathLike[str]) -> None:
-        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run."""
-        self._session.dump_step(path).result()
+    generate = blocking(AsyncLLM.generate)
+    generate_batch = blocking(AsyncLLM.generate_batch)
+    as_completed = blocking_iterator(AsyncLLM.as_completed, Completions)
+    stream = blocking_iterator(AsyncLLM.stream, Stream)
+    chat = blocking(AsyncLLM.chat)
+    chat_stream = blocking_iterator(AsyncLLM.chat_stream, Stream)
+    score = blocking(AsyncLLM.score)
+    score_batch = blocking(AsyncLLM.score_batch)
+    pause = blocking(AsyncLLM.pause)
+    resume = blocking(AsyncLLM.resume)
+    paused = blocking_context(AsyncLLM.paused)
+    reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache)
+    dump_step = blocking(AsyncLLM.dump_step)
 
     # ---- inside ----
 
@@ -633,17 +431,3 @@ class LLM(Face):
         except BaseException:
             self._bridge.close()
             raise
-
-    def _submit(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket:
-        return self._session.submit(job.make(), streaming=streaming, wake=wake)
-
-    def _wait(self, ticket: Ticket) -> RequestOutput:
-        """Wait for an output; whatever ends the wait early ends the request."""
-        try:
-            return ticket.future.result()
-        except BaseException:
-            self._session.abort_ticket(ticket)
-            raise
-
-    def _run(self, job: Job) -> RequestOutput:
-        return value_of(self._wait(self._submit(job)))

@@ -584,7 +584,8 @@ class TokenLogprob:
 class SequenceUpdate:
     """What one engine step did to one sequence of a request; a list of these crosses to the event loop once per step.
 
-    Nobody changes one. There is one per token: freezing would take several times as long as making it, and keywords twice as long.
+    Never changed once made. There is one per token: a frozen class would take several times as long to make, and keywords twice as
+    long.
 
     Attributes:
         index: Which of the ``n`` sequences.

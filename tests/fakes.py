@@ -20,6 +20,9 @@ from dsv4lite.text.tokenizer import Tokenizer
 
 REFUSED, POISON = 4000, 4001
 """Prompt tokens: the engine refuses a request with the first; one with the second fails after two tokens."""
+MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+ENDLESS = SamplingParams(max_tokens=None, detokenize=False)
+"""Of a request that never ends by itself, with the model ``endless``."""
 Model = Callable[[Request, int], Iterator[int]]
 
 

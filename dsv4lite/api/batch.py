@@ -1,4 +1,4 @@
-"""Many prompts, a bounded number of them in flight: what both faces' ``as_completed`` share."""
+"""Many prompts with a bounded number of them in flight: the state of one ``as_completed``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ OnError = Literal["raise", "return"]
 
 
 class Batch:
-    """The requests of one batch that are in flight, and the outputs that wait to be taken.
+    """The requests of one batch that are in flight, and the outputs that were not taken yet.
 
-    What happens on an error: a row that fails is raised at the next ``take`` or returned in its place, as ``on_error`` says. What
-    ends the whole batch (the source of prompts raises, the engine dies or is closed) is always raised: at once with
-    ``on_error="raise"``, else after the outputs of what was in flight.
+    The error of a row is raised at the next ``take`` or returned in its place, as ``on_error`` says. An error that ends the whole
+    batch (the source of prompts raises, the engine dies or is closed) is always raised: at once with ``on_error="raise"``, else
+    after the outputs of what was in flight.
     """
 
     def __init__(self, session: Session, on_error: OnError, max_in_flight: int | None, changed: Callable[[], None]) -> None:
         """Start empty.
 
         Args:
-            session: Where to submit to.
-            on_error: See above.
+            session: Of the engine.
+            on_error: See the class.
             max_in_flight: Most rows between being pulled from the source and taken; default is twice ``max_num_seqs``.
             changed: Called in any thread when there is something to take, or room; must not block.
 
@@ -54,7 +54,7 @@ class Batch:
         self._ready: deque[RequestOutput] = deque()
         self._failure: Exception | None = None
         self._indices = itertools.count()
-        self._pulled: tuple[int, Prompt] | None = None  # but not submitted yet
+        self._pulled: tuple[int, Prompt] | None = None  # a row that was pulled and not submitted yet
 
     @property
     def has_room(self) -> bool:
@@ -93,7 +93,7 @@ class Batch:
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
-        """Around preparing and submitting a row: an error becomes its output. After a cancellation the row is pulled again."""
+        """Wrap the preparation of a row: an error becomes the row's output. After a cancellation ``pull`` returns the row again."""
         try:
             yield
         except (EngineStateError, EngineDeadError) as error:
@@ -109,19 +109,23 @@ class Batch:
         self._changed()
 
     def fail(self, error: Exception) -> None:
-        """Pull no more rows, and raise ``error`` in due time."""
+        """Pull no more rows, and raise ``error`` from ``take``; see the class."""
         if not self.closed:
             self._failure = error
         self.exhaust()
 
     def when_closed(self, callback: Callable[[], None]) -> None:
-        """Call back once the batch is closed, at once if it is."""
+        """Call ``callback`` when the batch is closed, at once if it is closed already."""
         self._on_close.append(callback)
         if self.closed:
             callback()
 
     def take(self) -> RequestOutput | None:
-        """Return the next output, ``None`` if there is none at the moment."""
+        """Return the next output, or ``None`` if there is none yet.
+
+        Raises:
+            Exception: Of a row or of the whole batch; see the class.
+        """
         if self._failure is not None and (self._on_error == "raise" or not (self._open or self._ready)):
             failure = self._failure
             self.close()
@@ -138,7 +142,7 @@ class Batch:
         return output
 
     def close(self) -> None:
-        """Pull no more rows, abort what is in flight and forget what was not taken. May be repeated."""
+        """Pull no more rows, abort those in flight and drop outputs that were not taken. May be repeated."""
         self.closed = True
         self._failure = None
         for ticket in list(self._open):

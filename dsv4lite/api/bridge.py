@@ -1,8 +1,11 @@
-"""The one way from the engine's thread to those who wait for it.
+"""The one way from the engine's thread to its callers, and the one way in which a caller waits.
 
-A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or a thread of its own for the
-synchronous face. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a
-home that is gone swallows what is posted, so that the engine's thread does not die with its host's loop.
+A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or for ``LLM`` a thread of its
+own. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a home that is
+gone drops what is posted, so that the engine's thread does not die with its host's loop.
+
+Waiting is a coroutine on every bridge. On a ``LoopBridge`` it suspends the caller's task; on a ``ThreadBridge`` it blocks the
+caller's thread and never suspends, so that ``blocking.finish`` can run the whole call without an event loop.
 """
 
 from __future__ import annotations
@@ -20,20 +23,31 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 
-log = logging.getLogger("dsv4lite.face")
+log = logging.getLogger("dsv4lite.api")
 
 T = TypeVar("T")
 Callback = Callable[[], None]
 
-_LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a timer that is later is waited for in parts
+_LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a later timer is waited for in parts
+
+
+class Signal(Protocol):
+    """Wakes the reader of a stream or a batch. A reader looks for something new first, and waits if there is nothing."""
+
+    def __call__(self) -> None:
+        """Wake the reader; from any thread, without blocking."""
+
+    async def wait(self) -> None:
+        """Wait for the first call after the reader looked."""
 
 
 class Bridge(ABC):
-    """Runs callbacks at home."""
+    """Runs callbacks at home, and lets callers wait."""
 
     @abstractmethod
     def post(self, callback: Callback) -> bool:
@@ -45,19 +59,35 @@ class Bridge(ABC):
     @property
     @abstractmethod
     def is_gone(self) -> bool:
-        """Whether the home has ended, perhaps without running all that was posted."""
+        """Whether the home has ended, perhaps before all posted callbacks have run."""
 
     @abstractmethod
     def post_later(self, seconds: float, callback: Callback) -> None:
-        """The same after a delay of any length; forgotten if the home goes away, or the bridge is closed, before."""
+        """Run ``callback`` at home after a delay of any length; dropped if the home ends or the bridge is closed before."""
 
     @abstractmethod
     def close(self, *, wait: bool = True) -> None:
-        """Forget timers and end what the bridge has made, its thread if it has one; may be repeated.
+        """Drop timers and end the bridge's thread, if it has one. May be repeated.
 
         Args:
-            wait: Until it has ended. Without, a finalizer may call this.
+            wait: Wait for the end of the thread. Without, a finalizer may call this.
         """
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the caller may wait here: a bridge to a loop wants a task of that loop."""
+
+    @abstractmethod
+    async def wait(self, future: Future[T]) -> T:
+        """Wait for a future that any thread may complete. Cancelling the wait leaves the future alone."""
+
+    @abstractmethod
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Return the result of work that is too long for an event loop."""
+
+    @abstractmethod
+    def signal(self) -> Signal:
+        """Return a new signal, for a reader that waits on this bridge."""
 
 
 class LoopBridge(Bridge):
@@ -66,10 +96,7 @@ class LoopBridge(Bridge):
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._closed = anyio.Event()
-
-    @abstractmethod
-    def is_current(self) -> bool:
-        """Whether the caller is a task of the home loop."""
+        self._workers = anyio.CapacityLimiter(2)
 
     @abstractmethod
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -95,12 +122,38 @@ class LoopBridge(Bridge):
             self.post(callback)
 
     async def wait(self, future: Future[T]) -> T:
-        """Wait at home for a future that any thread may complete. Cancelling the wait leaves the future alone."""
         if not future.done():
             event = anyio.Event()
             future.add_done_callback(lambda _: self.run(event.set))
             await event.wait()
         return future.result()
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._workers)
+
+    def signal(self) -> Signal:
+        return _LoopSignal(self)
+
+
+class _LoopSignal:
+    """Wakes all tasks that wait. A task looks and waits on the loop, where callbacks run too, so that no call is missed."""
+
+    def __init__(self, bridge: LoopBridge) -> None:
+        self._bridge = bridge
+        self._event: anyio.Event | None = None
+
+    def __call__(self) -> None:
+        self._bridge.run(self._fire)
+
+    async def wait(self) -> None:
+        if self._event is None:
+            self._event = anyio.Event()
+        await self._event.wait()
+
+    def _fire(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
 
 
 class AsyncioBridge(LoopBridge):
@@ -154,7 +207,7 @@ class TrioBridge(LoopBridge):
 
     @property
     def is_gone(self) -> bool:
-        return self._gone  # a run that ends runs what was posted; it shows at the next post
+        return self._gone  # a run that ends still runs what was posted; only the next post shows it
 
     def is_current(self) -> bool:
         return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
@@ -162,7 +215,7 @@ class TrioBridge(LoopBridge):
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             self._trio.lowlevel.spawn_system_task(work, context=contextvars.copy_context())
-        except RuntimeError:  # the run is ending; what it would have waited for does not matter any more
+        except RuntimeError:  # the run is ending, so that the work is not needed any more
             return
 
 
@@ -175,7 +228,7 @@ class ThreadBridge(Bridge):
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # As for the engine's thread, which ends first, being younger: this one may be inside torch, too.
+        # As for the engine's thread, which ends first, being younger: this one may be inside torch when the interpreter ends.
         self._at_exit = weakref.finalize(self._thread, self.close)
         self._thread.start()
 
@@ -192,19 +245,31 @@ class ThreadBridge(Bridge):
         self.post(lambda: heapq.heappush(self._timers, (due, next(self._order), callback)))
 
     def close(self, *, wait: bool = True) -> None:
-        """Run what is posted so far and end the thread."""
+        """Run what is posted so far, and end the thread."""
         self._closed = True
         self._inbox.put(None)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def is_current(self) -> bool:
+        return True
+
+    async def wait(self, future: Future[T]) -> T:
+        return future.result()
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def signal(self) -> Signal:
+        return _ThreadSignal()
+
     def _run(self) -> None:
         while (callback := self._next()) is not None:
             try:
                 callback()
-            except BaseException:  # requests of everyone else depend on this thread
+            except BaseException:  # all other requests depend on this thread
                 log.exception("a callback failed; the thread goes on")
-            del callback  # while there is nothing to do, the thread keeps nothing alive
+            del callback  # an idle thread must keep nothing alive
         self._at_exit.detach()
 
     def _next(self) -> Callback | None:
@@ -216,6 +281,20 @@ class ThreadBridge(Bridge):
             except queue.Empty:
                 if self._timers[0][0] <= time.monotonic():
                     return heapq.heappop(self._timers)[2]
+
+
+class _ThreadSignal:
+    """Wakes the thread that waits. A call that comes before the wait ends that wait at once."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __call__(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        self._event.wait()
+        self._event.clear()
 
 
 def current_loop() -> LoopBridge:

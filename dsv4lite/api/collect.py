@@ -1,4 +1,4 @@
-"""From the engine's updates to text: what one request has received so far, as deltas and as a ``RequestOutput``."""
+"""From the engine's updates to text: the deltas and the ``RequestOutput`` of one request."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class Collector:
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended, and has all that belongs to it."""
+        """Whether every completion has ended and is complete."""
         return all(c.complete for c in self._completions)
 
     def keep(self, update: SequenceUpdate) -> bool:
-        """Put an update by, to be read with others, if nobody can tell; return whether nobody can.
+        """Defer an update, so that several are detokenized together; return whether it was deferred.
 
-        So it is with tokens that nobody reads as they come and no stop string is looked for in.
+        Only updates with nothing but tokens are deferred, and only without a stream or stop strings.
         """
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
         if self._at_once or not bare or self._first_token is None:
@@ -96,7 +96,7 @@ class Collector:
         return True
 
     def _catch_up(self) -> None:
-        """Read what was put by."""
+        """Push the deferred updates."""
         kept, self._kept = sorted(self._kept, key=attrgetter("index")), []
         for _, group in itertools.groupby(kept, key=attrgetter("index", "weight_version")):
             updates = list(group)
@@ -106,10 +106,10 @@ class Collector:
             self._completions[updates[0].index].push(replace(updates[0], token_ids=ids, logprobs=logprobs))
 
     def push(self, update: SequenceUpdate, now: float) -> Delta:
-        """Add what one step brought at the monotonic second ``now``.
+        """Add an update that arrived at the monotonic second ``now``, and return what is new.
 
         A stop string may end the completion before the engine does: then ``finish_reason`` of the delta is set and that of the
-        update is not. Whatever the engine still sends to an ended completion is dropped.
+        update is not. Later tokens of a completion that has ended are dropped.
         """
         self._catch_up()
         if self._started is None and update.started:
@@ -123,14 +123,14 @@ class Collector:
         self._accepted += update.accepted
         completion = self._completions[update.index]
         if completion.finish_reason is not None:
-            completion.settle(update)
+            completion.finish_in_engine(update)
             return Delta(index=update.index)
         if update.error is not None and self._error is None:
             self._error = update.error
         return completion.push(update)
 
     def end(self, reason: FinishReason, error: DSV4LiteError | None = None) -> list[Delta]:
-        """End all completions that are still open, and return what they had held back."""
+        """End all open completions, and return the text that they had held back."""
         self._catch_up()
         self._error = self._error or error
         open_ones = [c for c in self._completions if c.finish_reason is None]
@@ -175,10 +175,10 @@ class _Completion:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._settled = not params.return_routed_experts
+        self._ended_in_engine = not params.return_routed_experts
         self._stop_reason: str | int | None = None
         self._params = params
-        # Markup of a chat is made of tokens that a vocabulary may call special: the parser must see them, and removes them.
+        # Chat markup consists of tokens that a vocabulary may call special: the parser must see them, and removes them.
         skip = params.skip_special_tokens and parser is None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip) if params.detokenize or parser is not None else None
         self._stops = (
@@ -206,20 +206,20 @@ class _Completion:
         self._add_version(update.weight_version, kept)
         self.token_ids += ids
         self._logprobs += logprobs
-        self.settle(update)
+        self.finish_in_engine(update)
         return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended; the experts come with the engine's own end, after that of a stop string."""
-        return self.finish_reason is not None and self._settled
+        """Whether it has ended, also in the engine: routed experts come with the engine's last update, after a stop string."""
+        return self.finish_reason is not None and self._ended_in_engine
 
-    def settle(self, update: SequenceUpdate) -> None:
-        """Take what comes with the engine's end of the sequence, whoever ended it first."""
+    def finish_in_engine(self, update: SequenceUpdate) -> None:
+        """Take routed experts and the engine's end of the sequence; a stop string may have ended the completion before."""
         if update.routed_experts is not None:
             self._experts.append(update.routed_experts)
         if update.finish_reason is not None:
-            self._settled = True
+            self._ended_in_engine = True
 
     def output(self, prompt_tokens: int) -> CompletionOutput:
         assert self.finish_reason is not None, "a completion that goes on has no output yet"
@@ -305,7 +305,7 @@ class _Completion:
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:
-    """Return the error to raise: what concerns one request's run carries its partial output, everything else passes unaltered."""
+    """Return the error to raise: a failure of one request carries its partial output, other errors pass unaltered."""
     if isinstance(error, (InvalidRequestError, ConfigError, CapacityError, EngineStateError, EngineDeadError)):
         return error
     failure = RequestFailedError(str(error), output=output)

@@ -1,4 +1,4 @@
-"""The part of ``AsyncLLM`` and ``LLM`` that needs no waiting, and is therefore the same."""
+"""What ``AsyncLLM`` and ``LLM`` share: settings, state, and the way from a prompt to the engine and back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from dsv4lite.api.batch import Batch, OnError
+from dsv4lite.api.bridge import Bridge
 from dsv4lite.api.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
-from dsv4lite.api.session import Session
-from dsv4lite.api.streams import MakeJob
+from dsv4lite.api.session import SERVING, Session, Ticket
+from dsv4lite.api.streams import AsyncCompletions, MakeJob, value_of
 from dsv4lite.config import (
     Dtype,
     EngineConfig,
@@ -22,8 +24,8 @@ from dsv4lite.config import (
     ReplicaPlacement,
     Speculative,
 )
-from dsv4lite.errors import InvalidRequestError, shown
-from dsv4lite.request import Phase, Prompt, SamplingParams
+from dsv4lite.errors import EngineStateError, InvalidRequestError, shown
+from dsv4lite.request import Phase, Prompt, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,8 +78,12 @@ class EngineSettings(TypedDict, total=False):
     rank_timeout_s: float
 
 
-class Face:
-    """What needs no waiting, and is therefore the same on both faces."""
+class BaseLLM:
+    """An engine and its public calls; ``AsyncLLM`` and ``LLM`` add how a caller waits."""
+
+    _bridge: Bridge
+    _sources: tuple[type, ...]
+    """Kinds of iterables that prompts may come from."""
 
     def __init__(self, model: Model, **settings: Unpack[EngineSettings]) -> None:
         """Describe an engine. Cheap: nothing is read, downloaded or allocated before it is started.
@@ -138,10 +144,49 @@ class Face:
     def abort(self, request_id: str | None = None) -> None:
         """End an open request, or all of them, now.
 
-        Whoever waits for it gets the output so far, with ``finish_reason="abort"``. Allowed in every state and from every thread;
-        an id that is not open is ignored.
+        Its caller gets the output so far, with ``finish_reason="abort"``. Allowed in every state and from every thread; an id that
+        is not open is ignored.
         """
         self._session.abort(request_id)
+
+    # ---- inside ----
+
+    def _check(self, call: str) -> None:
+        """Raise unless the engine serves and the caller may wait here."""
+        self._session.require(call, *SERVING)
+        if not self._bridge.is_current():
+            message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
+            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
+
+    async def _submit(self, job: Job, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
+        """Encode and check a prompt, and hand the request to the session."""
+        self._check("generate")
+        checked = await self._bridge.offload(job.make) if job.is_long else job.make()
+        return self._session.submit(checked, streaming=streaming, wake=wake)
+
+    async def _run(self, job: Job) -> RequestOutput:
+        """Submit a request and wait for its output; an exception that ends the wait ends the request."""
+        ticket = await self._submit(job)
+        try:
+            output = await self._bridge.wait(ticket.future)
+        except BaseException:
+            self._session.abort_ticket(ticket)
+            raise
+        return value_of(output)
+
+    def _check_rows(self, call: str, rows: object, name: str) -> None:
+        """Check a call that takes many rows, in the parameter ``name``; they may be of any length and are not looked at."""
+        self._check(call)
+        if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, self._sources):
+            message = f"{name} must be an iterable of {name}, not {type(rows).__name__}; put a single one into a list"
+            raise InvalidRequestError(message, parameter=name, value=rows)
+
+    def _completions(
+        self, rows: Any, make_job: MakeJob, on_error: OnError = "raise", max_in_flight: int | None = None
+    ) -> AsyncCompletions:
+        signal = self._bridge.signal()
+        batch = Batch(self._session, on_error, max_in_flight, signal)
+        return AsyncCompletions(batch, signal, self._bridge, self._submit, rows, make_job)
 
     def _completion_job(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
         return completion_job(self._session.facts("generate"), prompt, params, options)

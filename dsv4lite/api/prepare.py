@@ -1,4 +1,4 @@
-"""From a prompt to a request: encoding, chat rendering, checking. Pure functions of what the engine says about itself."""
+"""From a prompt to a request: encoding, chat rendering, checking. Pure functions of the engine's facts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 LONG_PROMPT = 50_000
-"""Characters or token ids from which on a prompt is encoded and checked in a worker thread."""
+"""Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
 
 
 class ModelTraits(Protocol):
-    """What this side wants to know of the model."""
+    """What the API needs to know of the model."""
 
     @property
     def dspark(self) -> object: ...
 
 
 class EngineFacts(Protocol):
-    """What an engine knows about itself once it has started."""
+    """Facts of an engine that has started."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -85,8 +85,8 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A checked request; its id is still what the caller asked for, or empty."""
+class CheckedRequest:
+    """A checked request; its id is the one that the caller gave, or empty."""
 
     request: Request
     options: Options
@@ -95,14 +95,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A prompt that is still to be encoded and checked.
+    """A prompt that is not encoded and checked yet.
 
     Attributes:
-        make: Does it, in any thread. Raises ``InvalidRequestError``, ``ContextLengthError`` among them.
-        is_long: It takes longer than an event loop should be held up.
+        make: Encodes and checks it, in any thread. Raises ``InvalidRequestError`` (``ContextLengthError`` is one).
+        is_long: ``make`` takes too long for an event loop.
     """
 
-    make: Callable[[], Draft]
+    make: Callable[[], CheckedRequest]
     is_long: bool
 
 
@@ -122,14 +122,14 @@ def _generation_job(
 ) -> Job:
     """Continue what ``encode`` returns; ``parser`` reads the output if it is an assistant's turn."""
 
-    def make() -> Draft:
+    def make() -> CheckedRequest:
         wanted = _params(facts, params)
         ids = encode()
         _check(facts, ids, wanted, facts.max_model_len)
         request = _request(facts.tokenizer, ids, wanted, options)
         if wanted.prompt_logprobs is not None:
             request = replace(request, score_from=1)
-        return Draft(request=request, options=options, parser=parser)
+        return CheckedRequest(request=request, options=options, parser=parser)
 
     return Job(make=make, is_long=size > LONG_PROMPT)
 
@@ -190,15 +190,15 @@ def score_job(
         wanted = given.replace(**neutral, logprobs=top, prompt_logprobs=top, detokenize=False)
     own_prompt, own_completion = _copied(prompt), _copied(completion)
 
-    def make() -> Draft:
+    def make() -> CheckedRequest:
         before = _encode(facts.tokenizer, own_prompt, "prompt", add_bos=facts.tokenizer.add_bos_token)
         after = _encode(facts.tokenizer, own_completion, "completion", add_bos=False)
         for name, ids in (("prompt", before), ("completion", after)):
             if not ids:
                 raise InvalidRequestError(f"the {name} is empty; give at least one token", parameter=name, value=ids)
-        _check(facts, before + after, wanted, facts.max_model_len + 1)  # nothing is generated, so no room need be left for it
+        _check(facts, before + after, wanted, facts.max_model_len + 1)  # nothing is generated
         request = _request(facts.tokenizer, before + after, wanted, options)
-        return Draft(request=replace(request, score_from=len(before), generate=False), options=options)
+        return CheckedRequest(request=replace(request, score_from=len(before), generate=False), options=options)
 
     return Job(make=make, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
 
@@ -215,7 +215,7 @@ def _check(facts: EngineFacts, ids: tuple[int, ...], params: SamplingParams, max
 
 
 def _copied(prompt: object) -> object:
-    """Return what the caller cannot change any more; it may be encoded later, in another thread."""
+    """Return a copy of a prompt, which may be encoded later in another thread."""
     if isinstance(prompt, Mapping):
         return {key: _copied(value) for key, value in prompt.items()}
     if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
@@ -244,7 +244,7 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     if isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequestError(f"the {name} is bytes; decode it to a str first", parameter=name, value=prompt)
     try:
-        return tuple(map(operator.index, prompt))  # type: ignore[call-overload]  # what it is, is the question
+        return tuple(map(operator.index, prompt))  # type: ignore[call-overload]  # its type is checked here
     except TypeError as error:
         found = type(prompt).__name__
         if isinstance(prompt, Sequence):
@@ -270,7 +270,7 @@ def _request(tokenizer: Tokenizer, ids: tuple[int, ...], params: SamplingParams,
 
 
 def _size(prompt: object) -> int:
-    """Return the number of characters or tokens; 0 for what is no prompt at all and will be refused."""
+    """Return the number of characters or tokens; 0 for a value that is no prompt and will be refused."""
     if isinstance(prompt, Mapping):
         return max(map(_size, prompt.values()), default=0)
     return len(prompt) if isinstance(prompt, Sized) else 0

@@ -1,8 +1,8 @@
-"""What the asynchronous and the synchronous face share: everything but the waiting.
+"""One engine and its open requests: the part of the API that does not wait.
 
-A ``Session`` owns one engine. It keeps the line of requests that wait for a place, feeds what the engine delivers to each request's
-``Collector``, and knows the state of the engine. Only ``start`` and ``close`` block: results are ``concurrent.futures.Future``
-objects, and a face brings the bridge whose home runs ``drain`` after an engine step.
+A ``Session`` owns one engine. It keeps the queue of requests that wait for a place, passes the engine's updates to each request's
+``Collector``, and knows the state of the engine. Only ``start`` and ``close`` block. Results are ``concurrent.futures.Future``
+objects; ``AsyncLLM`` and ``LLM`` bring the bridge whose home runs ``drain`` after an engine step.
 
     caller                       home (event loop or delivery thread)           engine thread
     submit  ----------------------------------------------------------------->  engine.submit
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from dsv4lite.api.bridge import Bridge
 from dsv4lite.api.collect import Collector
-from dsv4lite.api.prepare import Draft, EngineFacts
+from dsv4lite.api.prepare import CheckedRequest, EngineFacts
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import (
     CapacityError,
@@ -59,16 +59,16 @@ _HINTS = {
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
-_AT_ONCE = 64  # most requests that one call ends; it would hold up its thread, and with the lock all others, for 0.1 ms each
+_AT_ONCE = 64  # most requests that one call ends: each takes 0.1 ms, in which the lock is held
 _REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
 """Errors that concern a request as a whole, not one of its sequences."""
 
 
 class EngineLike(Protocol):
-    """The engine as this side sees it. All methods but ``start`` and ``close`` are thread-safe and never block.
+    """The engine's interface for a session. All methods but ``start`` and ``close`` are thread-safe and never block.
 
-    Every sequence of a request that was accepted ends with exactly one update that has a ``finish_reason``, however it ends. A
-    request that the engine refuses ends with one update whose ``error`` says so. ``deliver`` is called in the engine's thread,
+    Every sequence of an accepted request ends with exactly one update that has a ``finish_reason``. A request that the engine
+    refuses ends with one update that has an ``error``. ``deliver`` is called in the engine's thread,
     ``deliver_failure`` in any. Once it is dead or closed, its methods raise ``EngineDeadError`` or ``EngineStateError``.
     """
 
@@ -96,21 +96,22 @@ def open_engine(config: EngineConfig) -> EngineLike:
 
 
 class Ticket:
-    """One open request, in line or in the engine.
+    """One open request, queued or in the engine.
 
     Attributes:
-        request_id: What the caller knows it by.
-        future: Its output. It never fails: the ``error`` of the output says that the request did.
+        request_id: The caller's id.
+        request: With the engine's id.
+        future: Gets the output. It never fails: a failed request has an output with an ``error``.
         deltas: What a stream has not read yet.
         wake: Called after ``deltas`` or ``future`` changed, in any thread; must not block nor call the session.
-        open_sequences: How many of its sequences the engine has not ended yet.
+        open_sequences: Number of its sequences that the engine has not ended yet.
     """
 
     __slots__ = ("collector", "deltas", "future", "open_sequences", "request", "request_id", "streaming", "wake")
 
     def __init__(self, request_id: str, request: Request, collector: Collector, streaming: bool, wake: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.request = request  # with the id by which the engine knows it
+        self.request = request
         self.collector = collector
         self.streaming = streaming
         self.wake = wake
@@ -123,7 +124,7 @@ class Ticket:
         return self.future.done()
 
     def add(self, delta: Delta) -> None:
-        """Keep a delta for the stream, unless it says nothing."""
+        """Keep a delta for the stream, unless it is empty."""
         if self.streaming and (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason):
             self.deltas.append(delta)
             self.wake()
@@ -135,9 +136,9 @@ class Pause:
 
     Attributes:
         block: It is a block.
-        frozen: Requests that are in the engine keep their state meanwhile; otherwise they end first, and then this is so.
-        answered: The engine was told to stand still, and ``done`` follows what it answers.
-        done: When the engine stands still.
+        frozen: Requests in the engine keep their state; otherwise they end first, and then this is set.
+        answered: The engine was ordered to pause, and ``done`` follows its answer.
+        done: Completes when the engine has paused.
     """
 
     block: bool
@@ -147,30 +148,30 @@ class Pause:
 
 
 class Session:
-    """One engine and the requests that are open on it. Thread-safe; see the module's text."""
+    """One engine and its open requests. Thread-safe; see the module's docstring."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._phase = Phase.NEW
-        self._process: int | None = None  # which started the engine
+        self._process: int | None = None  # the one that started the engine
         self._failure: EngineDeadError | None = None
         self._engine: EngineLike | None = None
         self._facts: EngineFacts | None = None
         self._bridge: Bridge | None = None
         self._lifecycle = threading.Lock()  # held while the engine starts or closes
-        self._lock = threading.Lock()  # guards what follows, up to the mail; held for moments only
+        self._lock = threading.Lock()  # guards what follows, up to the updates
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
-        self._line: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, first come first served, by the engine's id
-        self._ending: OrderedDict[Ticket, FinishReason] = OrderedDict()  # visible ones that home ends, some at a time
-        self._pauses: list[Pause] = []  # while there are any, requests wait in line
-        self._stance: Future[None] = Future()  # the engine's answer to the last order to stand still or to run
-        self._stance.set_result(None)
-        self._next_sweep = _FOREVER  # when the deadlines of those in line will be looked at
+        self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
+        self._ending: OrderedDict[Ticket, FinishReason] = OrderedDict()  # visible requests that home ends, some at a time
+        self._pauses: list[Pause] = []  # while there are any, requests stay queued
+        self._answer: Future[None] = Future()  # the engine's answer to the last order to pause or resume
+        self._answer.set_result(None)
+        self._next_sweep = _FOREVER  # when the deadlines of queued requests are checked next
         self._serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
-        self._mail_lock = threading.Lock()
-        self._mail: list[SequenceUpdate] = []
+        self._updates_lock = threading.Lock()
+        self._updates: list[SequenceUpdate] = []
         self._posted = False
         self._orphaned = False
 
@@ -182,14 +183,14 @@ class Session:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the engine's. The engine's thread is not in it, and any lock may be held for ever."""
+        """Whether this process is a fork of the engine's, without the engine's thread and with locks that may be held for ever."""
         return self._process is not None and self._process != os.getpid()
 
     def require_process(self, call: str) -> None:
         """Raise unless this process started the engine.
 
         Raises:
-            EngineStateError: It is a fork of the one that did.
+            EngineStateError: This process is a fork of the one that did.
         """
         if self.forked:
             message = f"{call}: process {self._process} started the engine, and this is a fork of it; start an engine here"
@@ -200,7 +201,7 @@ class Session:
 
         Raises:
             EngineDeadError: The engine has failed.
-            EngineStateError: It is in another state, or in another process.
+            EngineStateError: The engine is in another state, or in another process.
         """
         self.require_process(call)
         phase = self._phase
@@ -212,13 +213,13 @@ class Session:
         raise EngineStateError(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", state=phase.value, allowed=names)
 
     def facts(self, call: str) -> EngineFacts:
-        """Return what the engine knows about itself, for a call that needs it serving."""
+        """Return the facts of an engine that serves; ``call`` is named in errors."""
         self.require(call, *SERVING)
         assert self._facts is not None
         return self._facts
 
     def engine(self, call: str) -> EngineLike:
-        """Return the engine, for a question that it answers at once."""
+        """Return an engine that serves, for a call that does not block."""
         self.require_process(call)
         with self._lock:
             return self._serving(call)
@@ -235,11 +236,11 @@ class Session:
     # ---- start and close; these block ----
 
     def start(self, bridge: Bridge) -> None:
-        """Load the engine, for as long as that takes.
+        """Load the engine; blocks until it is ready.
 
         Raises:
-            DSV4LiteError: Whatever the engine finds wrong; the state is then FAILED.
-            EngineStateError: It was started before, or closed meanwhile.
+            DSV4LiteError: The engine could not start; the state is then FAILED.
+            EngineStateError: It was started before, or closed during the start.
         """
         with self._lock:
             self.require("start", Phase.NEW)
@@ -272,19 +273,19 @@ class Session:
                 self._phase = Phase.FAILED
 
     def begin_close(self) -> None:
-        """Refuse everything from now on and end those in line. Does not block."""
+        """Refuse new requests from now on and end queued ones. Does not block."""
         if self.forked:
             return
         with self._lock:
             self._phase = Phase.CLOSED
-            self._end_all(self._line.values(), "abort")
+            self._end_all(self._queue.values(), "abort")
             self._give_up_pauses("closed")
         self._end_rest()
 
     def close(self) -> None:
-        """End every open request with what it has, the engine and the bridge; waits for a start that is under way.
+        """End open requests with their partial outputs, then the engine and the bridge; waits for a start in progress.
 
-        May be repeated. In a fork of the engine's process there is nothing to close.
+        May be repeated. In a fork of the engine's process it does nothing.
         """
         if self.forked:
             return
@@ -296,7 +297,7 @@ class Session:
                 engine.close()
             self.drain()
             with self._lock:
-                self._in_engine.clear()  # a dead engine ends nothing
+                self._in_engine.clear()  # a dead engine sends no final updates
                 self._end_all(self._visible.values(), "abort")
             while self._ending:
                 self.drain()
@@ -304,9 +305,9 @@ class Session:
             self._bridge.close()
 
     def drop(self) -> None:
-        """End the engine of an ``AsyncLLM`` or ``LLM`` that is garbage: a call that still waits would have kept it.
+        """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected; an open call would have kept it alive.
 
-        A finalizer calls this, in any thread and inside of anything, so that it takes no lock and does not wait.
+        A finalizer calls this in any thread, perhaps with the lock held, so that it takes no lock and does not wait.
         """
         phase = self.phase
         if phase in (Phase.NEW, Phase.CLOSED):
@@ -321,7 +322,7 @@ class Session:
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def drop_ticket(self, ticket: Ticket) -> None:
-        """End the request of a stream that is garbage; like ``drop``, for a finalizer."""
+        """End the request of a stream that was garbage-collected; for a finalizer, like ``drop``."""
         if ticket.done or self.forked:
             return
         assert self._bridge is not None
@@ -331,44 +332,44 @@ class Session:
 
     # ---- requests ----
 
-    def submit(self, draft: Draft, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
-        """Hand a request to the engine, or put it in line.
+    def submit(self, checked: CheckedRequest, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
+        """Submit a request to the engine, or queue it.
 
         Raises:
             EngineStateError: The engine does not serve.
             InvalidRequestError: The request id belongs to an open request.
-            QueueFullError: There is no place and the caller does not want to wait for one.
+            QueueFullError: There is no place, and ``wait`` is off.
         """
-        options = draft.options
+        options = checked.options
         self.require_process("generate")
         with self._lock:
             facts = self.facts("generate")
             if options.request_id is not None and options.request_id in self._visible:
                 message = f"request_id={options.request_id!r} belongs to an open request; choose another, or none"
                 raise InvalidRequestError(message, parameter="request_id", value=options.request_id)
-            if not options.wait and len(self._in_engine) + len(self._line) >= self._places:
+            if not options.wait and len(self._in_engine) + len(self._queue) >= self._places:
                 raise self._queue_full()
             request_id = options.request_id or self._unused_id()
             collector = Collector(
-                replace(draft.request, request_id=request_id),
+                replace(checked.request, request_id=request_id),
                 facts.tokenizer,
                 index=options.index,
-                parser=draft.parser,
+                parser=checked.parser,
                 streaming=streaming,
             )
             engine_id = request_id
-            while engine_id in self._in_engine or engine_id in self._line:
-                # A caller may use its id again as soon as its request is over; the engine may still be busy ending that one.
+            while engine_id in self._in_engine or engine_id in self._queue:
+                # A caller may reuse its id once its request has ended; the engine may not have ended that request yet.
                 engine_id = f"{request_id}~{next(self._serial)}"
-            ticket = Ticket(request_id, replace(draft.request, request_id=engine_id), collector, streaming, wake)
-            self._visible[request_id] = self._line[engine_id] = ticket
+            ticket = Ticket(request_id, replace(checked.request, request_id=engine_id), collector, streaming, wake)
+            self._visible[request_id] = self._queue[engine_id] = ticket
             self._pump()
-            if engine_id in self._line and ticket.request.deadline is not None:
+            if engine_id in self._queue and ticket.request.deadline is not None:
                 self._sweep_at(ticket.request.deadline)
             return ticket
 
     def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all, with what they have; an unknown id is ignored. Of many, some are ended at home, soon."""
+        """End one request, or all, with their partial outputs; an unknown id is ignored. Of many, most are ended at home, soon."""
         if self.forked:
             return
         self.drain()
@@ -381,7 +382,7 @@ class Session:
         self._end_rest()
 
     def abort_ticket(self, ticket: Ticket) -> None:
-        """End a request whose id may be another one's by now."""
+        """End a request; its id may belong to another request by now."""
         if self.forked:
             return
         self.drain()
@@ -391,13 +392,13 @@ class Session:
     # ---- control ----
 
     def pause(self, mode: PauseMode, *, block: bool = False) -> Pause:
-        """Let new requests wait in line, deal with open ones as ``mode`` says, and stop the engine.
+        """Queue new requests, treat open ones as ``mode`` says, and pause the engine.
 
-        Requests end first, or are ended, while no block wants them kept.
+        With ``wait`` and ``abort`` requests end first, unless a block with ``keep`` is open.
 
         Args:
             mode: What becomes of open requests.
-            block: The pause is over with ``leave``; otherwise with the next ``resume`` too.
+            block: The pause ends with ``leave`` only; otherwise also with the next ``resume``.
         """
         if mode not in ("keep", "wait", "abort"):
             raise InvalidRequestError(f"mode={mode!r} must be 'keep', 'wait' or 'abort'", parameter="mode", value=mode)
@@ -409,27 +410,27 @@ class Session:
                 self._end_all(self._visible.values(), "abort")
             pause = Pause(block=block, frozen=mode == "keep")
             self._pauses.append(pause)
-            self._arrange()
+            self._apply_pauses()
         self._end_rest()
         return pause
 
     def resume(self) -> Future[None]:
-        """Take back all pauses that are no blocks, complete or not; the engine goes on unless there are blocks."""
+        """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
         self.require_process("resume")
         with self._lock:
             self._serving("resume")
             self._give_up_pauses("resumed", blocks=False)
-            self._arrange()
-            return self._stance
+            self._apply_pauses()
+            return self._answer
 
     def leave(self, pause: Pause) -> None:
-        """End a pause: its block was left, or its caller does not wait any more."""
+        """End a pause: its block was left, or its caller stopped waiting."""
         if self.forked:
             return
         with self._lock:
             if pause in self._pauses:
                 self._pauses.remove(pause)
-                self._arrange()
+                self._apply_pauses()
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes."""
@@ -449,53 +450,53 @@ class Session:
     # ---- from the engine ----
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
-        with self._mail_lock:
+        with self._updates_lock:
             if not self._orphaned:
-                self._mail += updates
+                self._updates += updates
         self._post_drain()
 
     def _deliver_failure(self, error: EngineDeadError) -> None:
-        with self._mail_lock:
+        with self._updates_lock:
             self._failure = error
         self._post_drain()
 
     def _post_drain(self) -> None:
-        """Ask home to drain, unless that is asked already: a slow home gets several steps at once, never a backlog of posts."""
-        with self._mail_lock:
+        """Post a drain to home unless one is pending: a slow home gets several steps at once, and no backlog of posts."""
+        with self._updates_lock:
             assert self._bridge is not None
             if self._orphaned or (self._posted and not self._bridge.is_gone):
                 return
             self._posted = self._bridge.post(self.drain)
             self._orphaned = not self._posted
-        if self._orphaned:  # the host's loop ended without closing the engine: nothing will ever read an output again
+        if self._orphaned:  # the host's loop ended without closing the engine: no output will be read again
             with self._lock:
                 self._abandon(None)
-                for tickets in (self._visible, self._line, self._ending, self._in_engine):
-                    tickets.clear()  # what waits for them, and would keep the AsyncLLM alive, will never run again
+                for tickets in (self._visible, self._queue, self._ending, self._in_engine):
+                    tickets.clear()  # their waiting tasks never run again, and would keep the AsyncLLM alive
 
     def drain(self) -> None:
-        """Give everything that was delivered to those who wait for it, and end some of the requests to be ended. Never raises."""
+        """Pass the delivered updates to their requests, and end some of the requests that are to be ended. Never raises."""
         with self._lock:
-            with self._mail_lock:
-                updates, self._mail, self._posted = self._mail, [], False
+            with self._updates_lock:
+                updates, self._updates, self._posted = self._updates, [], False
                 failure = self._failure
             now = time.monotonic()
             for update in updates:
-                self._take(update, now)
+                self._receive(update, now)
             if failure is not None and self._phase in SERVING:
                 self._die()
             self._end_some()
             if self._pauses and not self._in_engine:
-                self._arrange()
+                self._apply_pauses()
             self._pump()
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Have home end more requests, if there are more to be ended; not with the lock held."""
+        """Have home end more of the requests that are to be ended; call it without the lock."""
         if self._ending:
             self._post_drain()
 
-    def _take(self, update: SequenceUpdate, now: float) -> None:
+    def _receive(self, update: SequenceUpdate, now: float) -> None:
         ticket = self._in_engine.get(update.request_id)
         if ticket is None:
             return
@@ -514,15 +515,15 @@ class Session:
             delta = ticket.collector.push(update, now)
             output = ticket.collector.output(now) if ticket.collector.finished else None
         except Exception as flaw:
-            self._settle(ticket, _unreadable(ticket, flaw))
+            self._resolve(ticket, _unreadable(ticket, flaw))
             self._leave(ticket)
             return
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._abandon(update.request_id, update.index)  # a stop string, of which the engine knows nothing
+            self._abandon(update.request_id, update.index)  # it ended with a stop string, which the engine does not see
         ticket.add(delta)
         if output is not None:
             self._mean_seconds += 0.1 * (output.timing.total - self._mean_seconds)
-            self._settle(ticket, output)
+            self._resolve(ticket, output)
 
     def _die(self) -> None:
         self._phase = Phase.FAILED
@@ -530,16 +531,16 @@ class Session:
         self._end_all(self._visible.values(), "error")
         self._give_up_pauses("failed")
 
-    # ---- all that follows is called with the lock held ----
+    # ---- called with the lock held ----
 
     @property
     def _places(self) -> int:
         return self.config.max_num_seqs + self.config.max_queued_requests
 
     def _pump(self) -> None:
-        """Hand requests to the engine while there are places, in order of arrival."""
-        while self._line and not self._pauses and self._phase is Phase.READY and len(self._in_engine) < self._places:
-            engine_id, ticket = self._line.popitem(last=False)
+        """Submit queued requests to the engine while there are places, in order of arrival."""
+        while self._queue and not self._pauses and self._phase is Phase.READY and len(self._in_engine) < self._places:
+            engine_id, ticket = self._queue.popitem(last=False)
             self._in_engine[engine_id] = ticket
             try:
                 self._serving("generate").submit(ticket.request)
@@ -548,15 +549,15 @@ class Session:
                 self._end(ticket, "error", error)
 
     def _end(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None = None) -> None:
-        """End a request for its caller at once, and tell the engine."""
+        """End a request for its caller at once, and abort it in the engine."""
         if not ticket.done:
             self._finish(ticket, reason, error)
             self._leave(ticket)
 
     def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason) -> None:
-        """End requests for their callers, some at once and the others at home; the engine is told by the caller of this."""
+        """End requests for their callers, some at once and the others at home; does not abort them in the engine."""
         for ticket in list(tickets):
-            self._line.pop(ticket.request.request_id, None)
+            self._queue.pop(ticket.request.request_id, None)
             self._ending.setdefault(ticket, reason)
         self._end_some()
 
@@ -574,29 +575,29 @@ class Session:
             deltas, output = [], _unreadable(ticket, flaw)
         for delta in deltas:
             ticket.add(delta)
-        self._settle(ticket, output)
+        self._resolve(ticket, output)
 
-    def _settle(self, ticket: Ticket, output: RequestOutput) -> None:
-        self._visible.pop(ticket.request_id, None)  # none are left once the host's loop is gone
+    def _resolve(self, ticket: Ticket, output: RequestOutput) -> None:
+        self._visible.pop(ticket.request_id, None)  # empty once the host's loop is gone
         ticket.future.set_result(output)
         ticket.wake()
 
     def _leave(self, ticket: Ticket) -> None:
-        """Give up a place in line, or have the engine give up the request."""
+        """Remove a request from the queue, or abort it in the engine."""
         engine_id = ticket.request.request_id
-        if self._line.get(engine_id) is ticket:
-            del self._line[engine_id]
+        if self._queue.get(engine_id) is ticket:
+            del self._queue[engine_id]
         elif self._in_engine.get(engine_id) is ticket:
             self._abandon(engine_id)
 
     def _abandon(self, engine_id: str | None, index: int | None = None) -> None:
-        """Have the engine end what nobody waits for; one that is dead or closing has done so."""
+        """Abort a request in the engine, or all; an engine that is dead or closing has ended them."""
         if self._engine is not None:
             with contextlib.suppress(EngineDeadError, EngineStateError):
                 self._engine.abort(engine_id, index=index)
 
     def _sweep_at(self, deadline: float) -> None:
-        """Look through the line at the monotonic second ``deadline``; the engine sees only the deadlines of what it has."""
+        """Check the deadlines of queued requests at the monotonic second ``deadline``; the engine checks only its own requests."""
         if deadline < self._next_sweep:
             self._next_sweep = deadline
             assert self._bridge is not None
@@ -606,7 +607,7 @@ class Session:
         with self._lock:
             self._next_sweep = _FOREVER
             now, late = time.monotonic(), []
-            for ticket in self._line.values():
+            for ticket in self._queue.values():
                 deadline = ticket.request.deadline
                 if deadline is not None and deadline <= now:
                     late.append(ticket)
@@ -615,25 +616,25 @@ class Session:
             self._end_all(late, "deadline")
         self._end_rest()
 
-    def _arrange(self) -> None:
-        """Let the engine stand still or go on, as the pauses want it."""
-        still = bool(self._pauses) and (not self._in_engine or self._keep_requests())
+    def _apply_pauses(self) -> None:
+        """Pause or resume the engine, as the open pauses demand."""
+        pause_now = bool(self._pauses) and (not self._in_engine or self._keep_requests())
         try:
             engine = self._serving("pause")
-            if still != (self._phase is Phase.PAUSED):
-                self._stance = engine.pause() if still else engine.resume()
-                self._phase = Phase.PAUSED if still else Phase.READY
+            if pause_now != (self._phase is Phase.PAUSED):
+                self._answer = engine.pause() if pause_now else engine.resume()
+                self._phase = Phase.PAUSED if pause_now else Phase.READY
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
             self._give_up_pauses("stopped", error=error)
             return
         for pause in self._pauses:
-            if still and not pause.answered and (pause.frozen or not self._in_engine):
+            if pause_now and not pause.answered and (pause.frozen or not self._in_engine):
                 pause.frozen = pause.answered = True
-                _copy(self._stance, pause.done)
+                _copy(self._answer, pause.done)
         self._pump()
 
     def _keep_requests(self) -> bool:
-        """Return whether requests may not come to their end now: a block says so, or of other pauses the one that came last."""
+        """Return whether requests keep their state: a block says so, or of the other pauses the latest."""
         waits = False
         for pause in reversed(self._pauses):
             if pause.frozen and (pause.block or not waits):
@@ -642,7 +643,7 @@ class Session:
         return False
 
     def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
-        """End all pauses, or those that are no blocks; what waits for them learns why."""
+        """End all pauses, or those that are not blocks; their callers get the reason as an error."""
         ended = [pause for pause in self._pauses if blocks or not pause.block]
         self._pauses = [pause for pause in self._pauses if pause not in ended]
         message = f"the engine was {event} before the pause was complete"
@@ -652,8 +653,8 @@ class Session:
                 pause.done.set_exception(failed or EngineStateError(message, state=self._phase.value))
 
     def _queue_full(self) -> QueueFullError:
-        """A place gets free every ``mean duration / requests in the engine`` seconds (Little's law)."""
-        retry_after = self._mean_seconds * (len(self._line) + 1) / max(1, len(self._in_engine))
+        """Return the error for a full queue: a place is freed every mean duration / requests in the engine (Little's law)."""
+        retry_after = self._mean_seconds * (len(self._queue) + 1) / max(1, len(self._in_engine))
         limit = self.config.max_queued_requests
         return QueueFullError(
             f"max_num_seqs={self.config.max_num_seqs} requests run and max_queued_requests={limit} wait already; "
@@ -669,7 +670,7 @@ class Session:
 
 
 def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
-    """A flaw in reading an output costs that request, not the host's loop."""
+    """Return the output of a request whose updates could not be read: that request fails, and the host's loop goes on."""
     error = RequestFailedError(f"the output of {ticket.request_id!r} could not be read: {flaw!r}")
     error.__cause__ = flaw
     ids = ticket.request.prompt_token_ids
@@ -677,11 +678,11 @@ def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:
-    def settle(settled: Future[None]) -> None:
+    def copy(settled: Future[None]) -> None:
         error = settled.exception()
         if error is None:
             target.set_result(None)
         else:
             target.set_exception(error.copy() if isinstance(error, EngineDeadError) else error)
 
-    source.add_done_callback(settle)
+    source.add_done_callback(copy)

@@ -1,27 +1,19 @@
-"""What is iterated over: streams of deltas and the outputs of many prompts, each for event loops and for threads."""
+"""Iterators: the deltas of one request and the outputs of many prompts. ``blocking`` has them for ``LLM``."""
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
 import anyio
 
 from dsv4lite.api.batch import Batch
-from dsv4lite.api.bridge import Bridge, LoopBridge
+from dsv4lite.api.bridge import Bridge, LoopBridge, Signal
 from dsv4lite.api.prepare import Job
 from dsv4lite.api.session import Session, Ticket
 from dsv4lite.request import Delta, Prompt, RequestOutput
-
-
-class Wake(Protocol):
-    """Tells a waiting reader to look again; from any thread, without blocking."""
-
-    def __call__(self) -> None: ...
 
 
 class MakeJob(Protocol):
@@ -37,106 +29,30 @@ def value_of(output: RequestOutput) -> RequestOutput:
     return output
 
 
-class _Reader:
-    """A position in the deltas of one request."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._ticket: Ticket | None = None
-
-    @property
-    def request_id(self) -> str:
-        """The id of the request."""
-        return self._opened().request_id
-
-    def abort(self) -> None:
-        """End the request now: what came so far can still be read, the last delta has ``finish_reason="abort"``. Idempotent."""
-        self._session.abort_ticket(self._opened())
-
-    def _enter(self) -> None:
-        if self._ticket is not None:
-            raise RuntimeError("a stream can be entered only once")
-
-    def _opened(self) -> Ticket:
-        if self._ticket is None:
-            raise RuntimeError("the stream is not open: enter it with `async with` (AsyncLLM) or `with` (LLM)")
-        return self._ticket
-
-    def _take(self) -> tuple[Delta | None, bool]:
-        """Return the next delta if there is one, and whether there may be another.
-
-        Raises:
-            RequestFailedError, EngineDeadError: All deltas were read and the request failed.
-        """
-        ticket = self._opened()
-        done = ticket.done  # asked first: the last delta may arrive between these lines
-        if ticket.deltas:
-            return ticket.deltas.popleft(), True
-        if done:
-            value_of(ticket.future.result())
-        else:
-            self._session.require_process("stream")
-        return None, not done
-
-    def _future(self) -> Future[RequestOutput]:
-        future = self._opened().future
-        if not future.done():
-            self._session.require_process("final")
-        return future
-
-    def __del__(self) -> None:
-        if self._ticket is not None:
-            self._session.drop_ticket(self._ticket)
-
-
-# ------------------------------------------------------------------------------------------------------------ for event loops
-
-
 class Submit(Protocol):
-    """Encodes, checks and submits a job."""
+    """Encodes, checks and submits a job. It belongs to the ``AsyncLLM`` or ``LLM``, which lives as long as what can submit."""
 
-    async def __call__(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket: ...
-
-
-class Signal:
-    """Wakes all tasks that wait. A task looks first and waits if it saw nothing; both on the loop, so no call is missed."""
-
-    def __init__(self, bridge: LoopBridge) -> None:
-        self._bridge = bridge
-        self._event: anyio.Event | None = None
-
-    def __call__(self) -> None:
-        """Wake the tasks; from any thread."""
-        self._bridge.run(self._fire)
-
-    async def wait(self) -> None:
-        """Wait for the next call."""
-        if self._event is None:
-            self._event = anyio.Event()
-        await self._event.wait()
-
-    def _fire(self) -> None:
-        event, self._event = self._event, None
-        if event is not None:
-            event.set()
+    async def __call__(self, job: Job, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket: ...
 
 
-class AsyncStream(_Reader):
+class AsyncStream:
     """One request whose output is read as it is made; made by ``AsyncLLM.stream`` and ``AsyncLLM.chat_stream``.
 
     Entering the block submits the request, leaving it ends the request. In between, iteration yields ``Delta`` objects: only what
     is new, in order, for all ``n`` completions. A slow reader loses nothing, nor does a cancelled read: the next one continues.
     """
 
-    def __init__(self, session: Session, bridge: LoopBridge, submit: Submit, job: Job) -> None:
-        super().__init__(session)
+    def __init__(self, session: Session, bridge: Bridge, submit: Submit, job: Job) -> None:
+        self._session = session
         self._bridge = bridge
         self._submit = submit
         self._job = job
-        self._signal = Signal(bridge)
+        self._signal = bridge.signal()
+        self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> Self:
-        self._enter()
+        if self._ticket is not None:
+            raise RuntimeError("a stream can be entered only once")
         self._ticket = await self._submit(self._job, streaming=True, wake=self._signal)
         return self
 
@@ -161,7 +77,44 @@ class AsyncStream(_Reader):
         Raises:
             RequestFailedError, EngineDeadError: The request failed.
         """
-        return value_of(await self._bridge.wait(self._future()))
+        future = self._opened().future
+        if not future.done():
+            self._session.require_process("final")
+        return value_of(await self._bridge.wait(future))
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self._opened().request_id
+
+    def abort(self) -> None:
+        """End the request now: what came so far can still be read, the last delta has ``finish_reason="abort"``. Idempotent."""
+        self._session.abort_ticket(self._opened())
+
+    def _opened(self) -> Ticket:
+        if self._ticket is None:
+            raise RuntimeError("the stream is not open: enter it with `async with` (AsyncLLM) or `with` (LLM)")
+        return self._ticket
+
+    def _take(self) -> tuple[Delta | None, bool]:
+        """Return the next delta if there is one, and whether there may be another.
+
+        Raises:
+            RequestFailedError, EngineDeadError: All deltas were read and the request failed.
+        """
+        ticket = self._opened()
+        done = ticket.done  # asked first: the last delta may arrive between these lines
+        if ticket.deltas:
+            return ticket.deltas.popleft(), True
+        if done:
+            value_of(ticket.future.result())
+        else:
+            self._session.require_process("stream")
+        return None, not done
+
+    def __del__(self) -> None:
+        if self._ticket is not None:
+            self._session.drop_ticket(self._ticket)
 
 
 class AsyncCompletions(AsyncIterator[RequestOutput]):
@@ -171,7 +124,7 @@ class AsyncCompletions(AsyncIterator[RequestOutput]):
         self,
         batch: Batch,
         signal: Signal,
-        bridge: LoopBridge,
+        bridge: Bridge,
         submit: Submit,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
         make_job: MakeJob,
@@ -181,6 +134,7 @@ class AsyncCompletions(AsyncIterator[RequestOutput]):
         self._bridge = bridge
         self._source: _AsyncSource | _SyncSource
         if isinstance(prompts, AsyncIterable):
+            assert isinstance(bridge, LoopBridge)
             self._source = _AsyncSource(self._batch, self._signal, bridge, submit, prompts, make_job)
         else:
             self._source = _SyncSource(self._batch, submit, prompts, make_job)
@@ -276,107 +230,6 @@ class _AsyncSource:
                 return
             with self._batch.row(index):
                 self._batch.add(await self._submit(self._make_job(index, prompt)))
-
-
-# ---------------------------------------------------------------------------------------------------------------- for threads
-
-
-class SubmitNow(Protocol):
-    """Encodes, checks and submits a job. It belongs to the ``LLM``, which lives as long as what it has made can submit."""
-
-    def __call__(self, job: Job, *, streaming: bool = False, wake: Wake = lambda: None) -> Ticket: ...
-
-
-class Stream(_Reader):
-    """One request whose output is read as it is made; made by ``LLM.stream`` and ``LLM.chat_stream``.
-
-    Entering the block submits the request, leaving it ends the request. In between, iteration yields ``Delta`` objects: only what
-    is new, in order, for all ``n`` completions. A slow reader loses nothing.
-    """
-
-    def __init__(self, session: Session, submit: SubmitNow, job: Job) -> None:
-        super().__init__(session)
-        self._submit = submit
-        self._job = job
-        self._changed = threading.Event()
-
-    def __enter__(self) -> Self:
-        self._enter()
-        self._ticket = self._submit(self._job, streaming=True, wake=self._changed.set)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.abort()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        while True:
-            self._changed.clear()
-            delta, more = self._take()
-            if delta is not None:
-                return delta
-            if not more:
-                raise StopIteration
-            self._changed.wait()
-
-    def final(self) -> RequestOutput:
-        """Wait for the end of the request and return all of it, whether or not the deltas were read.
-
-        Raises:
-            RequestFailedError, EngineDeadError: The request failed.
-        """
-        return value_of(self._future().result())
-
-
-class Completions(Iterator[RequestOutput]):
-    """The outputs of many prompts as they finish; made by ``LLM.as_completed``."""
-
-    def __init__(
-        self,
-        batch: Batch,
-        changed: threading.Event,
-        bridge: Bridge,
-        submit: SubmitNow,
-        prompts: Iterable[Prompt],
-        make_job: MakeJob,
-    ) -> None:
-        self._batch = batch
-        self._changed = changed
-        self._bridge = bridge
-        self._submit = submit
-        self._rows = iter(prompts)
-        self._make_job = make_job
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> RequestOutput:
-        while True:
-            self._changed.clear()
-            while (row := self._batch.pull(self._rows)) is not None:
-                with self._batch.row(row[0]):
-                    self._batch.add(self._submit(self._make_job(*row)))
-            output = self._batch.take()
-            if output is not None:
-                return output
-            if self._batch.finished:
-                raise StopIteration
-            self._changed.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Abort what is in flight and pull no more."""
-        self._batch.close()
-
-    def __del__(self) -> None:
-        _close_later(self._bridge, self._batch)
 
 
 def _close_later(bridge: Bridge, batch: Batch) -> None:

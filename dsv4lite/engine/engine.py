@@ -19,16 +19,15 @@ from typing import Any, TypeVar
 import torch
 
 from dsv4lite.config import Drafting, EngineConfig
-from dsv4lite.device import advice_for, forget_frames, sole_device, start_error
+from dsv4lite.device import advice_for, forget_frames, start_error
+from dsv4lite.engine.executor import Executor, JointFlight, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
-from dsv4lite.engine.rank import Alone, Survey, device_of, drafting_of, grammar_compiler, software
-from dsv4lite.engine.ranks import JointFlight, Ranks
+from dsv4lite.engine.rank import ProbeReport, drafting_of, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Flight, RoutedExperts, Runner
-from dsv4lite.engine.serve import Guest
+from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from dsv4lite.sampling.sampler import dry_run
@@ -139,9 +138,9 @@ class Engine:
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
-        self._crew: Alone | Ranks | Guest
-        self._guest: Guest | None = None
-        self._runner: Runner | Ranks
+        self._executor: Executor | ExternalWorker
+        self._external: ExternalWorker | None = None
+        self._runner: Runner | MultiRankExecutor
 
     # ------------------------------------------------------------------------------------------------- from other threads
 
@@ -243,9 +242,9 @@ class Engine:
                 return
 
     def _leave_interpreter(self) -> None:
-        guest = self._guest
-        if guest is not None:
-            guest.leave()
+        external = self._external
+        if external is not None:
+            external.leave()
         self.close()
 
     def _put(self, command: Callable[[], None]) -> None:
@@ -254,7 +253,7 @@ class Engine:
         if self._thread is None or self._closing:
             state = "closed" if self._closing else "new"
             raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
-        if self._guest is not None:
+        if self._external is not None:
             raise EngineStateError("this rank follows rank 0, which alone takes requests", state="following")
         self._inbox.put(command)
         if self._ended or self._dead is not None:  # it ended in this very moment, and will not look again
@@ -281,8 +280,8 @@ class Engine:
             ready.set_result(None)
             try:
                 with torch.inference_mode():
-                    if self._guest is not None:
-                        self._guest.work()
+                    if self._external is not None:
+                        self._external.run()
                         self._closing = True
                     while not self._closing:
                         self._drain()
@@ -296,27 +295,27 @@ class Engine:
                 self._free()
 
     def _open(self, stack: ExitStack) -> None:
-        config = self.config
-        crew = self._crew = self._recruit()
-        if isinstance(crew, Guest):
-            survey = crew.open(stack).survey
-            self._plan, self._guest = survey.plan, crew
-            tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=survey.model.vocab_size)
-            self._inform(survey, survey.plan, tokenizer)
+        self.config, executor = make_executor(self.config, self._lose)
+        config, self._executor = self.config, executor
+        if isinstance(executor, ExternalWorker):
+            report = executor.open(stack)
+            self._plan, self._external = report.plan, executor
+            tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=report.model.vocab_size)
+            self._inform(report, report.plan, tokenizer)
             return
-        survey, self._plan = crew.survey(stack)
+        report, self._plan = executor.probe(stack)
         plan = self._plan
         require_fit(plan)
-        vocab_size = survey.model.vocab_size
-        tokenizer = Tokenizer.from_folder(config.tokenizer or survey.folder, vocab_size=vocab_size)
+        vocab_size = report.model.vocab_size
+        tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         grammars, problem = grammar_compiler(tokenizer, vocab_size)
-        runner = self._runner = crew.load(plan, grammars, progress_of(config))
+        runner = self._runner = executor.load(plan, grammars, progress_of(config))
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
         if isinstance(self._runner, Runner):
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
-        drafting = drafting_of(config, survey)
+        drafting = drafting_of(config, report)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._background = not on_cpu if self._overlap is None else self._overlap
         # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
@@ -328,37 +327,19 @@ class Engine:
             clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
             costs = self._runner.step_costs
             self._guesses = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
-        self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
-        self._inform(survey, plan, tokenizer)
+        self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
+        self._inform(report, plan, tokenizer)
 
-    def _recruit(self) -> Alone | Ranks | Guest:
-        """Return who runs the steps."""
-        config = self.config
-        if config.place_of_ranks != "external":
-            several = config.layout.world > 1 or config.place_of_ranks == "process"
-            return Ranks(config, self._lose) if several else Alone(config)
-        host = HostRanks.of(config)
-        host.compare(software())
-        config = self.config = host.config
-        problem, device = host.problem, ""
-        try:
-            if problem is None:
-                device = sole_device(device_of(config, host.rank))
-        except DSV4LiteError as error:
-            problem = error
-        machines = host.agree(problem, device)
-        return Ranks(config, self._lose, (host, machines)) if host.rank == 0 else Guest(host, self._lose)
-
-    def _inform(self, survey: Survey, plan: MemoryPlan, tokenizer: Tokenizer) -> None:
-        vocab_size = survey.model.vocab_size
+    def _inform(self, report: ProbeReport, plan: MemoryPlan, tokenizer: Tokenizer) -> None:
+        vocab_size = report.model.vocab_size
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
             max_logprobs=self.config.max_logprobs,
             max_completions=self.config.max_completions,
             tokenizer=tokenizer,
-            default_params=survey.default_params,
-            model_config=survey.model,
+            default_params=report.default_params,
+            model_config=report.model,
         )
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
@@ -615,7 +596,7 @@ class Engine:
     def _die(self, error: BaseException) -> EngineDeadError:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
-            error = self._crew.explain(error)
+            error = self._executor.explain(error)
             saved = None if self._recorder is None else self._recorder.failed(error)
             where = "" if saved is None else f"; the step is saved as {saved}"
             if isinstance(error, EngineDeadError):
@@ -644,8 +625,8 @@ class Engine:
         """Drop tensors, and answer those who still wait."""
         self._in_flight.clear()
         self._routed.clear()
-        self._guest = None
-        for part in ("_runner", "_crew", "_scheduler", "_preparing", "_recorder"):  # a guest has not all of them
+        self._external = None
+        for part in ("_runner", "_executor", "_scheduler", "_preparing", "_recorder"):  # an external worker lacks some
             vars(self).pop(part, None)
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
@@ -653,7 +634,7 @@ class Engine:
         self._answer_rest()
 
     def _answer_rest(self) -> None:
-        """Tell those whose calls will not be run any more; requests are told by their face."""
+        """Tell those whose calls will not be run any more; requests are told by their session."""
         while True:
             try:
                 command = self._inbox.get_nowait()

@@ -1,11 +1,10 @@
-"""One rank: what it finds out before anything is loaded, and the runner that it then becomes."""
+"""One rank: what it reads of checkpoint and device before anything is loaded, and how it loads the runner."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from dsv4lite.config import (
     default_cache_dir,
     local_rank,
 )
-from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, require_private, reserve, start_error
+from dsv4lite.device import choose_device, give_back_unused, installed_version, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
@@ -54,16 +53,16 @@ _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """What a rank tells the leader before anything is loaded.
+class ProbeReport:
+    """What a rank sends to the leader before anything is loaded.
 
     Attributes:
-        plan: What it would hold.
+        plan: Memory that this rank would use.
         model: Sizes of the model.
         default_params: Of requests without any, from the checkpoint's ``generation_config.json``.
         folder: Of the checkpoint.
         own: The model's own drafter.
-        facts: What has to be the same on all ranks.
+        facts: What must be the same on all ranks, in words; empty if there are no others.
     """
 
     plan: MemoryPlan
@@ -75,34 +74,34 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prospect:
-    """A rank that is about to load."""
+class Probe:
+    """Checkpoint and device of a rank that is about to load."""
 
     config: EngineConfig
     source: ModelSource
     numerics: Numerics
     drafting: Drafting
-    survey: Survey
+    report: ProbeReport
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Prospect:
-        """Look at checkpoint and device.
+    def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Probe:
+        """Read the checkpoint's headers and look at the device.
 
         Args:
             config: Settings.
             device: Of this rank.
             rank: Which rank.
-            several: Gather the facts that ranks compare.
+            several: Collect the facts that ranks compare.
 
         Raises:
-            CheckpointError, ConfigError, UnsupportedError: They do not go together.
+            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not go together.
         """
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
         if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
-        survey = Survey(
+        report = ProbeReport(
             plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
             model=source.model,
@@ -110,16 +109,16 @@ class Prospect:
             folder=str(source.folder),
             facts=_facts(config, source, device) if several else {},
         )
-        return cls(config=config, source=source, numerics=numerics, drafting=drafting, survey=survey)
+        return cls(config=config, source=source, numerics=numerics, drafting=drafting, report=report)
 
     def build(self, plan: MemoryPlan, mesh: Mesh, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
         """Load everything.
 
         Args:
             plan: Of all ranks.
-            mesh: The ranks.
-            grammars: For the rank that samples.
-            progress: Told of what is going on.
+            mesh: This rank's axes.
+            grammars: Compiler for a rank that samples.
+            progress: Called with the progress of loading.
 
         Raises:
             CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded, or not run.
@@ -166,7 +165,7 @@ class Prospect:
                     plain = DecodeGraphs(
                         model, cache, max_num_seqs=sequences, max_model_len=longest, sampling=sampler, shared=shared
                     )
-                reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
+                reserve(device, self.report.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
@@ -191,28 +190,6 @@ def _default_params(source: ModelSource) -> SamplingParams:
     except InvalidRequestError as error:
         raise CheckpointError(f"cannot use {source.folder}/generation_config.json", problems=[str(error)]) from error
     return params
-
-
-class Alone:
-    """The only rank of an engine, in the engine's thread; see ``Ranks``."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-
-    def survey(self, stack: ExitStack) -> tuple[Survey, MemoryPlan]:
-        """Look at checkpoint and device, and put this thread on a stream of its own until the stack ends."""
-        device = choose_device(self._config)
-        stack.enter_context(own_thread(device, deterministic=self._config.deterministic))
-        self._prospect = Prospect.of(self._config, device)
-        return self._prospect.survey, self._prospect.survey.plan
-
-    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything."""
-        return self._prospect.build(plan, Mesh.single(), grammars, progress)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return what is behind an error."""
-        return error
 
 
 def require_devices(config: EngineConfig) -> None:
@@ -253,30 +230,30 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
         return None, str(error)  # the error itself, or what caused it, would hold on to the model
 
 
-def drafting_of(config: EngineConfig, survey: Survey) -> Drafting:
-    """Return who guesses in an engine, with the speculators of this process."""
+def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:
+    """Return how an engine drafts: the model's own drafter and the speculators of this process."""
     drafters = check_speculative(config.speculative)
-    return Drafting(own=survey.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, survey.own))
+    return Drafting(own=report.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, report.own))
 
 
 @dataclass(slots=True)
-class Elsewhere:
-    """Stands for a speculator of the leader's process: other ranks only need to know how far it guesses."""
+class RemoteSpeculator:
+    """Stands for a speculator in the leader's process; other ranks only need its number of draft tokens, ``k``."""
 
     k: int
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Guess nothing."""
+        """Propose no drafts."""
         return ()
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
-def bare(config: EngineConfig) -> EngineConfig:
-    """Return settings as other processes can have them: without the host's own objects."""
+def sendable(config: EngineConfig) -> EngineConfig:
+    """Return settings that can be sent to another process: without the host's own objects."""
     drafters: tuple[Drafter, ...] = tuple(
-        drafter if isinstance(drafter, MTP | DSpark | NGram) else Elsewhere(drafter.k)
+        drafter if isinstance(drafter, MTP | DSpark | NGram) else RemoteSpeculator(drafter.k)
         for drafter in check_speculative(config.speculative)
     )
     speculative = drafters or config.speculative
@@ -285,16 +262,16 @@ def bare(config: EngineConfig) -> EngineConfig:
     )
 
 
-def common_plan(surveys: Mapping[int, Survey]) -> MemoryPlan:
-    """Return what all ranks can hold: they have equal numbers of pages and slots, those of the poorest one.
+def common_plan(reports: Mapping[int, ProbeReport]) -> MemoryPlan:
+    """Return the plan of all ranks: each gets the number of pages and slots of the rank with the fewest.
 
     Raises:
-        ConfigError: Ranks differ in what has to be the same.
+        ConfigError: Ranks differ in what must be the same.
     """
-    problems = [line for rank in surveys for line in _differences(rank, surveys[rank].facts, surveys[0].facts)]
+    problems = [line for rank in reports for line in _differences(rank, reports[rank].facts, reports[0].facts)]
     if problems:
         raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
-    return merge_plans([surveys[rank].plan for rank in sorted(surveys)])
+    return merge_plans([reports[rank].plan for rank in sorted(reports)])
 
 
 def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
@@ -307,7 +284,7 @@ def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str
 
 
 def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:
-    """Return what has to be the same on all ranks, in words."""
+    """Return what must be the same on all ranks, in words."""
     settings = {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.name not in _OWN_TO_A_RANK}
     given = config.dispatcher
     named = given if isinstance(given, FunctionType | type) else type(given)
@@ -322,12 +299,12 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
 
 
 def software() -> dict[str, str]:
-    """Return the versions that have to be the same on all ranks."""
+    """Return the versions that must be the same on all ranks."""
     return {"dsv4lite": installed_version("dsv4lite"), "PyTorch": torch.__version__}
 
 
 def _samples(checkpoint: Checkpoint) -> Iterable[str]:
-    """Yield what tells checkpoints apart without reading them whole: all headers, and a few bytes of every file."""
+    """Yield a sample that differs between checkpoints: all headers, and a few bytes of every file."""
     files: dict[str, Any] = {}
     for name, info in sorted(checkpoint.headers.items()):
         yield f"{name} {info.dtype} {info.shape} {info.file.name} {info.offset}"

@@ -40,7 +40,7 @@ class Channel:
         self.send_bytes(encode(message))
 
     def send_bytes(self, message: bytes) -> None:
-        """Send what ``encode`` has made of a message, maybe to several ranks.
+        """Send a message as ``encode`` returned it, which may go to several ranks.
 
         Raises:
             Closed: The other end is gone.
@@ -56,7 +56,7 @@ class Channel:
 
         Raises:
             Closed: The other end is gone.
-            TimeoutError: Nothing came.
+            TimeoutError: Nothing arrived within ``timeout_s``.
         """
         try:
             if timeout_s is not None and not self.connection.poll(timeout_s):
@@ -69,8 +69,8 @@ class Channel:
                 raise
             raise Closed(str(error)) from error
 
-    def hang_up(self) -> None:
-        """End the connection for both sides; a thread that waits here gets ``Closed``."""
+    def shut_down(self) -> None:
+        """End the connection for both sides; a thread that receives here gets ``Closed``."""
         try:
             with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)

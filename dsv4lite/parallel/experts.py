@@ -1,14 +1,14 @@
-"""Expert dispatchers: how a token's row comes to the ranks that hold its experts, and their results back.
+"""Expert dispatchers: how a token's row gets to the ranks that hold its experts, and how the results return.
 
-    Local       every rank of ep has the token already; the partial sums of the ranks are the caller's to add
-    AllGather   every rank gets every row, and each its tokens' sums from a reduce-scatter; each sends as many as the fullest
-    AllToAll    rows travel to their experts and back, exactly as many as there are; the token's own rank sums them, in the order of
-                its experts, so that the result is that of one rank, bit for bit
+    Local       every rank of ep has the token already; the caller adds the partial sums of the ranks
+    AllGather   every rank gets every row, and a reduce-scatter returns each rank the sums of its tokens; ranks pad to equal counts
+    AllToAll    rows travel only to the ranks of their experts and back; the token's own rank adds the results in the order of its
+                experts, so that the sum has the bits of one rank
 
-Ranks that work on the same tokens are peers. All return float32 sums [T, D] that are a part: added up over the peers, they are the
-sums over each token's experts. Where rows travel, each peer sends an equal share of the tokens, and gets the sums of these.
+Ranks that work on the same tokens are peers. All dispatchers return partial float32 sums [T, D]: added up over the peers, they are
+the sums over each token's experts. Where rows travel, each peer sends an equal part of the tokens, and gets the sums of these.
 
-Slots are places for experts, counted through all ranks of ep; as many as there are slots in all means none.
+Slots are places for experts, numbered through all ranks of ep. The number of all slots stands for "no expert".
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.parallel.mesh import Axis
 
 Rows = tuple[Tensor, ...]
-"""What the experts take of each token: tensors [T, ...]."""
+"""Inputs of the experts: tensors [T, ...]."""
 LocalExperts = Callable[[Rows, Tensor, Tensor], Tensor]
 """``experts(rows, slots_TK, weight_TK)``: float32 sums [T, D] over this rank's experts, by their slots on it, in the order of k."""
 Sums = Callable[[], Tensor]
 """Waits for this rank's part of the sums, float32 [T, D], and returns it."""
 Dispatched = Callable[[LocalExperts], Sums]
-"""Waits for the rows that come to this rank, lets its experts work on them, and begins to bring back what they make of them.
+"""Waits for the rows that this rank receives, runs its experts on them, and begins to send the results back.
 
-Experts take slots counted from the rank's first."""
+Experts take slots numbered from the rank's first."""
 
 
 class Dispatcher(Protocol):
-    """Takes tokens to their experts, on every rank of ep at the same time.
+    """Sends tokens to their experts, on every rank of ep at the same time.
 
-    What does not wait for other ranks runs beside that: between ``start`` and the call of what it returns, and between that and the
-    call of what this returns in turn. Each of them is called once.
+    The caller runs other work beside the transfers: between ``start`` and the call of what it returns, and between that call and
+    the call of what it returns in turn. Each of them is called once.
 
     Attributes:
-        capturable: A step with ``most_tokens`` can be recorded in a CUDA graph: no shape depends on what the device has worked out.
+        capturable: A step with ``most_tokens`` can be captured in a CUDA graph: no shape depends on results of the device.
     """
 
     @property
     def capturable(self) -> bool:
-        """See above."""
+        """See the class."""
         ...
 
     def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
         """Begin to bring rows to their experts.
 
         Args:
-            rows: What experts take of each of this rank's tokens. No argument may be overwritten before the sums are there.
+            rows: Inputs of the experts for this rank's tokens. No argument may be written to before the sums are complete.
             slots_TK: int64, in the order in which experts are added up.
             weight_TK: float32 mixing weights.
-            most_tokens: As many as the rank of ep has that has the most tokens; ``None`` if it is not known. All are told alike.
+            most_tokens: The largest number of tokens on a rank of ep; ``None`` if it is not known. The same on all ranks.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertRanks:
-    """What a dispatcher is made from.
+    """The ranks and sizes from which a dispatcher is made.
 
     Attributes:
         ep: Ranks that share the experts.
         peers: Ranks that work on the same tokens.
         slots_per_rank: Places for experts on each rank of ep.
-        dtype: Of what one expert returns for one token.
-        recorded: Steps are recorded as CUDA graphs if they can be.
+        dtype: Of the result of one expert for one token.
+        recorded: Steps are captured as CUDA graphs if they can be.
     """
 
     ep: Axis
@@ -87,15 +87,15 @@ class ExpertRanks:
         return self.ep.size <= self.peers.size
 
     def own_tokens(self, tokens: int) -> slice:
-        """Return which of the tokens, known to all peers, this rank answers for."""
+        """Return which of the peers' common tokens this rank sends."""
         return equal_share(tokens, self.peers.rank, self.peers.size)
 
     def own_slots(self, slots_TK: Tensor) -> Tensor:
-        """Return slots counted from this rank's first; as many as it has for those of other ranks."""
+        """Return slots numbered from this rank's first; those of other ranks become ``slots_per_rank``."""
         if self.ep.size == 1:
             return slots_TK
         count, slots = self.slots_per_rank, self.ep.size * self.slots_per_rank
-        # Slots before this rank's first, and what is none, come to lie behind its last.
+        # Slots before this rank's first, and "no expert", wrap around to numbers after its last.
         return ((slots_TK - self.ep.rank * count) % (slots + 1)).clamp_(max=count)
 
 
@@ -118,9 +118,9 @@ class Local:
 
 
 class AllGather:
-    """Every rank sees every token; ranks with fewer than the one with the most send empty rows.
+    """Every rank gets every token; ranks with fewer tokens than ``most_tokens`` send empty rows.
 
-    Where nobody says how many that are, they tell each other, which waits for the device.
+    Without ``most_tokens`` the ranks exchange their numbers of tokens, for which the host waits.
     """
 
     capturable = True
@@ -134,12 +134,12 @@ class AllGather:
         if ranks.together:
             most_tokens = tokens
         elif most_tokens is None:
-            told = ranks.ep.all_gather(torch.tensor([tokens], dtype=torch.int64, device=slots_TK.device))
-            most_tokens = int(told.max())
+            counts = ranks.ep.all_gather(torch.tensor([tokens], dtype=torch.int64, device=slots_TK.device))
+            most_tokens = int(counts.max())
         count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
-        longer = (_lengthen(parts[0], count, none), *(_lengthen(part, count, 0) for part in parts[1:]))
+        longer = (_pad(parts[0], count, none), *(_pad(part, count, 0) for part in parts[1:]))
         gathered = ranks.ep.begin_all_gather(*longer)
 
         def run(experts: LocalExperts) -> Sums:
@@ -151,7 +151,7 @@ class AllGather:
 
 
 class AllToAll:
-    """Rows travel to their experts only: the host must know how many before it can launch what comes next."""
+    """Rows travel to their experts only: the host waits for the numbers of rows before it can launch the transfer."""
 
     capturable = False
 
@@ -164,7 +164,7 @@ class AllToAll:
         slots, weights = slots_TK[own], weight_TK[own].flatten()
         tokens, per_token = slots.shape
         none = size * ranks.slots_per_rank
-        pairs = slots.flatten().clamp(0, none)  # a pass that only asks which kernels there are leaves slots unwritten
+        pairs = slots.flatten().clamp(0, none)  # a dry run leaves slots unwritten
         goal = pairs // ranks.slots_per_rank
         goal = torch.where(goal < size, goal, ranks.ep.rank)  # no expert: padding stays
         counts = torch.zeros(size, dtype=torch.int64, device=pairs.device).scatter_add_(0, goal, torch.ones_like(goal))
@@ -192,9 +192,9 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     """Return a dispatcher.
 
     Args:
-        choice: A name in ``DISPATCHERS``, or whatever makes one. ``auto`` is ``local`` where that suffices, else ``all_gather``
+        choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` where that suffices, else ``all_gather``
             where steps are recorded, else ``all_to_all``.
-        ranks: Between whom.
+        ranks: Ranks and sizes.
 
     Raises:
         ConfigError: There is no such dispatcher, or it does not suit the layout.
@@ -218,13 +218,13 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
 
 
 def equal_share(count: int, rank: int, size: int) -> slice:
-    """Return a rank's part of so many rows; only the last ones' may be smaller than others', or empty."""
+    """Return a rank's part of ``count`` rows; the parts of the last ranks may be smaller, or empty."""
     share = -(-count // size)
     return slice(min(rank * share, count), min((rank + 1) * share, count))
 
 
 def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Tensor:
-    """Return float32 sums over each token's experts, one after the other; result i is of pair ``order[i]`` of token and expert."""
+    """Return float32 sums over each token's experts in their order; result i belongs to pair ``order[i]`` of token and expert."""
     by_pair = torch.empty(len(results), results.shape[1], dtype=torch.float32, device=results.device)
     by_pair[order] = results.float()
     total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
@@ -234,7 +234,7 @@ def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Te
 
 
 def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:
-    """Return sums of some tokens as sums [T, D] that are zero for the others."""
+    """Return sums [T, D] that have ``sums`` for the tokens of ``own`` and zeros for the others."""
     if len(sums) == tokens:
         return sums
     whole = sums.new_zeros(tokens, sums.shape[1])
@@ -242,8 +242,8 @@ def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:
     return whole
 
 
-def _lengthen(part: Tensor, rows: int, value: int) -> Tensor:
-    """Return a tensor with rows of one value after its own."""
+def _pad(part: Tensor, rows: int, value: int) -> Tensor:
+    """Return a tensor padded to ``rows`` rows with ``value``."""
     if len(part) == rows:
         return part
     longer = torch.empty(rows, *part.shape[1:], dtype=part.dtype, device=part.device)
@@ -262,7 +262,7 @@ def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
     parts, begin = [], 0
     for part in like:
         end = begin + prod(part.shape[1:]) * part.dtype.itemsize
-        bytes_ = packed[:, begin:end].clone(memory_format=torch.contiguous_format)  # aligned, whatever lies before it
+        bytes_ = packed[:, begin:end].clone(memory_format=torch.contiguous_format)  # a clone is aligned
         parts.append(bytes_.view(part.dtype).view(len(packed), *part.shape[1:]))
         begin = end
     return parts

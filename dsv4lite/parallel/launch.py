@@ -1,8 +1,8 @@
 """Ranks as child processes of the engine's process.
 
-A child is a fresh Python interpreter. It does not import the host's ``__main__``, as processes of ``multiprocessing`` do, needs no
-resource tracker, and is in nobody's list of children. It has two connections to its parent, both of which end with either process:
-one for work, and one for signs of life. A child whose parent is gone ends at once.
+A child is a new Python interpreter. It does not import the host's ``__main__``, as processes of ``multiprocessing`` do, needs no
+resource tracker, and is in no list of the host's children. It has two connections to its parent, one for work and one for signs of
+life; both end with either process. A child whose parent is gone ends at once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _LAST_WORDS_S = 5.0
 
 
 class RankProcess:
-    """A child process and the connections to it.
+    """The leader's connections to a rank in a child process.
 
     Attributes:
-        rank: Its number.
-        work: Messages of work.
-        life: What it sends while it lives.
+        rank: Number of the rank.
+        work: Connection for messages.
+        life: Connection for signs of life and errors.
     """
 
     def __init__(self, rank: int, module: str) -> None:
@@ -78,11 +78,11 @@ class RankProcess:
 
     @property
     def where(self) -> str:
-        """Where it lives, in words."""
+        """The process, in words."""
         return f"process {self.pid}"
 
     def fate(self, wait_s: float = 1.0) -> str:
-        """Return what became of a process that has ended, or is about to."""
+        """Return how a process ended that has closed its connection, in words; waits ``wait_s`` seconds for its exit status."""
         try:
             status = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -92,12 +92,12 @@ class RankProcess:
         return f"ended with exit status {status}; its messages are on standard error"
 
     def kill(self, error: DSV4LiteError) -> None:
-        """End the process at once."""
+        """End the process at once; ``error`` says why."""
         self._process.kill()
-        self.work.hang_up()
+        self.work.shut_down()
 
     def end(self, *, kill: bool) -> None:
-        """End the process and forget it: by itself, unless that takes too long or ``kill`` says otherwise."""
+        """Close the connections and wait for the end of the process; kill it if it takes 5 seconds, at once with ``kill``."""
         if kill:
             self._process.kill()
         self.work.close()
@@ -117,23 +117,24 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class Pulse:
-    """Signs of life of a rank, from a thread that nothing else holds up; tells when the leader is gone, unless it said so before.
+class Heartbeat:
+    """Sends signs of life of a rank, twice a second from a thread of its own, and listens for the end of the leader.
 
     Args:
-        life: Where they go.
-        on_silence: Called in that thread, once, with what the leader says went wrong, or when it is gone.
+        life: Connection to the leader.
+        on_end: Called in that thread, at most once: with an error that the leader has sent, or when the leader is gone without
+            having announced it.
         parent: Number of the process that started this one, if it did.
     """
 
-    def __init__(self, life: Channel, on_silence: Callable[[DSV4LiteError], None], parent: int | None = None) -> None:
-        self._life, self._on_silence, self._parent = life, on_silence, parent
+    def __init__(self, life: Channel, on_end: Callable[[DSV4LiteError], None], parent: int | None = None) -> None:
+        self._life, self._on_end, self._parent = life, on_end, parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsv4lite-pulse", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more."""
+        """End the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -141,7 +142,7 @@ class Pulse:
         while not self._stop.is_set():
             error: DSV4LiteError | None
             try:
-                with suppress(Closed):  # there may still be something to hear
+                with suppress(Closed):  # a message may still be there to be received
                     self._life.send(None)
                 error = self._life.receive(HEARTBEAT_S)
             except TimeoutError:
@@ -151,17 +152,17 @@ class Pulse:
             except Closed:
                 error = EngineDeadError("the leader is gone", phase="step")
             if error is not None and not self._stop.is_set():
-                self._on_silence(error)
+                self._on_end(error)
             return
 
 
 def connections(work: int, life: int) -> tuple[Channel, Channel]:
-    """Return a child's ends of its sockets."""
+    """Return the channels of a child's file descriptors, for work and for signs of life."""
     return Channel(Connection(work)), Channel(Connection(life))
 
 
-def settle_child(device: torch.device, ranks_here: int) -> None:
-    """Set up this process, which is ours, as that of one rank among ``ranks_here``."""
+def set_up_child(device: torch.device, ranks_here: int) -> None:
+    """Set up this process, which the engine owns, for one rank of ``ranks_here`` on this machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine's process decides what follows
     if device.type == "cuda":
         torch.cuda.set_device(device)

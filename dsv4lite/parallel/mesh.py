@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,44 +31,35 @@ if TYPE_CHECKING:
 log = logging.getLogger("dsv4lite.parallel")
 
 LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 
 Group = Any
 """A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """A tensor on its way.
+class _Transfer(Generic[T]):
+    """A collective that has begun.
 
     Attributes:
-        tensor: What is there after ``wait``.
-        work: The collective.
-        sent: What must not be given back meanwhile.
+        result: The tensor, or tensors, that are complete after ``wait``.
+        works: The backend's handles.
+        sent: What must not be freed before that.
     """
 
-    tensor: Tensor
-    work: Any
-    sent: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Let the current stream, or on a CPU the caller, wait; return the tensor."""
-        self.work.wait()
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfers:
-    """Several tensors on their way; ``sent`` is what must not be given back meanwhile."""
-
-    tensors: tuple[Tensor, ...]
+    result: T
     works: Sequence[Any]
-    sent: tuple[Tensor, ...]
+    sent: object = None
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """Let the current stream, or on a CPU the caller, wait; return the tensors."""
+    def wait(self) -> T:
+        """Let the current stream, or on a CPU the caller, wait; return the result."""
         for work in self.works:
             work.wait()
-        return self.tensors
+        return self.result
+
+
+Transfer = _Transfer[Tensor]
+Transfers = _Transfer[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +71,7 @@ class Axis:
         rank: Position of this rank along the axis.
         size: Ranks along the axis.
         group: Their process group, in the order of their positions; ``None`` for size 1.
-        memory: What they have opened to each other; ``None`` where they cannot, or nobody uses it.
+        memory: Memory that they have opened to each other; ``None`` where they cannot, or no collective uses it.
     """
 
     name: str
@@ -111,9 +102,9 @@ class Axis:
         return gathered if dim % x.dim() == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def begin_all_gather(self, *parts: Tensor) -> Transfers:
-        """Begin to bring every rank the rows of all, of one tensor or several in one launch where the backend can.
+        """Begin to gather the rows of all ranks, of one tensor or several; in one launch where the backend can.
 
-        Each has one shape everywhere, and must be left alone until the others' rows are there.
+        Each has the same shape on all ranks, and must not be written to before ``wait``.
         """
         group, sent = self._group, tuple(part.contiguous() for part in parts)
         gathered = tuple(torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device) for x in sent)
@@ -121,58 +112,58 @@ class Axis:
         if together:
             group._start_coalescing()
         works = [group._allgather_base(_plain(to.flatten()), _plain(x.flatten())) for to, x in zip(gathered, sent, strict=True)]
-        return Transfers(gathered, [group._end_coalescing()] if together else works, sent)
+        return _Transfer(gathered, [group._end_coalescing()] if together else works, sent)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of the sum, the ``rank``-th of ``size`` equal parts of ``dim``."""
         return self.begin_reduce_scatter(x, dim).wait() if self.size > 1 else x
 
     def begin_reduce_scatter(self, x: Tensor, dim: int = 0) -> Transfer:
-        """Begin to sum and scatter, as ``reduce_scatter``; ``x`` must be left alone until that has ended."""
+        """Begin to sum and scatter, as ``reduce_scatter``; ``x`` must not be written to before ``wait``."""
         if x.shape[dim] % self.size:
             raise ConfigError(
                 f"axis {self.name}: dimension {dim} of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
             )
         parts = x.contiguous().unflatten(0, (self.size, -1)) if dim == 0 else torch.stack(x.chunk(self.size, dim))
         mine = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-        return Transfer(mine, self._group._reduce_scatter_base(mine.flatten(), parts.flatten()), parts)
+        return _Transfer(mine, [self._group._reduce_scatter_base(mine.flatten(), parts.flatten())], parts)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Return the rows that the other ranks have for this one, in the order of the ranks.
+        """Return the rows that all ranks send to this one, in the order of the ranks.
 
         Args:
             x: Rows [N, ...], first those for rank 0, then those for rank 1, …
             send_counts: Rows for each rank.
-            receive_counts: Rows from each rank; what it sends to this one.
+            receive_counts: Rows from each rank.
         """
         return self.begin_all_to_all(x, send_counts, receive_counts).wait() if self.size > 1 else x
 
     def begin_all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
-        """Begin what ``all_to_all`` does; ``x`` must be left alone until it has ended."""
+        """Begin ``all_to_all``; ``x`` must not be written to before ``wait``."""
         received = torch.empty(sum(receive_counts), *x.shape[1:], dtype=x.dtype, device=x.device)
         sent = x.contiguous()
         work = self._group.alltoall_base(_plain(received), _plain(sent), list(receive_counts), list(send_counts))
-        return Transfer(received, work, sent)
+        return _Transfer(received, [work], sent)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Return what the rank ``source`` along the axis gives; ``x``, of the same shape everywhere, is overwritten with it."""
+        """Return ``x`` of the rank ``source`` along the axis; ``x``, of the same shape on all ranks, is overwritten with it."""
         return self.begin_broadcast(x, source).wait() if self.size > 1 else x
 
     def begin_broadcast(self, x: Tensor, source: int) -> Transfer:
-        """Begin a broadcast, and let the stream, or on a CPU the caller, go on; ``x`` must be left alone until it has ended."""
+        """Begin ``broadcast``; ``x`` must not be used before ``wait``."""
         x = x.contiguous()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        return Transfer(x, self._group.broadcast([_plain(x)], options))
+        return _Transfer(x, [self._group.broadcast([_plain(x)], options)])
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank along the axis, which must ``receive`` it."""
         self.begin_send(x, to).wait()
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
-        """Begin to send, and let the stream, or on a CPU the caller, go on; ``x`` must be left alone until it is sent."""
+        """Begin ``send``; ``x`` must not be written to before ``wait``."""
         x = x.contiguous()
-        return Transfer(x, self._group.send([_plain(x)], to, 0))
+        return _Transfer(x, [self._group.send([_plain(x)], to, 0)])
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fill a contiguous tensor with what a rank along the axis sends."""
@@ -192,7 +183,7 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The axes of one rank, and where it stands among all.
+    """The axes of one rank, and its place among all ranks.
 
     Attributes:
         replica: All ranks that have the same requests, of every stage and copy; ``None`` where the host has no such group.
@@ -223,7 +214,7 @@ class Mesh:
 
     @classmethod
     def outline(cls, layout: Layout, rank: int) -> Mesh:
-        """Return the mesh of one rank without its groups: for the sizes of what it would hold, not for collectives."""
+        """Return the mesh of one rank without its groups: for sizes of shards, not for collectives."""
         place = layout.place(rank)
         axes = {name: Axis(name, getattr(place, name), getattr(layout, name), _Outline()) for name in AXES}
         return cls(layout=layout, rank=rank, replica=None, **axes)
@@ -232,7 +223,7 @@ class Mesh:
     def from_store(
         cls, store: Store, layout: Layout, rank: int, device: torch.device, *, host: str = "", timeout_s: float = 600.0
     ) -> Mesh:
-        """Return a mesh with groups of its own, that meet in a store: NCCL for a GPU, gloo for a CPU.
+        """Return a mesh with groups of its own, which find each other in a store: NCCL for a GPU, gloo for a CPU.
 
         No default group is needed, and none is made. Every rank must call this.
 
@@ -260,10 +251,10 @@ class Mesh:
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
-        """Make collectives that wait for other ranks fail; the mesh is of no use afterwards. For groups of its own only.
+        """Make collectives that wait for other ranks fail; the mesh cannot be used afterwards. For groups of its own only.
 
-        Returns at once: NCCL comes to an end only when the graphs are gone that have its collectives, and one group's end may wait
-        for a kernel of another's.
+        Returns at once, and threads abort the groups: NCCL's abort waits until the CUDA graphs with its collectives are freed, and
+        the abort of one group may wait for a kernel of another.
         """
         memory = getattr(self, self.layout.exchanging).memory
         if memory is not None:
@@ -273,7 +264,7 @@ class Mesh:
 
     @property
     def place(self) -> Place:
-        """Where this rank stands."""
+        """The coordinates of this rank."""
         return self.layout.place(self.rank)
 
     @property
@@ -294,11 +285,11 @@ class Mesh:
 
 
 def open_store(host: str, bind: str) -> Store:
-    """Return a new store for ranks to meet in, at a free port of this machine; it ends with the object.
+    """Return a new store in which ranks find each other, at a free port of this machine; it ends with the object.
 
     Args:
         host: Name under which this machine is reached.
-        bind: Address to listen at, empty for all. Left alone, the store would listen at all, and it asks for no password.
+        bind: Address to listen at, empty for all. By default the store would listen at all, and it asks for no password.
     """
     listening = socket.create_server((bind, 0))
     port, number = listening.getsockname()[1], listening.detach()  # the store closes it
@@ -308,8 +299,8 @@ def open_store(host: str, bind: str) -> Store:
     return store
 
 
-def near_only(host: str) -> str:
-    """Return where gloo is to listen if ranks meet at ``host``: only within this machine, or by its default."""
+def gloo_address(host: str) -> str:
+    """Return the address at which gloo listens if the store is at ``host``: loopback, or empty for gloo's default."""
     return host if host == LOOPBACK else ""
 
 
@@ -323,11 +314,11 @@ def _abort(group: Group) -> None:
     try:
         group.abort()
     except RuntimeError as error:
-        log.warning("a process group of the engine was not given up properly: %s", error)
+        log.warning("a process group of the engine was not aborted properly: %s", error)
 
 
 class _Outline:
-    """Stands where a process group would be."""
+    """Placeholder for a process group."""
 
 
 def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
@@ -350,7 +341,7 @@ def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.d
 
 
 def _part_of(store: Store, name: str, ranks: tuple[int, ...]) -> Store:
-    """Return the part of a store in which some ranks meet."""
+    """Return a view of a store with keys of its own for some ranks."""
     from torch.distributed.distributed_c10d import PrefixStore  # which torch does not have everywhere
 
     return PrefixStore(name + "-".join(map(str, ranks)), store)

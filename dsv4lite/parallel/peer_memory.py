@@ -26,12 +26,12 @@ log = logging.getLogger("dsv4lite.parallel")
 MOST_NUMBERS = 1 << 18
 """Numbers of the largest sum that goes through it."""
 SIZES = (2, 4)
-"""Ranks that have it: kernels want a power of two, and each rank writes to all others, which for more has not been measured."""
+"""Numbers of ranks that use it: kernels want a power of two, and each rank writes to all others, which is not measured for more."""
 _BUFFERS = 3
 _BLOCK = 1024  # of one counter
 _HANDLE_BYTES = 64
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_NOTHING_YET = 0x80000000  # -0.0
+_NOTHING_YET = 0x80000000  # -0.0 marks a place that is not written yet
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,7 +41,7 @@ def opened_bytes(ranks: int) -> int:
 
 
 class Refused(Exception):
-    """The driver does not do it."""
+    """The driver refused a call."""
 
 
 class _Handle(ctypes.Structure):
@@ -54,10 +54,10 @@ class PeerMemory:
 
     Attributes:
         addresses: int64 [ranks + 1] on the device: of the buffers, in the order of ranks, then of ``abandoned``.
-        calls: int64 on the device, zeros: counters for who uses them, one for every 1024 numbers.
-        abandoned: int32 [1] on the host, where the device reads it: not 0 once nobody shall wait for a peer any more.
-        rank: Which of the ranks this is.
-        numbers: As many as one rank has a place for.
+        calls: int64 on the device, zeros: counters of the kernels that use the buffers, one for every 1024 numbers.
+        abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must not wait for peers any more.
+        rank: Position of this rank.
+        numbers: Size of a rank's place, in numbers of 32 bits.
     """
 
     addresses: Tensor
@@ -71,10 +71,10 @@ class PeerMemory:
         """Return the memory, filled with -0.0, or ``None`` if a rank cannot have it. All ranks must call this.
 
         Args:
-            store: Theirs; nobody else's keys are in it.
-            rank, size: Which this one is, and of how many.
-            device: A GPU, which is the current one.
-            numbers: Of 32 bits, that each rank can send.
+            store: Of these ranks; it must have no other keys.
+            rank, size: Position of this rank, and number of ranks.
+            device: The current GPU.
+            numbers: How many numbers of 32 bits each rank can send.
         """
         with torch.cuda.device(device):
             calls = torch.zeros(-(-numbers // _BLOCK), dtype=torch.int64, device=device)  # and a context for the driver
@@ -96,12 +96,12 @@ class PeerMemory:
         return memory
 
     def abandon(self) -> None:
-        """Let kernels that wait for peers go on without them, now and from now on; what they work out is of no use."""
+        """Make kernels stop waiting for peers, from now on; their results are not valid."""
         self.abandoned.fill_(1)
 
 
 class Driver:
-    """What is needed of CUDA's driver, in the current context.
+    """Calls of CUDA's driver, in the current context.
 
     Raises:
         OSError: There is no driver.
@@ -119,25 +119,25 @@ class Driver:
         return address.value
 
     def share(self, address: int) -> bytes:
-        """Return what other processes can open memory with."""
+        """Return the handle with which other processes can open memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Return where another process's memory lies in this one."""
+        """Return the address of another process's memory in this one."""
         address = ctypes.c_uint64()
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_ENABLE_PEERS))
         return address.value
 
     def free(self, own: int, opened: Sequence[int]) -> None:
-        """Give memory back: that of others to them."""
+        """Free this rank's memory and close that of others."""
         try:
             for address in opened:
                 self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
             self._call("cuMemFree_v2", ctypes.c_uint64(own))
         except Refused as error:  # after a CUDA error nothing works any more
-            log.debug("memory of ranks was not given back: %s", error)
+            log.debug("memory of ranks was not freed: %s", error)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -174,13 +174,13 @@ def open_buffers(store: Store, rank: int, size: int, count: int) -> tuple[int, l
 
 
 def _exchange(store: Store, key: str, rank: int, size: int, text: str) -> list[str]:
-    """Tell all ranks something, and return what they all say, in order."""
+    """Return the texts of all ranks, in order of ranks; a collective call."""
     store.set(f"{key}{rank}", text)
     return [store.get(f"{key}{peer}").decode() for peer in range(size)]
 
 
 def _machine() -> str:
-    """Return a name of this machine that no other one has."""
+    """Return a name that is unique to this machine."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

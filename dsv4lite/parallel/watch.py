@@ -1,4 +1,4 @@
-"""The leader's eye on its ranks: one thread that notices whoever dies, fails, or falls silent."""
+"""Supervision of ranks by the leader: one thread that notices ranks that die, fail, or give no sign of life."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Loss:
 
 
 class Watch:
-    """Looks after the connections of life of an engine's ranks.
+    """Listens to the signs of life of an engine's ranks.
 
     Args:
-        ranks: Connection of each rank.
+        ranks: Connection for signs of life of each rank.
         silence_s: Seconds without a sign of life after which a rank is lost.
         on_loss: Called in the thread of the watch, once, with the first loss; of several at the same time, a death.
     """
@@ -53,20 +53,20 @@ class Watch:
         self._thread.start()
 
     def expect(self, rank: int, within_s: float, what: str) -> None:
-        """Count a rank as lost unless ``content`` is called in time."""
+        """Count a rank as lost unless ``fulfilled`` is called within so many seconds; ``what`` names what it should do."""
         reason = f"did not {what} within {within_s:g} s: it, or a rank that it waits for, is stuck"
         self._deadline = (time.monotonic() + within_s, rank, reason)
 
-    def content(self) -> None:
-        """What was expected has come."""
+    def fulfilled(self) -> None:
+        """Expect nothing any more."""
         self._deadline = None
 
-    def settle(self) -> None:
-        """Wait until a loss that is about to be noticed has been."""
+    def await_decision(self) -> None:
+        """Wait for a loss that is about to be noticed: until ``on_loss`` has returned, at most 1.5 seconds."""
         self._decided.wait(_GRACE_S + 2 * HEARTBEAT_S)
 
     def stop(self) -> None:
-        """Look no more; what ends from now on ends on purpose."""
+        """Stop listening; a rank that ends from now on ends on purpose."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -210,7 +210,7 @@ class _Block:
 
 @dataclass(slots=True, kw_only=True)
 class _Turn:
-    """A stretch of the prompt. A user turn gathers ``blocks`` until the next turn; all others have their body from the start.
+    """A part of the prompt. A user turn gathers ``blocks`` until the next turn; all others have their body from the start.
 
     ``call_order`` is the position of each tool call by its id, if the turn has calls.
     """

@@ -53,7 +53,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """News of the tool call number ``index``: first its id and name, then pieces of its arguments' JSON text, to be joined."""
+    """A piece of the tool call number ``index``: first its id and name, then pieces of its arguments' JSON text, to be joined."""
 
     index: int
     id: str | None = None

@@ -101,7 +101,7 @@ def write_model(
 
 
 def engine_of(llm: LLM | AsyncLLM) -> Engine:
-    """Return the engine behind a face."""
+    """Return the engine of an API object."""
     engine = llm._session.engine("test")
     assert isinstance(engine, Engine)
     return engine

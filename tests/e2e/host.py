@@ -192,15 +192,18 @@ def main(mode: str) -> dict[str, Any]:
     def deliver(updates: list[SequenceUpdate]) -> None:
         news.extend(updates)
         begun.set()
-        if any(update.finish_reason is not None for update in updates):
+        if any(update.finish_reason == "abort" for update in updates):
             ended.set()
 
     engine = Engine(config)
     engine.start(deliver, lambda error: ended.set())
     stages["an engine"] = look()
-    long = dsv4lite.SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
+    long = dsv4lite.SamplingParams(max_tokens=2000, ignore_eos=True, temperature=0.0)
     ids = tuple(engine.info.tokenizer.encode(PROMPT))
-    engine.submit(Request(request_id="long", prompt_token_ids=ids, params=long))
+    # 1,024 completions of 2,000 tokens, four at a time: half a million steps, so that the first engine still computes when the
+    # second one has started and answered, however slow its start is.
+    endless = long.replace(n=config.max_completions)
+    engine.submit(Request(request_id="endless", prompt_token_ids=ids, params=endless))
     begun.wait()
     stages["an engine at work"] = look()
 

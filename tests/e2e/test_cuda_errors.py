@@ -25,7 +25,7 @@ import triton
 from dsv4lite import device as devices
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.device import available_memory, choose_device, own_stream, start_error
-from dsv4lite.engine.rank import Prospect
+from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
@@ -188,13 +188,13 @@ def test_compiled_kernels_that_others_could_change_are_refused(gpu: Fake, tmp_pa
     wide.chmod(mode)
     config = cached_in(folder)
     if (where, mode) == ("above", 0o1777):  # as /tmp is
-        assert Prospect.of(config, torch.device("cuda")).survey.plan.fits
+        assert Probe.of(config, torch.device("cuda")).report.plan.fits
         return
     with pytest.raises(ConfigError) as error:
-        Prospect.of(config, torch.device("cuda"))
+        Probe.of(config, torch.device("cuda"))
     assert all(text in str(error.value) for text in ("compile_cache_dir=", f"{wide} has the mode {mode:04o}", "chmod"))
     wide.chmod(0o750)
-    assert Prospect.of(config, torch.device("cuda")).survey.plan.fits
+    assert Probe.of(config, torch.device("cuda")).report.plan.fits
 
 
 def test_compiled_kernels_of_another_user_are_refused(gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +204,12 @@ def test_compiled_kernels_of_another_user_are_refused(gpu: Fake, tmp_path: Path,
         (tmp_path / "kernels").mkdir()
         os.chown(tmp_path / "kernels", 12345, -1)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, so that others"):
-        Prospect.of(cached_in(tmp_path / "kernels"), torch.device("cuda"))
+        Probe.of(cached_in(tmp_path / "kernels"), torch.device("cuda"))
 
 
 def test_cache_of_kernels_need_not_be_there(gpu: Fake, tmp_path: Path) -> None:
     gpu()
-    assert Prospect.of(cached_in(tmp_path / "new" / "kernels"), torch.device("cuda")).survey.plan.fits
+    assert Probe.of(cached_in(tmp_path / "new" / "kernels"), torch.device("cuda")).report.plan.fits
     assert not (tmp_path / "new").exists()
 
 
@@ -370,7 +370,7 @@ def test_stream_that_cannot_be_left_hides_nothing(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="first"), own_stream(torch.device("cuda", 0)):
         raise ZeroDivisionError("first")
-    assert emptied == [True] * works and ("could not be given back" in caplog.text) != works
+    assert emptied == [True] * works and ("could not be returned" in caplog.text) != works
     assert idle.qsize() == works  # the next engine runs on it, unless it is broken
 
 

@@ -277,7 +277,7 @@ def test_no_request_is_lost_and_nothing_left_behind(model: Path, requests: int, 
                 await work(requests - requests // 4)
                 done.set()
             await rest()
-            assert not llm._session._visible and not llm._session._line and not host.open
+            assert not llm._session._visible and not llm._session._queue and not host.open
             assert tensor_bytes() <= tensors + 10_000
             assert resident_bytes() <= resident + RSS_SLACK
             stats = llm.stats()

@@ -20,7 +20,6 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from dsv4lite.api import session
 from dsv4lite.api.common import EngineSettings
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.errors import (
@@ -37,23 +36,10 @@ from dsv4lite.errors import (
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
-from tests.fakes import POISON, REFUSED, FakeEngine, Lab, endless
+from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
 
 Test = Callable[[Lab], Awaitable[None]]
-MANY = SamplingParams(max_tokens=100_000, detokenize=False)
-ENDLESS = SamplingParams(max_tokens=None, detokenize=False)  # with the model of this name a request never ends by itself
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    lab = Lab()
-    monkeypatch.setattr(session, "open_engine", lab.open_engine)
-    yield lab
-    leaked = [engine for engine in lab.engines if engine.alive]
-    for engine in leaked:
-        engine.close()
-    assert not leaked, "an engine outlived its test"
 
 
 def both_loops(test: Test) -> Callable[[str, Lab], None]:
@@ -509,7 +495,7 @@ async def test_random_cancellation_leaves_nothing_behind(lab: Lab) -> None:
             for number in range(150):
                 group.start_soon(client, llm, number)
         await until(lambda: not lab.engine.sequences)
-        assert llm._session._in_engine == llm._session._visible == llm._session._line == {}
+        assert llm._session._in_engine == llm._session._visible == llm._session._queue == {}
     assert len(outcomes) == 150 and set(outcomes) == {"cancelled", "done"}
 
 
@@ -551,7 +537,7 @@ async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
         for name in "abcdefg":
             await spawn(group, lambda name=name: llm.generate(name, SamplingParams(), request_id=name), results)
             await anyio.sleep(0.001)
-        await until(lambda: len(llm._session._line) == 4)
+        await until(lambda: len(llm._session._queue) == 4)
         with pytest.raises(QueueFullError) as error:
             await llm.generate("h", SamplingParams(), wait=False)
         assert error.value.limit == 2 and error.value.retry_after > 0
@@ -586,7 +572,7 @@ async def test_full_queue_estimates_when_a_place_gets_free(lab: Lab) -> None:
             await spawn(group, lambda: llm.generate("a", SamplingParams(max_tokens=1)), results)
             await until(lambda count=count: len(lab.engine.submitted) == min(count, 3))  # type: ignore[misc]
             if count >= 3:
-                await until(lambda count=count: len(llm._session._line) == count - 3)  # type: ignore[misc]
+                await until(lambda count=count: len(llm._session._queue) == count - 3)  # type: ignore[misc]
                 await expect(count - 3, 3)
         lab.engine.step()
         await until(lambda: len(results) == 1 and len(lab.engine.submitted) == 4)
@@ -605,7 +591,7 @@ async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) 
         async with anyio.create_task_group() as group:
             for _ in range(1000):
                 await spawn(group, lambda llm=llm: llm.generate("x", SamplingParams()), results)  # type: ignore[misc]
-            await until(lambda llm=llm: len(llm._session._line) == 998)  # type: ignore[misc]
+            await until(lambda llm=llm: len(llm._session._queue) == 998)  # type: ignore[misc]
             if end == "abort":
                 llm.abort()
                 assert len(llm._session._visible) > 900

@@ -1,9 +1,10 @@
-"""LLM, the synchronous face, on a scripted engine."""
+"""LLM, the synchronous API, on a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import signal
 import threading
 import time
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.api import session
 from dsv4lite.errors import (
     CheckpointError,
     EngineDeadError,
@@ -24,21 +24,7 @@ from dsv4lite.errors import (
 )
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
-from tests.fakes import POISON, FakeEngine, Lab, endless
-
-MANY = SamplingParams(max_tokens=100_000, detokenize=False)
-ENDLESS = SamplingParams(max_tokens=None, detokenize=False)  # with the model of this name a request never ends by itself
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    lab = Lab()
-    monkeypatch.setattr(session, "open_engine", lab.open_engine)
-    yield lab
-    leaked = [engine for engine in lab.engines if engine.alive]
-    for engine in leaked:
-        engine.close()
-    assert not leaked, "an engine outlived its test"
+from tests.fakes import ENDLESS, MANY, POISON, FakeEngine, Lab, endless
 
 
 @pytest.fixture
@@ -215,7 +201,7 @@ def test_deadline_far_away_holds_up_nothing(lab: Lab, pool: ThreadPoolExecutor) 
     lab.held = True
     with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
         futures = [pool.submit(llm.generate, "x", SamplingParams(), deadline=deadline) for deadline in (1e12, 1e300, 1e12, 2e9)]
-        until(lambda: len(llm._session._line) == 2)
+        until(lambda: len(llm._session._queue) == 2)
         lab.engine.go()
         assert [future.result(30).text for future in futures] == ["x"] * 4
         assert llm.generate("y", SamplingParams()).text == "y"
@@ -241,7 +227,7 @@ def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
             with llm.paused(mode):  # type: ignore[arg-type]
                 before = len(lab.engine.submitted)
                 future = pool.submit(llm.generate, "x", SamplingParams())
-                until(lambda: bool(llm._session._line))
+                until(lambda: bool(llm._session._queue))
                 assert len(lab.engine.submitted) == before and llm.state is Phase.PAUSED
             assert future.result(30).text == "x"
         llm.pause()
@@ -328,8 +314,16 @@ def test_not_started_engine_refuses_calls(lab: Lab) -> None:
         pytest.fail("entered")
 
 
-def test_faces_have_the_same_names() -> None:
+def test_llm_has_the_calls_of_async_llm() -> None:
     def public(cls: type) -> set[str]:
         return {name for name in dir(cls) if not name.startswith("_")}
 
     assert public(AsyncLLM) - {"aclose"} == public(LLM) - {"close"}
+    for name in public(LLM) - {"close", "create"}:
+        mine, other = getattr(LLM, name), getattr(AsyncLLM, name)
+        assert mine.__doc__ == other.__doc__
+        if callable(mine):
+            found, expected = inspect.signature(mine), inspect.signature(other)
+            assert found.parameters == expected.parameters and mine.__qualname__.split(".")[0] in ("LLM", "BaseLLM")
+            assert not inspect.iscoroutinefunction(mine) and "Async" not in found.return_annotation
+    assert "priority" in inspect.signature(LLM.generate).parameters and "deadline:" in (LLM.generate.__doc__ or "")

@@ -17,8 +17,8 @@ import torch
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine import rank as rank_module
-from dsv4lite.engine.rank import Prospect, common_plan
-from dsv4lite.engine.ranks import Ranks
+from dsv4lite.engine.executor import MultiRankExecutor
+from dsv4lite.engine.rank import Probe, common_plan
 from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
@@ -33,8 +33,8 @@ ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
 def processes(llm: LLM) -> dict[int, int]:
     """Process ids of an engine's ranks."""
-    ranks = engine_of(llm)._crew
-    assert isinstance(ranks, Ranks)
+    ranks = engine_of(llm)._executor
+    assert isinstance(ranks, MultiRankExecutor)
     return {rank: process.pid for rank, process in ranks._processes.items()}
 
 
@@ -99,9 +99,9 @@ def test_dispatcher_may_be_the_users_own(model: Path) -> None:
     for settings in ({}, {"expert_parallel_size": 2, "executor": "thread", "dispatcher": Marked}):
         with LLM(str(model), **MODEST, **settings) as llm:
             outputs.append([llm.generate({"prompt_token_ids": PROMPTS[0]}, greedy)])
-            crew = engine_of(llm)._crew
-            if isinstance(crew, Ranks) and crew._local is not None:
-                used = [layer.ffn.dispatch for layer in crew._local.model.layers]
+            executor = engine_of(llm)._executor
+            if isinstance(executor, MultiRankExecutor) and executor._local is not None:
+                used = [layer.ffn.dispatch for layer in executor._local.model.layers]
     assert_same(*outputs)
     assert all(isinstance(one, Marked) and one.calls == 4 and one.ranks.ep.size == 2 for one in used)
 
@@ -242,41 +242,41 @@ def test_dispatcher_of_the_main_program_is_refused_for_child_processes(monkeypat
 
 
 @pytest.fixture(scope="module")
-def prospect(model: Path) -> Prospect:
+def probe(model: Path) -> Probe:
     config = EngineConfig(model=str(model), **MODEST)
-    return Prospect.of(config, torch.device("cpu"), several=True)
+    return Probe.of(config, torch.device("cpu"), several=True)
 
 
 def test_ranks_with_other_settings_or_weights_are_told_apart(
-    model: Path, prospect: Prospect, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    model: Path, probe: Probe, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_model(tmp_path_factory.mktemp("other"), seed=1)
     wide = write_model(tmp_path_factory.mktemp("wide"), {**SMALL, "moe_intermediate_size": 32})
-    config = prospect.config
+    config = probe.config
     for changed, named in (
         (replace(config, max_num_seqs=9), "max_num_seqs is 9 on rank 1 and 8 on rank 0"),
         (replace(config, model=str(other)), "the checkpoint is "),
         (replace(config, model=str(wide)), "the model's config is "),
     ):
-        survey = Prospect.of(changed, torch.device("cpu"), several=True).survey
+        report = Probe.of(changed, torch.device("cpu"), several=True).report
         with pytest.raises(ConfigError, match="made alike") as caught:
-            common_plan({0: prospect.survey, 1: survey})
+            common_plan({0: probe.report, 1: report})
         assert named in str(caught.value)
-    elsewhere = replace(prospect.survey, facts={**prospect.survey.facts, "device": "cuda"})
+    elsewhere = replace(probe.report, facts={**probe.report.facts, "device": "cuda"})
     with pytest.raises(ConfigError, match="device is cuda on rank 1 and cpu on rank 0"):
-        common_plan({0: prospect.survey, 1: elsewhere})
+        common_plan({0: probe.report, 1: elsewhere})
     with monkeypatch.context() as patch:
         patch.setattr(rank_module, "installed_version", lambda package: "9.9")
-        newer = Prospect.of(config, torch.device("cpu"), several=True).survey
-    known = prospect.survey.facts["dsv4lite"]
+        newer = Probe.of(config, torch.device("cpu"), several=True).report
+    known = probe.report.facts["dsv4lite"]
     with pytest.raises(ConfigError, match=rf"dsv4lite is 9\.9 on rank 1 and {known} on rank 0"):
-        common_plan({0: prospect.survey, 1: newer})
+        common_plan({0: probe.report, 1: newer})
     moved = replace(config, progress=True, compile_cache_dir="elsewhere")
-    assert Prospect.of(moved, torch.device("cpu"), several=True).survey.facts == prospect.survey.facts
+    assert Probe.of(moved, torch.device("cpu"), several=True).report.facts == probe.report.facts
 
 
-def test_common_plan_is_what_the_poorest_rank_can_hold(prospect: Prospect) -> None:
-    rich = prospect.survey
+def test_common_plan_is_what_the_poorest_rank_can_hold(probe: Probe) -> None:
+    rich = probe.report
     sizes = replace(rich.plan.sizes, grow_pages=5, snapshots=rich.plan.sizes.snapshots + 1)
     poor = replace(rich, plan=replace(rich.plan, sizes=sizes, kv_tokens=5 * 256, max_model_len=512, advice=("smaller",)))
     plan = common_plan({1: poor, 0: rich})

@@ -19,9 +19,9 @@ from dsv4lite.engine import rank as rank_module
 from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
-from dsv4lite.parallel import meet
-from dsv4lite.parallel.meet import HostRanks, join, lead
+from dsv4lite.parallel import rendezvous
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.rendezvous import Rendezvous, join, lead
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import MODEST, write_model
@@ -170,7 +170,7 @@ def test_versions_are_compared_before_anything_else_is_said(ranks: Ranks, model:
 
 def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]]:
     """Say that both ranks have one GPU, then that each has its own."""
-    host = HostRanks.of(EngineConfig(model=str(model), **settings))
+    host = Rendezvous.of(EngineConfig(model=str(model), **settings))
     with pytest.raises(ConfigError) as caught:
         host.agree(None, "GPU 7")
     return str(caught.value), [name for _, name in sorted(host.agree(None, f"GPU {rank}").items())]
@@ -183,7 +183,7 @@ def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -
         assert machines == [socket.gethostname()] * 2
 
 
-class Crowd(HostRanks):
+class Crowd(Rendezvous):
     """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
 
     def exchange(self, mine: object) -> dict[int, Any]:
@@ -202,15 +202,15 @@ strangers: list[socket.socket] = []
 def among_strangers(model: Path, settings: Job, rank: int) -> list[int] | str:
     config = EngineConfig(model=str(model), **settings)
     if rank == 1:
-        host = HostRanks.of(config)
+        host = Rendezvous.of(config)
         ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
         ends[0].send("at work")
         message = ends[1].receive(20.0)
         strangers.pop().close()
         return str(message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meet, "_HELLO_S", 0.2)
-        _, found = lead(HostRanks.of(config), {0: "here", 1: "here"}, 20.0)
+        patch.setattr(rendezvous, "_HELLO_S", 0.2)
+        _, found = lead(Rendezvous.of(config), {0: "here", 1: "here"}, 20.0)
     assert found[1].work.receive(20.0) == "at work"
     found[1].life.send("alive")
     return list(found)
@@ -231,7 +231,7 @@ def own_address() -> str | None:
         return str(probe.getsockname()[0])
 
 
-class Neighbour(HostRanks):
+class Neighbour(Rendezvous):
     """A rank that looks where else its leader listens."""
 
     def exchange(self, mine: object) -> dict[int, Any]:
@@ -251,12 +251,12 @@ def on_two_machines(model: Path, settings: Job, rank: int) -> tuple[str, str] | 
     config, address = EngineConfig(model=str(model), **settings), own_address()
     assert address is not None
     if rank == 1:
-        host = HostRanks.of(config)
+        host = Rendezvous.of(config)
         ends = join(Neighbour(config=host.config, rank=1, groups=host.groups), 20.0)
         ends[0].send("at work")
         assert ends[1].receive(20.0) == "go home"
         return [places.pop()]
-    place, found = lead(HostRanks.of(config), {0: "here", 1: address}, 20.0)
+    place, found = lead(Rendezvous.of(config), {0: "here", 1: address}, 20.0)
     assert found[1].work.receive(20.0) == "at work"
     found[1].life.send("go home")
     return place

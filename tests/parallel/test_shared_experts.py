@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.rank import Prospect
+from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
@@ -39,15 +39,15 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
         replays.append((len(sequences), graphs.shape_for(shape).size))
         return replaying(graphs, sequences, shape)
 
-    def build(prospect: Prospect, *args: Any) -> Runner:
-        runner = building(prospect, *args)
+    def build(probe: Probe, *args: Any) -> Runner:
+        runner = building(probe, *args)
         if runner.model.capturable:
             runner._graphs = DecodeGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
             runner._last_token = runner._graphs.last_token
         return runner
 
-    building, replaying = Prospect.build, DecodeGraphs.replay
-    patch.setattr(Prospect, "build", build)
+    building, replaying = Probe.build, DecodeGraphs.replay
+    patch.setattr(Probe, "build", build)
     patch.setattr(DecodeGraphs, "_record", record)
     patch.setattr(DecodeGraphs, "replay", replay)
 

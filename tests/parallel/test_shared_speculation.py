@@ -11,7 +11,7 @@ import pytest
 
 from dsv4lite.config import MTP
 from dsv4lite.engine.graph_set import GraphSet
-from dsv4lite.engine.rank import Prospect
+from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.layout import Layout
@@ -40,14 +40,14 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
         replays.append(len(sequences))
         return replaying(graphs, sequences, shape)
 
-    def build(prospect: Prospect, *args: Any) -> Runner:
-        runner = building(prospect, *args)
+    def build(probe: Probe, *args: Any) -> Runner:
+        runner = building(probe, *args)
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "widths": (1, 3), "max_tokens": 24}
         runner._graphs = VerifyGraphs(runner.model, runner.cache, **sizes, drafter=runner._drafter)
         return runner
 
-    building, replaying = Prospect.build, VerifyGraphs.replay
-    patch.setattr(Prospect, "build", build)
+    building, replaying = Probe.build, VerifyGraphs.replay
+    patch.setattr(Probe, "build", build)
     patch.setattr(GraphSet, "_record", record)
     patch.setattr(VerifyGraphs, "replay", replay)
 

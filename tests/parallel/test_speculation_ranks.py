@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP, Drafter, DSpark, NGram, tiny_model
-from dsv4lite.engine.ranks import Ranks
+from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
@@ -45,7 +45,7 @@ def guessed(llm: LLM) -> tuple[tuple[int, ...], int, int]:
 def experts_of_drafter(llm: LLM) -> MoE:
     """Return those of a rank of this process that drafts; of another rank, those of a layer."""
     runner = engine_of(llm)._runner
-    model = (runner._local if isinstance(runner, Ranks) else runner).model  # type: ignore[union-attr]
+    model = (runner._local if isinstance(runner, MultiRankExecutor) else runner).model  # type: ignore[union-attr]
     block = model.dspark.stages[0] if model.dspark is not None else model.mtp[0].block if model.mtp else model.layers[0]
     assert isinstance(block.ffn, MoE)
     return block.ffn
@@ -137,8 +137,8 @@ def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
 ) -> None:
     settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, block = engine_of(llm)._crew, experts_of_drafter(llm)
-        assert isinstance(ranks, Ranks) and ranks._local is not None
+        ranks, block = engine_of(llm)._executor, experts_of_drafter(llm)
+        assert isinstance(ranks, MultiRankExecutor) and ranks._local is not None
         experts = [block, *(layer.ffn for layer in ranks._local.model.layers)]
         before = [one.placement for one in experts]
         assert guessed(llm) == alone[TWO]
@@ -182,8 +182,8 @@ def test_block_drafter_on_several_ranks_guesses_as_on_one(refreshed: Path, setti
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"tensor_parallel_size": 2, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, guess, calls = engine_of(llm)._crew, MtpDrafter.guess, iter(range(3))
-        assert isinstance(ranks, Ranks)
+        ranks, guess, calls = engine_of(llm)._executor, MtpDrafter.guess, iter(range(3))
+        assert isinstance(ranks, MultiRankExecutor)
         pid = ranks._processes[1].pid
 
         def interrupted(*args: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from dsv4lite.errors import ConfigError, EngineDeadError
 from dsv4lite.parallel import watch
 from dsv4lite.parallel.channel import Channel
-from dsv4lite.parallel.launch import Pulse, RankProcess
+from dsv4lite.parallel.launch import Heartbeat, RankProcess
 from dsv4lite.parallel.watch import Loss, Watch
 
 ENOUGH_S = 20.0
@@ -52,7 +52,7 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
 def test_watch_notices_a_death(life: Life) -> None:
     life.theirs[1].close()
     assert life.loss() == Loss(rank=1, gone=True)
-    life.watch.settle()  # returns, for it is decided
+    life.watch.await_decision()  # returns, for it is decided
 
 
 def test_watch_blames_the_dead_for_what_others_stumble_over(life: Life) -> None:
@@ -75,7 +75,7 @@ def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None
     stop = threading.Event()
     for rank in (0, 1):
         life.theirs[rank].send(None)
-    pulse = Pulse(life.theirs[0], lambda error: stop.set())
+    pulse = Heartbeat(life.theirs[0], lambda error: stop.set())
     assert life.loss() == Loss(rank=1, reason="gave no sign of life for 1 s")  # rank 2 is still starting
     pulse.stop()
     assert not stop.is_set()
@@ -83,7 +83,7 @@ def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None
 
 def test_watch_notices_what_takes_too_long(life: Life) -> None:
     life.watch.expect(2, 0.1, "finish a step")
-    life.watch.content()
+    life.watch.fulfilled()
     life.watch.expect(1, 0.1, "finish a step")
     assert life.loss() == Loss(rank=1, reason="did not finish a step within 0.1 s: it, or a rank that it waits for, is stuck")
 
@@ -97,7 +97,7 @@ def test_watch_that_is_stopped_loses_nobody(life: Life) -> None:
 
 def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
     reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
-    pulse = Pulse(life.theirs[0], reasons.put)
+    pulse = Heartbeat(life.theirs[0], reasons.put)
     life.watch.stop()
     life.ours[0].close()
     assert str(reasons.get(timeout=ENOUGH_S)) == "the leader is gone"
@@ -106,7 +106,7 @@ def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
 
 def test_pulse_hands_on_what_the_leader_says(life: Life) -> None:
     reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
-    pulse = Pulse(life.theirs[0], reasons.put)
+    pulse = Heartbeat(life.theirs[0], reasons.put)
     life.ours[0].send(EngineDeadError("rank 1 is lost", rank=1, phase="load"))
     told = reasons.get(timeout=ENOUGH_S)
     assert (str(told), told.rank, told.phase) == ("rank 1 is lost", 1, "load")

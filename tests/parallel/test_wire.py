@@ -135,8 +135,8 @@ def test_hanging_up_wakes_who_waits() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    here.hang_up()
+    here.shut_down()
     thread.join(10)
     assert woken == [True]
     here.close()
-    here.hang_up()
+    here.shut_down()

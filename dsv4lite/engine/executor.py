@@ -1,4 +1,4 @@
-"""The leader's side of an engine of several ranks: it has the methods of a ``Runner``, and every rank does what they say."""
+"""Executors: where the steps of an engine run. In its own thread, in processes that it starts, or on ranks of the host."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
-from dsv4lite.device import own_thread
-from dsv4lite.engine.rank import Prospect, Survey, bare, common_plan, device_of, require_devices
+from dsv4lite.device import choose_device, own_thread, sole_device
+from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.serve import Change, Go, Landed, Ready, Setup, Step
 from dsv4lite.engine.wire import PlanWriter
+from dsv4lite.engine.worker import Change, ExternalWorker, Load, Ready, Start, Step, StepResult
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
-from dsv4lite.parallel.meet import HostRank, HostRanks, lead
-from dsv4lite.parallel.mesh import LOOPBACK, Mesh, near_only, open_store
+from dsv4lite.parallel.mesh import LOOPBACK, Mesh, gloo_address, open_store
+from dsv4lite.parallel.rendezvous import ExternalRank, Rendezvous, lead
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Logprobs, Request
@@ -35,13 +35,88 @@ from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 log = logging.getLogger("dsv4lite.engine")
 
 M = TypeVar("M")
-_SERVE = "dsv4lite.engine.serve"
+_SERVE = "dsv4lite.engine.worker"
+
+
+class Executor(Protocol):
+    """What an engine that leads loads its model with and runs its steps on; used in the engine's thread only."""
+
+    def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
+        """Look at checkpoint and devices; what ``stack`` gets is undone when the engine ends.
+
+        Returns:
+            What rank 0 has found, and the memory plan of all ranks.
+
+        Raises:
+            DSV4LiteError: What a rank has found wrong, or how ranks differ.
+        """
+
+    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner | MultiRankExecutor:
+        """Load on all ranks, and return what runs steps."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the cause of an error: the loss of a rank, if there is one."""
+
+
+class InProcessExecutor:
+    """The only rank of an engine, in the engine's thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
+        """Look at checkpoint and device; this thread gets a stream of its own until the stack ends."""
+        device = choose_device(self._config)
+        stack.enter_context(own_thread(device, deterministic=self._config.deterministic))
+        self._probe = Probe.of(self._config, device)
+        return self._probe.report, self._probe.report.plan
+
+    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
+        """Load everything."""
+        return self._probe.build(plan, Mesh.single(), grammars, progress)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error itself."""
+        return error
+
+
+def make_executor(
+    config: EngineConfig, on_loss: Callable[[EngineDeadError], None]
+) -> tuple[EngineConfig, Executor | ExternalWorker]:
+    """Return the executor that the settings ask for, and the settings with the sizes that a device mesh has brought.
+
+    On a rank of the host that does not lead it is an ``ExternalWorker``, which has no engine to step. Ranks of the host meet here:
+    each of them must call this.
+
+    Args:
+        config: Settings.
+        on_loss: Called in another thread when a rank is lost.
+
+    Raises:
+        ConfigError: There are no groups of the host, or its ranks differ.
+        DSV4LiteError: What is wrong with a rank of the host, on every rank.
+    """
+    if config.place_of_ranks != "external":
+        several = config.layout.world > 1 or config.place_of_ranks == "process"
+        return config, MultiRankExecutor(config, on_loss) if several else InProcessExecutor(config)
+    host = Rendezvous.of(config)
+    host.compare(software())
+    problem, device = host.problem, ""
+    try:
+        if problem is None:
+            device = sole_device(device_of(host.config, host.rank))
+    except DSV4LiteError as error:
+        problem = error
+    machines = host.agree(problem, device)
+    if host.rank == 0:
+        return host.config, MultiRankExecutor(host.config, on_loss, (host, machines))
+    return host.config, ExternalWorker(host, on_loss)
 
 
 class JointFlight:
-    """A step on its way on all ranks; see ``Flight``."""
+    """A step that runs on all ranks; see ``Flight``."""
 
-    def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], Landed]]) -> None:
+    def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], StepResult]]) -> None:
         self.plan = plan
         self.samples = None  # they are elsewhere
         self.scores: dict[int, Logprobs] = {}
@@ -51,29 +126,29 @@ class JointFlight:
     def results(self) -> dict[int, Sampled]:
         """Wait for the tokens; after that scores and experts are there too."""
         results: dict[int, Sampled] = {}
-        for landed in [land() for land in self._lands]:
-            results |= landed.results
-            self.scores |= landed.scores
-            self.routed |= landed.routed
+        for result in [land() for land in self._lands]:
+            results |= result.results
+            self.scores |= result.scores
+            self.routed |= result.routed
         return results
 
 
-class Ranks:
-    """All ranks of an engine; made and used in the engine's thread.
+class MultiRankExecutor:
+    """The leader of an engine of several ranks. It has the methods of a ``Runner``, and every rank does what they say.
 
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
-        on_loss: Called in another thread when a rank is lost, which may be this one: its thread may wait for ever.
-        host: The host's ranks, of which this is the first, and their machines, where they are not this package's.
+        on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
+        host: With ranks of the host: this one, the first, and the name of each rank's machine.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         on_loss: Callable[[EngineDeadError], None],
-        host: tuple[HostRanks, Mapping[int, str]] | None = None,
+        host: tuple[Rendezvous, Mapping[int, str]] | None = None,
     ) -> None:
-        self._host: HostRanks | None = None
+        self._host: Rendezvous | None = None
         self._machines: Mapping[int, str] = {}
         if host is not None:
             self._host, self._machines = host
@@ -82,10 +157,10 @@ class Ranks:
         self._on_loss = on_loss
         self._phase = "start"
         self._lost: EngineDeadError | None = None
-        self._processes: dict[int, RankProcess | HostRank] = {}
+        self._processes: dict[int, RankProcess | ExternalRank] = {}
         self._watch: Watch | None = None
         self._store: Any = None
-        self._prospect: Prospect | None = None
+        self._probe: Probe | None = None
         self._local: Runner | None = None
         self._mesh: Mesh | None = None
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
@@ -96,18 +171,10 @@ class Ranks:
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
-    def survey(self, stack: ExitStack) -> tuple[Survey, MemoryPlan]:
-        """Start the ranks and compare what they find.
-
-        Returns:
-            What rank 0 has found, and the plan of all.
-
-        Raises:
-            ConfigError: They differ, or one of them cannot run.
-            DSV4LiteError: What a rank has found wrong.
-        """
+    def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
+        """Start the ranks and compare their reports; see ``Executor.probe``."""
         stack.callback(self.close)
-        config = bare(self._config)
+        config = sendable(self._config)
         if self._host is None:
             require_devices(self._config)
             name = bind = LOOPBACK
@@ -120,48 +187,44 @@ class Ranks:
         self._store = open_store(name, bind)
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
         for rank, process in self._processes.items():
-            self._send(process.work, Setup(config=config, rank=rank, store=(name, self._store.port)))
+            self._send(process.work, Start(config=config, rank=rank, store=(name, self._store.port)))
         try:
-            surveys: dict[int, Survey] = {}
+            reports: dict[int, ProbeReport] = {}
             if 0 not in self._processes:
                 device = device_of(config, 0)
                 stack.enter_context(own_thread(device, deterministic=config.deterministic))
-                self._prospect = Prospect.of(config, device, several=True)
-                surveys[0] = self._prospect.survey
-            surveys |= self._gather(Survey)
-            plan = common_plan(surveys)
+                self._probe = Probe.of(config, device, several=True)
+                reports[0] = self._probe.report
+            reports |= self._gather(ProbeReport)
+            plan = common_plan(reports)
             require_fit(plan)
         except Exception as error:
-            self._call_off(error)
+            self._cancel_start(error)
             raise
-        return surveys[0], plan
+        return reports[0], plan
 
-    def _call_off(self, error: Exception) -> None:
-        """Tell the other ranks why they will not load."""
+    def _cancel_start(self, error: Exception) -> None:
+        """Send the other ranks the reason why they will not load, and end them."""
         assert self._watch is not None
-        self._watch.stop()  # that they end from now on is no loss
+        self._watch.stop()  # a rank that ends from now on is no loss
         if not isinstance(error, DSV4LiteError):
             error = EngineDeadError(f"rank 0 could not start: {type(error).__name__}: {error}", rank=0, phase=self._phase)
         for process in self._processes.values():
             process.kill(error)
 
-    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Ranks:
-        """Load on all ranks, and return when they are ready for steps.
-
-        Raises:
-            DSV4LiteError: What a rank has found wrong.
-        """
+    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> MultiRankExecutor:
+        """Load on all ranks, and return when they are ready for steps; see ``Executor.load``."""
         self._phase = "load"
         for process in self._processes.values():
-            self._send(process.work, Go(plan=plan))
-        if self._prospect is not None:
+            self._send(process.work, Load(plan=plan))
+        if self._probe is not None:
             assert self._store is not None
-            device, timeout_s = self._prospect.numerics.device, self._config.start_timeout_s
+            device, timeout_s = self._probe.numerics.device, self._config.start_timeout_s
             try:
-                host = near_only(self._store.host)
+                host = gloo_address(self._store.host)
                 self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=host, timeout_s=timeout_s)
                 with self._in_time(0, timeout_s, "get ready"):
-                    self._local = self._prospect.build(plan, self._mesh, grammars, progress)
+                    self._local = self._probe.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:
                 raise self.explain(error) from error
         for rank, ready in sorted(self._gather(Ready, progress).items()):
@@ -171,7 +234,7 @@ class Ranks:
         return self
 
     def _gather(self, kind: type[M], progress: Progress | None = None) -> dict[int, M]:
-        """Wait for a message of a kind from every other rank."""
+        """Wait for a message of a kind from every other rank, and return the messages by rank."""
         until = time.monotonic() + self._config.start_timeout_s
         waiting = {process.work.connection: rank for rank, process in self._processes.items()}
         found: dict[int, M] = {}
@@ -199,14 +262,14 @@ class Ranks:
     # ----------------------------------------------------------------------------------------------------- a runner's methods
 
     def prepare(self, grammar: StructuredOutputs) -> None:
-        """Let the ranks that sample compile a grammar while the leader does so, too: in the step that needs it, all would wait."""
+        """Have the ranks that sample compile a grammar while the leader compiles it; in the step that needs it all would wait."""
         for replica in range(self._layout.dp):
             process = self._processes.get(self._layout.reporter(replica))
             if process is not None:
                 self._send(process.work, Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
-        """Learn of a sequence before its first step."""
+        """Announce a sequence before its first step."""
         params, replica = request.params, seq_id // SEQ_IDS
         if self._local is not None and replica == 0:
             self._local.add(seq_id, request, index)
@@ -226,35 +289,35 @@ class Ranks:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether runs may be planned behind guesses that nobody has checked: the leader would have to hear where they began."""
+        """Whether a step may be planned on unresolved drafts; no, for the leader would need the accepted lengths first."""
         return False
 
     @property
     def step_costs(self) -> None:
-        """What steps take, which ranks do not measure beforehand."""
+        """Measured times of steps; ranks do not measure any."""
         return None
 
     @property
     def hosted(self) -> set[int]:
-        """Sequences that are told their tokens."""
+        """Sequences whose sampler rules follow their tokens on the host; see ``accept``."""
         return self._hosted
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Tell a sequence the token that was sampled for it."""
+        """Give the rules of a sequence the token that was sampled for it."""
         if self._local is not None:
             self._local.accept(seq_id, token_id)
         self._changes[seq_id // SEQ_IDS].append(("accept", (seq_id, token_id)))
 
     def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointFlight:
-        """Start a step on all ranks; what goes wrong is recorded by engines of one rank only."""
+        """Start a step on all ranks; only engines of one rank record steps."""
         assert recorder is None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
         shape = StepShape.of(plans, self._routed) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
-        lands: list[Callable[[], Landed]] = []
+        lands: list[Callable[[], StepResult]] = []
         for replica, part in enumerate(plans):
             if part is None and shape is None:
-                self._changes[replica] = changes[replica]  # until it has something to do
+                self._changes[replica] = changes[replica]  # sent with its next step
                 continue
             written = None if part is None else self._writers[replica].write(part)
             message = encode(Step(changes=tuple(changes[replica]), plan=written, shape=shape))
@@ -270,12 +333,12 @@ class Ranks:
                 if plans[0] is not None:
                     flight = self._local.launch(plans[0], shape=shape)
                     if reporter == 0:
-                        lands.insert(0, partial(self._land, reporter, partial(Landed.of, flight)))
+                        lands.insert(0, partial(self._land, reporter, partial(StepResult.of, flight)))
                 elif shape is not None:
                     self._local.take_part(shape)
         return JointFlight(plan, lands)
 
-    def _land(self, rank: int, receive: Callable[[], Landed]) -> Landed:
+    def _land(self, rank: int, receive: Callable[[], StepResult]) -> StepResult:
         with self._in_time(rank, self._config.step_timeout_s, "finish a step"):
             try:
                 return receive()
@@ -284,24 +347,24 @@ class Ranks:
 
     @contextmanager
     def _in_time(self, rank: int, within_s: float, what: str) -> Iterator[None]:
-        """Lose a rank that keeps this thread waiting for too long."""
+        """Count a rank as lost if it keeps this thread waiting for longer than ``within_s`` seconds."""
         assert self._watch is not None
         self._watch.expect(rank, within_s, what)
         try:
             yield
         finally:
-            self._watch.content()
+            self._watch.fulfilled()
 
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the loss of a rank that is behind an error, if there is one."""
+        """Return the loss of a rank that caused an error, if there is one, else the error."""
         if self._watch is not None:
-            self._watch.settle()
-        return error if self._lost is None else self._verdict(self._lost)
+            self._watch.await_decision()
+        return error if self._lost is None else self._public(self._lost)
 
-    def _verdict(self, lost: EngineDeadError) -> DSV4LiteError:
-        """Return what everybody is told of a loss: until the engine is ready, what the rank itself has found wrong."""
+    def _public(self, lost: EngineDeadError) -> DSV4LiteError:
+        """Return the error to raise for a loss: until the engine is ready, what the lost rank itself has raised."""
         cause = lost.__cause__
         return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else lost
 
@@ -312,11 +375,11 @@ class Ranks:
         self._end(kill=self._lost is not None or self._phase != "step")
         if self._local is not None:
             self._local.close()
-        self._local = self._prospect = self._mesh = self._store = None
+        self._local = self._probe = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:
-        """Note that a rank is lost, and let everybody who waits for it fail."""
-        process = self._processes.get(loss.rank)  # none of this one's own
+        """Note that a rank is lost, and make everything that waits for it fail."""
+        process = self._processes.get(loss.rank)  # ``None`` for this rank
         where = f"process {os.getpid()}" if process is None else process.where
         reason = process.fate() if loss.gone and process is not None else loss.reason
         lost = EngineDeadError(f"rank {loss.rank} ({where}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase)
@@ -324,8 +387,8 @@ class Ranks:
         self._lost = lost
         self._on_loss(lost)
         for other in self._processes.values():
-            other.kill(self._verdict(lost))
-        if self._mesh is not None and self._prospect is not None and self._prospect.numerics.device.type == "cuda":
+            other.kill(self._public(lost))
+        if self._mesh is not None and self._probe is not None and self._probe.numerics.device.type == "cuda":
             self._mesh.abort()
 
     def _end(self, *, kill: bool) -> None:

@@ -1,16 +1,17 @@
-"""What a rank does that does not lead: it gets ready step by step with the others, then runs the leader's plans until told to stop.
+"""Workers: the ranks of an engine that do not lead. A worker loads together with the other ranks and runs the leader's plans.
 
-    leader                                       rank
-    Setup                             ------>
-                                      <------    Survey           what it would hold, and facts to compare
-    Go(plan)                          ------>
-                                      <------    LoadProgress …
+    leader                                       worker
+    Start                             ------>
+                                      <------    ProbeReport      memory it would use, and facts to compare
+    Load(plan)                        ------>
+                                      <------    LoadProgress …   from rank 0
                                       <------    Ready
     Step(changes, plan)               ------>    runner.launch
-                                      <------    Landed           from ranks that sample
+                                      <------    StepResult       from ranks that sample
     None                              ------>    the end
 
-Errors go the way of signs of life, in both directions: at either end somebody listens there at any time.
+A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors travel on the connection for signs of
+life, in both directions: a thread listens there at both ends at all times.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_thread
-from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
+from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
 from dsv4lite.engine.runner import Flight, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
-from dsv4lite.parallel.launch import Pulse, connections, settle_child
-from dsv4lite.parallel.meet import HostRanks, join
-from dsv4lite.parallel.mesh import Mesh, join_store, near_only
+from dsv4lite.parallel.launch import Heartbeat, connections, set_up_child
+from dsv4lite.parallel.mesh import Mesh, gloo_address, join_store
+from dsv4lite.parallel.rendezvous import Rendezvous, join
 from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import Logprobs
 from dsv4lite.scheduling.step_plan import Sampled, StepShape
@@ -43,13 +44,13 @@ from dsv4lite.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first message to a child.
+class Start:
+    """The first message to a worker.
 
     Attributes:
-        config: Settings, without what cannot leave the host's process.
-        rank: Its number.
-        store: Host and port where ranks meet.
+        config: Settings, without objects of the host; an external worker has its own.
+        rank: Number of the worker.
+        store: Host and port of the store in which ranks find each other.
     """
 
     config: EngineConfig
@@ -58,36 +59,37 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Go:
-    """Load, according to this plan."""
+class Load:
+    """Load, with this memory plan of all ranks."""
 
     plan: MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank is ready for steps.
+    """A worker is ready for steps.
 
     Attributes:
-        warmed: What it has done for that, in words.
+        warmed: What its warm-up has done, in words.
     """
 
     warmed: str
 
 
-_VERDICT_S = 3.0  # how long to wait for the leader to say who was lost
+_VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
 Change = tuple[Literal["prepare", "add", "remove", "accept"], tuple[Any, ...]]
 """A method of ``Runner`` and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What to do next.
+    """The next step.
 
     Attributes:
-        changes: Since the last step, in order.
-        plan: For the rank's replica; ``None`` if it has nothing to do but to take part with its experts.
-        shape: Of the step of all replicas, where they share experts. Without plan and shape there are only the changes.
+        changes: Calls of the runner since the last step, in order.
+        plan: Of the worker's replica; ``None`` if the replica has no sequences to run.
+        shape: Of the step of all replicas, where they share experts; then a worker without a plan takes part with its experts.
+            Without plan and shape there are only the changes.
     """
 
     changes: tuple[Change, ...]
@@ -96,57 +98,61 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
-    """What a step has brought; see ``Flight``."""
+class StepResult:
+    """Results of a step; see ``Flight``."""
 
     results: dict[int, Sampled] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flight: Flight) -> Landed:
-        """Wait for a step."""
+    def of(cls, flight: Flight) -> StepResult:
+        """Wait for a step and return its results."""
         return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
 
 
 def main(work: int, life: int, parent: int) -> None:
-    """Be a child process of the engine's; see ``parallel.launch``."""
-    channel, pulse_channel = connections(work, life)
-    pulse = Pulse(pulse_channel, lambda error: os._exit(1), parent)
+    """Run a worker in a child process of the engine's; see ``parallel.launch``.
+
+    Args:
+        work, life: File descriptors of this end's sockets.
+        parent: Number of the engine's process.
+    """
+    channel, life_channel = connections(work, life)
+    heartbeat = Heartbeat(life_channel, lambda error: os._exit(1), parent)
     status = 1
     try:
-        setup: Setup = channel.receive()
+        start: Start = channel.receive()
         with ExitStack() as stack:
-            device = device_of(setup.config, setup.rank)
-            settle_child(device, setup.config.layout.world)
-            stack.enter_context(own_thread(device, deterministic=setup.config.deterministic))
-            follower = Follower(setup.config, setup.rank, device, channel, pulse_channel)
-            follower.get_ready(setup.store)
-            follower.work()
+            device = device_of(start.config, start.rank)
+            set_up_child(device, start.config.layout.world)
+            stack.enter_context(own_thread(device, deterministic=start.config.deterministic))
+            worker = Worker(start.config, start.rank, device, channel, life_channel)
+            worker.load(start.store)
+            worker.run()
         status = 0
     except Closed:
-        pass  # the leader is gone, or ends us
+        pass  # the leader is gone, or ends this process
     except BaseException as error:
-        pulse_channel.send(portable(error))
-        threading.Event().wait()  # until the leader has heard of it, and ends us
+        life_channel.send(portable(error))
+        threading.Event().wait()  # until the leader has received it and ends this process
     finally:
-        pulse.stop()
+        heartbeat.stop()
         os._exit(status)  # without destructors of collectives, which may wait for ranks that are gone
 
 
-class Follower:
-    """A rank that runs what the leader plans.
+class Worker:
+    """A rank that runs the leader's plans; made and used in one thread.
 
     Attributes:
-        mesh: The ranks, once they have met.
-        prospect: What this one has found.
+        mesh: This rank's axes, once it has joined the others.
 
     Args:
         config: Settings.
-        rank: Its number.
-        device: Its device; this thread runs on its stream.
+        rank: Number of this rank.
+        device: Device of this rank; the thread runs on a stream of its own there.
         work: Connection to the leader.
-        life: Where errors of other threads go.
+        life: Connection for signs of life, which takes errors of other threads.
     """
 
     def __init__(self, config: EngineConfig, rank: int, device: torch.device, work: Channel, life: Channel) -> None:
@@ -154,44 +160,46 @@ class Follower:
         self._work, self._life = work, life
         self._runner: Runner | None = None
         self.mesh: Mesh | None = None
-        self.prospect: Prospect | None = None
         self._reader = PlanReader()
         self._flights: SimpleQueue[Flight | None] = SimpleQueue()
 
-    def get_ready(self, store: tuple[str, int]) -> None:
-        """Load everything, together with the other ranks.
+    def load(self, store: tuple[str, int]) -> ProbeReport:
+        """Load together with the other ranks, and return what this one has reported.
+
+        Args:
+            store: Host and port of the store in which ranks find each other.
 
         Raises:
             Closed: The leader is gone.
             DSV4LiteError: What is wrong with this rank, or with the ranks together.
         """
         config, rank = self._config, self._rank
-        prospect = Prospect.of(config, self._device, rank, several=True)
-        self.prospect = prospect
-        self._work.send(prospect.survey)
-        go: Go = self._work.receive()
-        host, timeout_s = near_only(store[0]), config.start_timeout_s
+        probe = Probe.of(config, self._device, rank, several=True)
+        self._work.send(probe.report)
+        load: Load = self._work.receive()
+        host, timeout_s = gloo_address(store[0]), config.start_timeout_s
         mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, host=host, timeout_s=timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
-            vocab_size = prospect.source.model.vocab_size
-            tokenizer = Tokenizer.from_folder(config.tokenizer or prospect.source.folder, vocab_size=vocab_size)
+            vocab_size = probe.source.model.vocab_size
+            tokenizer = Tokenizer.from_folder(config.tokenizer or probe.source.folder, vocab_size=vocab_size)
             grammars, _ = grammar_compiler(tokenizer, vocab_size)
-        self._runner = prospect.build(go.plan, mesh, grammars, self._tell if rank == 0 else None)
+        self._runner = probe.build(load.plan, mesh, grammars, self._send_progress if rank == 0 else None)
         self._work.send(Ready(warmed=self._runner.warmed))
+        return probe.report
 
-    def _tell(self, progress: LoadProgress) -> None:
+    def _send_progress(self, progress: LoadProgress) -> None:
         self._work.send(progress)
 
-    def work(self) -> None:
-        """Run plans until there are no more.
+    def run(self) -> None:
+        """Run plans until the leader closes its engine.
 
         Raises:
             Closed: The leader is gone.
         """
         assert self._runner is not None
         reporting = self._runner.sampler is not None
-        # On a device with a stream of its own somebody else waits for results while the next step is launched.
+        # On a GPU another thread waits for results while this one launches the next step.
         apart = threading.Thread(target=self._report, name="dsv4lite-results", daemon=True)
         if reporting and self._device.type == "cuda":
             apart.start()
@@ -203,7 +211,7 @@ class Follower:
                 if self._device.type == "cuda":
                     self._flights.put(flight)
                 else:
-                    self._work.send(Landed.of(flight))
+                    self._work.send(StepResult.of(flight))
         if apart.is_alive():
             self._flights.put(None)
             apart.join()
@@ -223,98 +231,90 @@ class Follower:
         """Free the model and its graphs, then the groups."""
         if self._runner is not None:
             self._runner.close()
-        self._runner = self.prospect = self.mesh = None
+        self._runner = self.mesh = None
 
     def _report(self) -> None:
         try:
             while (flight := self._flights.get()) is not None:
-                self._work.send(Landed.of(flight))
+                self._work.send(StepResult.of(flight))
         except Closed:
             return
         except BaseException as error:
             self._life.send(portable(error))
 
 
-class Guest:
-    """A rank of the host that does not lead; made and used in its engine's thread.
+class ExternalWorker:
+    """A worker in a process of the host's; made and used in the thread of its engine, which runs nothing else.
 
     Args:
         host: The host's ranks.
         on_loss: Called in another thread when a rank is lost, or the leader is gone.
     """
 
-    def __init__(self, host: HostRanks, on_loss: Callable[[EngineDeadError], None]) -> None:
+    def __init__(self, host: Rendezvous, on_loss: Callable[[EngineDeadError], None]) -> None:
         self._host = host
         self._on_loss = on_loss
         self._lost: DSV4LiteError | None = None
         self._left = False
         self._heard = threading.Event()
-        self._follower: Follower | None = None
+        self._worker: Worker | None = None
 
-    def open(self, stack: ExitStack) -> Prospect:
-        """Get ready together with the other ranks; return what this one has found.
+    def open(self, stack: ExitStack) -> ProbeReport:
+        """Load together with the other ranks; return what this one has reported.
 
         Raises:
             DSV4LiteError: What is wrong with this rank, or with the ranks together.
         """
-        config = bare(self._host.config)
+        config = sendable(self._host.config)
         device = device_of(config, self._host.rank)
-        work, life = join(self._host, config.start_timeout_s)
-        stack.callback(work.close)
-        stack.callback(life.close)
+        self._work, self._life = join(self._host, config.start_timeout_s)
+        stack.callback(self._work.close)
+        stack.callback(self._life.close)
         stack.enter_context(own_thread(device, deterministic=config.deterministic))
-        stack.callback(self._close)
-        self._work = work
-        pulse = Pulse(life, self._lose)
-        stack.callback(pulse.stop)
-        self._life = life
+        worker = self._worker = Worker(config, self._host.rank, device, self._work, self._life)
+        stack.callback(worker.close)
+        heartbeat = Heartbeat(self._life, self._lose)
+        stack.callback(heartbeat.stop)
         try:
-            setup: Setup = work.receive()
-            self._follower = Follower(config, self._host.rank, device, work, life)
-            self._follower.get_ready(setup.store)
+            start: Start = self._work.receive()
+            return worker.load(start.store)
         except BaseException as error:
             raise self._explained(error) from None
-        assert self._follower.prospect is not None
-        return self._follower.prospect
 
-    def work(self) -> None:
-        """Run what the leader plans, until it closes its engine.
+    def run(self) -> None:
+        """Run the leader's plans until it closes its engine.
 
         Raises:
             EngineDeadError: A rank is lost.
         """
-        assert self._follower is not None
+        assert self._worker is not None
         try:
-            self._follower.work()
+            self._worker.run()
         except BaseException as error:
             if not (self._left and isinstance(error, Closed)):
                 raise self._explained(error) from None
 
     def leave(self) -> None:
-        """Follow no longer, for this process ends; the leader loses a rank."""
+        """Stop, for this process ends; the leader loses a rank."""
         self._left = True
-        self._work.hang_up()
+        self._work.shut_down()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what is behind an error."""
+        """Return the error itself: ``run`` raises the cause."""
         return error
 
     def _lose(self, error: DSV4LiteError) -> None:
-        """Stop waiting for anybody."""
+        """Make what waits for other ranks fail; called in the thread of the heartbeat."""
         self._lost = error
         self._heard.set()
         if isinstance(error, EngineDeadError):  # else nothing was loaded, and ``open`` raises it
             self._on_loss(error)
-        self._work.hang_up()
-        if self._follower is not None and self._follower.mesh is not None:
-            self._follower.mesh.abort()
-
-    def _close(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
+        self._work.shut_down()
+        if self._worker is not None and self._worker.mesh is not None:
+            self._worker.mesh.abort()
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return what is behind an error; tell the leader if it is this rank's own."""
+        """Return the cause of an error; send the leader the error if it is this rank's own."""
         if self._lost is None and not isinstance(error, Closed):
             with suppress(Closed):
                 self._life.send(portable(error))

@@ -1,7 +1,7 @@
-"""Ranks that the host has started: which one this is, and how the others find the leader.
+"""Rendezvous of ranks that the host has started: which rank this is, and how the others connect to the leader.
 
-The host's process groups serve for this only. Work goes over sockets to the leader, collectives over groups of the engine's own,
-which can be given up when a rank is lost without harm to the host's.
+The host's process groups serve for this only. Plans and results go over sockets to the leader, collectives over groups of the
+engine's own, which can be aborted when a rank is lost without harm to the host's.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ log = logging.getLogger("dsv4lite.parallel")
 
 _SETTINGS = {"tp": "tensor", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _TOKEN_BYTES = 32
-_HELLO_S = 5.0  # for a connection to say whose it is; ranks say it at once
+_HELLO_S = 5.0  # for a new connection to send its token and rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostRanks:
-    """This rank among those that the host has started.
+class Rendezvous:
+    """This rank among those that the host has started, and the exchange of facts between them.
 
     Attributes:
         config: Settings, with the sizes that a device mesh has brought.
         rank: Number of this rank in the layout.
-        groups: Process groups of the host, which one after the other reach every rank.
-        problem: What is wrong with the groups or the settings; the others do not know it before ``agree``.
+        groups: Process groups of the host; gathering over one after the other reaches every rank.
+        problem: What is wrong with the groups or the settings; the other ranks learn it from ``agree``.
     """
 
     config: EngineConfig
@@ -50,11 +50,11 @@ class HostRanks:
     problem: DSV4LiteError | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig) -> HostRanks:
+    def of(cls, config: EngineConfig) -> Rendezvous:
         """Find out which rank this is.
 
         Raises:
-            ConfigError: There are no groups, so that there is nobody to tell.
+            ConfigError: There are no groups, so that the other ranks cannot be told.
         """
         if config.device_mesh is not None:
             return cls._of_mesh(config, config.device_mesh)
@@ -74,7 +74,7 @@ class HostRanks:
         return cls(config=config, rank=rank, groups=(group,), problem=problem)
 
     @classmethod
-    def _of_mesh(cls, config: EngineConfig, mesh: Any) -> HostRanks:
+    def _of_mesh(cls, config: EngineConfig, mesh: Any) -> Rendezvous:
         groups = tuple(mesh.get_all_groups())
         try:
             config, rank = _read_mesh(config, mesh)
@@ -83,10 +83,10 @@ class HostRanks:
         return cls(config=config, rank=rank, groups=groups)
 
     def exchange(self, mine: object) -> dict[int, Any]:
-        """Return what all ranks bring, by rank; all must call this at the same time.
+        """Return the values ``mine`` of all ranks, by rank; a collective call.
 
         Raises:
-            EngineDeadError: They did not all come before the groups' own timeouts.
+            EngineDeadError: Not all ranks called this before the groups' own timeouts.
         """
         known = {self.rank: mine}
         for group in self.groups:
@@ -100,10 +100,13 @@ class HostRanks:
         return known
 
     def compare(self, versions: Mapping[str, str]) -> None:
-        """Find out whether all ranks run the same software, in words: what follows is pickled, and other versions may not read it.
+        """Raise unless all ranks run the same software: later messages are pickled, and other versions may not read them.
+
+        Args:
+            versions: Of this rank, by name of the package.
 
         Raises:
-            ConfigError: They do not, on every rank.
+            ConfigError: They differ; on every rank.
         """
         told = self.exchange(dict(versions))
         first = told[0] if 0 in told else told[min(told)]
@@ -117,11 +120,11 @@ class HostRanks:
             raise ConfigError("the ranks of an engine must run the same software: " + "; ".join(problems))
 
     def agree(self, error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
-        """Tell each other whether all is well.
+        """Raise on all ranks what is wrong with any of them; a collective call.
 
         Args:
-            error: What is wrong with this rank: its ``problem``, or another.
-            device: Name of its device among all of its machine, if no other rank may have it.
+            error: What is wrong with this rank: its ``problem``, or another error.
+            device: Name of its device that is unique on its machine, or empty if ranks may share it.
 
         Returns:
             Names of the machines, by rank.
@@ -144,7 +147,7 @@ class HostRanks:
 
 
 def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
-    """Return settings with the sizes of a device mesh, and this rank's place in it.
+    """Return settings with the sizes of a device mesh, and the number of this rank in the layout.
 
     Raises:
         ConfigError: Its dimensions are not axes, or not of the sizes of the settings.
@@ -169,8 +172,8 @@ def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
     return config, rank
 
 
-class HostRank:
-    """Another rank of the host, as the leader sees it; see ``RankProcess``."""
+class ExternalRank:
+    """The leader's connections to another rank of the host; the same methods as ``RankProcess``."""
 
     def __init__(self, rank: int, machine: str, pid: int, work: Channel, life: Channel) -> None:
         self.rank = rank
@@ -178,20 +181,20 @@ class HostRank:
         self.work, self.life = work, life
 
     def fate(self) -> str:
-        """Return what became of a rank whose connection ended."""
+        """Return why a connection may have ended, in words."""
         return "has ended, or its machine cannot be reached"
 
     def kill(self, error: DSV4LiteError) -> None:
-        """Tell the rank why there is no engine any more; its process is the host's."""
+        """Send the rank the error that ended the engine; its process is the host's and goes on."""
         try:
             self.life.send(error)
         except Closed:
             return  # it is gone
         finally:
-            self.work.hang_up()
+            self.work.shut_down()
 
     def end(self, *, kill: bool) -> None:
-        """Close the connections; what was sent still arrives. The rank is told that they end on purpose."""
+        """Close the connections; what was sent still arrives. Unless ``kill``, the rank learns that they end on purpose."""
         if not kill:
             with suppress(Closed):
                 self.life.send(None)
@@ -199,10 +202,10 @@ class HostRank:
         self.life.close()
 
 
-def _meeting_place(machines: Mapping[int, str]) -> tuple[str, str]:
-    """Return the name under which ranks find this machine, the first one's, and the address to listen at, empty for all.
+def _listening_place(machines: Mapping[int, str]) -> tuple[str, str]:
+    """Return the name under which ranks reach this machine, rank 0's, and the address to listen at; an empty one means all.
 
-    Among several machines it is the address from which the others are reached, if it is the same for all of them.
+    With several machines it is the address from which this machine reaches the others, if that is one and the same.
     """
     others, found = {name for name in machines.values() if name != machines[0]}, set()
     if not others:
@@ -218,16 +221,21 @@ def _meeting_place(machines: Mapping[int, str]) -> tuple[str, str]:
     return address, address
 
 
-def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tuple[tuple[str, str], dict[int, HostRank]]:
-    """Let the other ranks connect to this one.
+def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tuple[tuple[str, str], dict[int, ExternalRank]]:
+    """Accept the connections of the other ranks; called by rank 0.
+
+    Args:
+        ranks: The host's ranks.
+        machines: Name of each rank's machine.
+        timeout_s: Seconds until all ranks must have connected.
 
     Returns:
-        The name under which they find this machine with the address to listen at (empty for all), and the ranks.
+        The name under which ranks reach this machine with the address to listen at (empty for all), and the other ranks.
 
     Raises:
-        EngineDeadError: Not all came in time.
+        EngineDeadError: Not all ranks connected in time.
     """
-    place, token, others = _meeting_place(machines), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
+    place, token, others = _listening_place(machines), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
     name, bind = place
     pending: dict[int, dict[int, socket.socket]] = {}
     pids: dict[int, int] = {}
@@ -244,19 +252,20 @@ def lead(ranks: HostRanks, machines: Mapping[int, str], timeout_s: float) -> tup
             try:
                 end.settimeout(_HELLO_S)
                 hello = end.recv(_TOKEN_BYTES + 12, socket.MSG_WAITALL)
-            except OSError:  # a stranger, who says nothing or has left
+            except OSError:  # not a rank: it sent nothing, or has left
                 end.close()
                 continue
             if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):
-                end.close()  # a stranger
+                end.close()  # not a rank
                 continue
             rank, kind, pid = (int.from_bytes(hello[_TOKEN_BYTES + i : _TOKEN_BYTES + i + 4], "little") for i in (0, 4, 8))
             pending.setdefault(rank, {})[kind], pids[rank] = end, pid
-    return place, {r: HostRank(r, machines[r], pids[r], *(_channel(ends[kind]) for kind in (0, 1))) for r, ends in pending.items()}
+    channels = {rank: [_channel(ends[kind]) for kind in (0, 1)] for rank, ends in pending.items()}
+    return place, {rank: ExternalRank(rank, machines[rank], pids[rank], *pair) for rank, pair in channels.items()}
 
 
-def join(ranks: HostRanks, timeout_s: float) -> tuple[Channel, Channel]:
-    """Connect to the leader; return the connections for work and for signs of life.
+def join(ranks: Rendezvous, timeout_s: float) -> tuple[Channel, Channel]:
+    """Connect to rank 0; return the connections for work and for signs of life.
 
     Raises:
         EngineDeadError: It cannot be reached.

@@ -1,0 +1,139 @@
+"""The calls of ``LLM``: those of ``AsyncLLM``, run to their end in the caller's thread.
+
+A call of ``AsyncLLM`` waits only through its bridge. With a ``ThreadBridge`` these waits block and the coroutine never suspends, so
+that one ``send`` runs it to its end: there is no event loop, hidden or other, and ``KeyboardInterrupt`` is raised inside the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from functools import update_wrapper
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from dsv4lite.api.streams import AsyncCompletions, AsyncStream
+from dsv4lite.request import Delta, RequestOutput
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def finish(call: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, and return its result."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        call.close()
+    raise AssertionError(f"{call!r} was suspended, and there is no event loop to go on with it")
+
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return the method of ``LLM`` that does what one of ``AsyncLLM`` does: same parameters, text and result.
+
+    ``method`` is called with an ``LLM``, so that it may use only what ``BaseLLM`` has.
+    """
+
+    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return finish(method(self, *args, **kwargs))
+
+    return _described(_call, method)
+
+
+def blocking_iterator(method: Callable[Concatenate[Any, P], A], kind: Callable[[A], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return the method of ``LLM`` for one of ``AsyncLLM`` that returns an iterator; ``kind`` is the iterator's class here."""
+
+    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return kind(method(self, *args, **kwargs))
+
+    return _described(_call, method, kind)
+
+
+def blocking_context(
+    method: Callable[Concatenate[Any, P], AbstractAsyncContextManager[T]],
+) -> Callable[Concatenate[Any, P], AbstractContextManager[T]]:
+    """Return the method of ``LLM`` for one of ``AsyncLLM`` that is used in ``async with``."""
+
+    @contextmanager
+    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        block = method(self, *args, **kwargs)
+        entered = finish(block.__aenter__())
+        try:
+            yield entered
+        finally:
+            finish(block.__aexit__(None, None, None))
+
+    return _described(_call, method, AbstractContextManager)
+
+
+def _described(call: C, method: Callable[..., Any], returns: Any = None) -> C:
+    """Give a method the name, text and signature of the one that it runs; ``returns`` names another kind of result."""
+    update_wrapper(call, method)
+    call.__qualname__ = method.__qualname__.replace("AsyncLLM", "LLM")
+    if returns is not None:
+        signature = inspect.signature(method).replace(return_annotation=returns.__name__)
+        setattr(call, "__signature__", signature)  # noqa: B010  # functions have it, and type checkers do not know
+    return call
+
+
+class _Blocking(Iterator[T]):
+    """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``."""
+
+    def __init__(self, source: AsyncStream | AsyncCompletions) -> None:
+        self._source: Any = source
+
+    def __enter__(self) -> Self:
+        finish(self._source.__aenter__())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        finish(self._source.__aexit__(None, None, None))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            item: T = finish(self._source.__anext__())
+            return item
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+
+class Stream(_Blocking[Delta]):
+    """One request whose output is read as it is made; made by ``LLM.stream`` and ``LLM.chat_stream``.
+
+    Entering the block submits the request, leaving it ends the request. In between, iteration yields ``Delta`` objects: only what
+    is new, in order, for all ``n`` completions. A slow reader loses nothing.
+    """
+
+    _source: AsyncStream
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self._source.request_id
+
+    def abort(self) -> None:
+        """End the request now; see ``AsyncStream.abort``."""
+        self._source.abort()
+
+    def final(self) -> RequestOutput:
+        """Wait for the end of the request and return all of it; see ``AsyncStream.final``."""
+        return finish(self._source.final())
+
+
+class Completions(_Blocking[RequestOutput]):
+    """The outputs of many prompts as they finish; made by ``LLM.as_completed``."""
+
+    _source: AsyncCompletions
+
+    def close(self) -> None:
+        """Abort what is in flight and pull no more."""
+        finish(self._source.aclose())
