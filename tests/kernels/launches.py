@@ -29,6 +29,7 @@ from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
 from dsv4lite.kernels.experts import Tiles, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
+from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies
 from dsv4lite.kernels.runs import place_runs
@@ -39,6 +40,7 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.state.cache import StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
+from tests.kernels.steps import step_of
 from tests.tiny import FLASH, PRO, TINY
 
 CHIPS = (80, 89, 90, 100, 120)
@@ -103,13 +105,14 @@ def _works() -> Iterator[Callable[[], object]]:
         (TINY, {"quantized": False, "dtype": torch.float32}),
         (TINY, {"quantized": False}),
         (FLASH, {"quantized": False}),
+        (FLASH, {"quantized": False, "dtype": torch.float32}),
         (FLASH, fp4 | {"expert_format": "fp8"}),
         (PRO, fp4),
         (FLASH, fp4 | {"deterministic": True}),
     ):
         yield from _steps(config, numerics, FEWER_PREFILLS, FEWER_DECODES)
     yield from _steps(FLASH, fp4, PREFILLS, DECODES)
-    yield from (_sampling, _runs, _ranks, _products, _experts)
+    yield from (_sampling, _runs, _ranks, _products, _experts, _selection)
 
 
 def _steps(
@@ -134,6 +137,13 @@ def _steps(
     for shape in graphs.shapes:
         if shape.size in decodes:
             yield partial(graphs.rehearse, shape)
+
+
+def _selection() -> None:
+    """The best of as many scores as one program takes, at each of its sizes, and of more."""
+    paging = step_of([0, 0], [1, 1], device=META)
+    for columns in (1024, 2048, 4096, 8192, 8193):
+        select_paged(_empty(2, columns, dtype=torch.bfloat16), paging, 512, 4)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -30,7 +30,7 @@ SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cos
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_TILES = 8  # of rows that share the weights in cache
 # Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``);
-# and sums of few tokens' hyper-connections on their way (``hc_few_triton.py``).
+# and the sums that programs of ``hc.decode_small_triton`` send each other.
 COUNTERS = max(SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2, 16 * (8192 + 256))
 
 
