@@ -498,7 +498,7 @@ def collapse_triton(
     assert sums.shape[0] in (PARTS_OF_SUM, PARTS_OF_SUM * units_of(width)), sums.shape
     assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
     results = Results.allocate(streams_TND, head=head, quantize=quantize)
-    mix_tokens = _mix_tokens(tile_for(tokens))
+    mix_tokens = _MIX_TOKENS if tile_for(tokens).whole else 1
     mixers = triton.cdiv(len(results.post), mix_tokens)
     groups_tile = triton.next_power_of_2(triton.cdiv(width, FP8_GROUP))
     if tokens:
@@ -524,7 +524,7 @@ def collapse_triton(
             HEAD=head,
             FP8=quantize,
             NATIVE=native_e4m3(streams_TND),
-            num_warps=_collapse_warps(groups_tile),
+            num_warps=min(8, max(4, groups_tile // 4)),  # the coefficients of many tokens want four, too
             enable_fp_fusion=False,
         )
     return results.returned(quantize=quantize)
