@@ -26,8 +26,8 @@ from dsv4lite.engine.packing import padding
 from dsv4lite.kernels import dispatch, warmup
 from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
-from dsv4lite.kernels.experts import Tiles, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -212,8 +212,8 @@ def _experts() -> None:
         for tokens in (1, 2, 4, 8, 16, 600, 4096):
             rounded = quantize_fp8(_empty(tokens, hidden, dtype=torch.bfloat16), 128)
             slots_TK, weight_TK = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
-            experts_forward(*rounded, slots_TK, weight_TK, w13, w2, 10.0)
-            experts_outputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True)
+            experts_forward(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0))
+            experts_outputs(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True))
             if tokens > 16:
                 continue
             tables = (_empty(257, 17, dtype=torch.int64), _empty(257, dtype=torch.int64), _empty(257, dtype=torch.int64))
@@ -222,4 +222,4 @@ def _experts() -> None:
             router = Router(top_k, 1.5, _empty(256), None, ids, ids)
             shared = (_empty(hidden, width, dtype=torch.float8_e4m3fn), _empty(hidden // 128, width // 128, dtype=torch.uint8))
             for h_TI in (None, _empty(tokens, 2 * width, dtype=torch.bfloat16)):
-                moe_few(_empty(tokens, 256), router, *rounded, h_TI, *shared, w13, w2, 10.0, held=held)
+                moe_decode_small(MoeInputs(_empty(tokens, 256), router, *rounded, h_TI, *shared, w13, w2, 10.0, held))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts_ref
+from dsv4lite.kernels.experts import ExpertSum, sum_experts_ref
 from dsv4lite.kernels.hc import (
     COLLAPSED_CHANNELS,
     DECODE_SMALL_TOKENS,

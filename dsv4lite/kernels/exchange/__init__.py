@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import Inbox, part_of_experts_ref
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 BLOCK = 1024
 """Numbers of one program: a row is filled up to a multiple of them."""

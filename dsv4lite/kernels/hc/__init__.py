@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import multiprocessors_of, use_triton
-from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts
+from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
 from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8_ref

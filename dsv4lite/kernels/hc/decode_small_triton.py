@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.gemm.triton import counters_of
 from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcMix, HcSettings, HcWeights, Output
 from dsv4lite.kernels.hc.triton import (
@@ -276,7 +276,7 @@ def enter_triton(
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
     if isinstance(output, ExpertSum):
         assert output.shared_TD is not None, "this rank has a part of the sum"
-        chosen, y, shared, experts = output.chosen_TK, output.outputs_TKD, output.shared_TD, output.experts
+        chosen, y, shared, experts = output.slots_TK, output.outputs_TKD, output.shared_TD, output.experts
         top_k = chosen.shape[1]
         assert y.shape == (tokens, top_k, width) and chosen.is_contiguous() and shared.is_contiguous(), y.shape
     elif pending is not None:
