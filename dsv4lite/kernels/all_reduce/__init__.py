@@ -28,7 +28,7 @@ class Inbox(NamedTuple):
     Every rank has such a buffer, int32 [TURNS, ranks, numbers], of ``EMPTY`` before the first call.
 
     Attributes:
-        addresses: int64 [ranks + 1], of all buffers; then of an int32 that is not 0 once nobody shall wait any more.
+        addresses: int64 [ranks + 1], of all buffers; then of an int32 that is not 0 once no kernel shall wait any more.
         calls: int64, zeros before the first call, one for each block of numbers.
         rank: Which rank this one is.
         numbers: Most numbers of a sum.

@@ -1,6 +1,6 @@
 """Kernel of ``all_reduce_few``: every rank writes its part into the memory of all, and adds up what arrives in its own.
 
-A number is its own sign that it has arrived: buffers hold ``EMPTY`` before. So nobody waits for a write to be confirmed, nor sends
+Consumers poll the value itself: buffers hold ``EMPTY`` before. So no program waits until a write is confirmed, and none sends
 a flag behind it. One program sends and sums one block of numbers, which is its own in every call, whatever the call's size, and
 counts its calls: they take three buffers in turn. A program clears the buffer of its last call, which the peers fill two calls
 later, when they have this rank's part of the call between, that is, when this kernel has ended.

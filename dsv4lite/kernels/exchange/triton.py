@@ -1,4 +1,4 @@
-"""Kernels of ``exchange.py``: every rank writes into the memory of the others, and waits for what arrives in its own.
+"""Kernels of ``gather_few`` and ``scatter_few``: each rank writes into the memory of the others and waits for its own to fill.
 
 A number travels with the count of its call in one word of 64 bits, which is written and read as a whole: it is there when the count
 is. So any bits may be sent, and nothing has to be cleared. One program sends and receives one block of numbers, which is its own in
@@ -40,7 +40,7 @@ def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr
 def _receive(
     addresses, rank, blocks, block, call, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once they are here, or nobody waits any more."""
+    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once all have arrived, or the host has ended the wait."""
     first = (((call % TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * BLOCK
     source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
     expected = call.to(tl.int32)

@@ -1,7 +1,7 @@
 """Kernels of ``moe_decode_small``: two launches, as a launch takes longer than the little work of most parts.
 
     prepare    a program routes each token, the last one of them groups all; beside them the shared expert's activation, and scales
-    experts    the routed experts' first product (``experts_triton.py``), the shared expert's second, the routed ones' second
+    experts    the routed experts' first product (``triton.py``), the shared expert's second, the routed ones' second
 
 Each part does what its kernel for many tokens does, in the same order. Programs of the second product wait for those of the first
 one that compute their expert's block. These have smaller numbers and wait for no other, and chips start programs in the order of

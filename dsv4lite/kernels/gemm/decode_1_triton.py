@@ -1,6 +1,6 @@
 """Products of a single row: every program reads a few rows of the weights from end to end, and multiplies in float32.
 
-Tensor cores want 64 rows of weights side by side, so their kernels (``gemm_triton.py``) read each in pieces of 128 bytes, and add
+Tensor cores want 64 rows of weights side by side, so their kernels (``triton.py``) read each in pieces of 128 bytes, and add
 up parts. One row needs no tensor cores: what the weights weigh is all that counts, and long pieces of few rows come faster. Sums
 have an order of their own, so these are not for results that must not depend on what shares the batch.
 """

@@ -1,4 +1,4 @@
-"""Kernels of ``gemm.py``.
+"""Kernels of matrix products of any number of rows.
 
 Every product sums in one order that follows from the weights' shape alone: inside a block of 128 inputs as the tensor cores do,
 blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its

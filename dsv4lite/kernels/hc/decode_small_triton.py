@@ -55,7 +55,7 @@ def _written(
 ):  # fmt: skip
     """Return what a sub-layer has put out, float32 [UNIT]: ``y``, or the sum of its ``TOP_K`` experts and the shared one."""
     if TOP_K:
-        # Reference: sum_experts; what nobody has written is read, too, so that nothing waits for ``chosen``, and not used.
+        # Reference: sum_experts; what was never written is read, too, so that no read waits for ``chosen``, and not used.
         total = tl.zeros(column.shape, tl.float32)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
