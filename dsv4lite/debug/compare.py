@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts.decode_small import sum_experts_ref
+from dsv4lite.kernels.experts import Tiles, sum_experts_ref
 from dsv4lite.kernels.indexer import PAGE_TOKENS
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
@@ -23,8 +23,8 @@ BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
-    **dict.fromkeys(("quantize_fp8", "hc_collapse_quantize", "hc_enter_few", "swiglu_quantize", "latent_norms"), 2**-4),
-    **dict.fromkeys(("experts_forward", "moe_few", "fp8_weight_linear_quantize"), 2**-4),
+    **dict.fromkeys(("quantize_fp8", "hc_enter", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("experts_forward", "moe_decode_small", "fp8_weight_linear_quantize"), 2**-4),
     "compress_step": 2**-3,
 }
 _SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
@@ -53,11 +53,9 @@ class Difference:
 def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return what an op returned by name, as numbers that can be compared."""
     tensors = list(flatten(result))
-    if op == "hc_leave_enter":
-        return {"streams": tensors[0], "sums": tensors[1].sum(0)}
     if op == "route":
         return {"chosen": tensors[0], "weights": tensors[1]}
-    if op == "moe_few":
+    if op == "moe_decode_small":
         return {"chosen": tensors[0], "sums": sum_experts_ref(result)}
     if op == "choose_paged":
         return {"chosen": _choices(tensors[0], *arguments[2:4])}
@@ -70,9 +68,11 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
 
 
 def flatten(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples."""
+    """Yield the tensors of nested tuples, and the codes of weights in tiles."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Tiles):
+        yield value.codes
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from flatten(part)
@@ -85,17 +85,17 @@ def _numbers(tensors: list[Tensor]) -> Iterator[Tensor]:
         yield dequantize_fp8(tensor, next(parts), ACTIVATION_GROUP) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def _choices(chosen_TK: Tensor, keys: RowStore, paging: Paging) -> Tensor:
+def _choices(slots_TK: Tensor, keys: RowStore, paging: Paging) -> Tensor:
     """Blank what ``choose_paged`` leaves undefined: tokens that see no more entries than are chosen."""
     visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS
-    return chosen_TK.masked_fill((visible_T <= chosen_TK.shape[1])[:, None], -1)
+    return slots_TK.masked_fill((visible_T <= slots_TK.shape[1])[:, None], -1)
 
 
 def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor] | None) -> tuple[Difference, ...]:
     """Measure an op's outputs against those of its reference, if there is one."""
     if wanted is None:
         return tuple(_difference(op, name, tensor, None) for name, tensor in got.items())
-    if op in ("route", "moe_few"):  # of the rest, rows can only be compared where the experts are the same
+    if op in ("route", "moe_decode_small"):  # of the rest, rows can only be compared where the experts are the same
         same_T = (got["chosen"] == wanted["chosen"]).all(-1)
         got, wanted = ({name: x if name == "chosen" else x[same_T] for name, x in named.items()} for named in (got, wanted))
     return tuple(_difference(op, name, tensor, wanted[name]) for name, tensor in got.items())

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
 from dsv4lite.engine.dump import carries
-from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.state.cache import StateCache
@@ -236,7 +235,7 @@ class OpWatch:
     def _inspect(self, arguments: tuple[Any, ...]) -> tuple[tuple[str, ...], int]:
         """Return the names of parameters, and how many other numbers are not finite."""
         names, bad = [], 0
-        for tensor in flatten([value.codes if isinstance(value, Tiles) else value for value in arguments]):
+        for tensor in flatten(arguments):
             if (name := self._names.get(_storage(tensor))) is not None:
                 names.append(name)
             elif tensor.is_floating_point() and _storage(tensor) not in self._carries:

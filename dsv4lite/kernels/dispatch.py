@@ -24,3 +24,8 @@ def capability_of(device: torch.device) -> int:
         return 120
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """Return how many multiprocessors the chip has; the interpreter on a CPU runs one program after the other and needs none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

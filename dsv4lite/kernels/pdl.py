@@ -16,7 +16,7 @@ when all before them have ended, as ever.
 A successor's programs come only when each of its predecessor's has called ``let_successor_in`` or has ended, so every one of these
 has a place by then. Kernels whose programs wait for each other are safe for that: no place they need is ever taken by one who waits
 for them. But places they hold are counted: programs that come early are spread over the multiprocessors unevenly, which costs more
-than the launch where they are few and long. So whoever has much to do lets them in late.
+than the launch where they are few and long. So a kernel with much to do lets them in late.
 """
 
 from __future__ import annotations

@@ -287,14 +287,14 @@ def main() -> None:
     triton.knobs.cache.dir = directory
     _hash_in_order()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # whoever else writes to stdout
+        os.dup2(2, 1)  # what other code writes to stdout goes to stderr
         for specialization in specializations:  # before the forks, which so have everything loaded, and the hash of Triton itself
             if specialization.load(Path(directory)) is None:  # a list of files that are gone would make Triton stumble
                 specialization.place(Path(directory))[1].unlink(missing_ok=True)
         fork = "fork" in multiprocessing.get_all_start_methods()
         processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_PROCESSES)
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
-            # Kernels of many arguments take longest; whoever begins with them ends sooner.
+            # Kernels of many arguments take longest: starting with them ends sooner.
             longest_first = sorted(enumerate(specializations), key=lambda one: -len(one[1].signature))
             under_way = {pool.submit(_compile, specialization): index for index, specialization in longest_first}
             for future in as_completed(under_way):

@@ -1,4 +1,4 @@
-"""Inside the kernels of ``experts.py``: bytes of tiles become numbers that the tensor cores multiply, each where it lies."""
+"""Inside the kernels of experts: bytes of tiles become numbers that the tensor cores multiply, each where it lies."""
 
 from __future__ import annotations
 

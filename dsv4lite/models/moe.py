@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.exchange import TokenRows
-from dsv4lite.kernels.experts import can_tile, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few, suits_few
-from dsv4lite.kernels.experts.unquantized import wide_experts_forward
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, can_tile, experts_forward, experts_outputs
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small, suits_decode_small
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
@@ -57,19 +56,8 @@ class WideExperts(nn.Module):
 
         A slot that does not exist adds nothing.
         """
-        (x_TD,), w13, w2 = rows, self.w13, self.w2
-        return wide_experts_forward(
-            x_TD,
-            slots_TK,
-            weight_TK,
-            w13.weight,
-            w2.weight,
-            self.limit,
-            shared_TD,
-            partial=self.partial,
-            row_tile=w13.row_tile,
-            round_inputs=w13.rounds_input,
-        )
+        given = ExpertInputs(rows[0], None, slots_TK, weight_TK, self.w13.weight, self.w2.weight, self.limit, self.partial)
+        return experts_forward(given, shared_TD, row_tile=self.w13.row_tile, round_inputs=self.w13.rounds_input)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -92,14 +80,14 @@ class TiledExperts(nn.Module):
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
         """Do the same as ``WideExperts``, with inputs in FP8."""
-        codes, scales = rows
-        tiles = (self.w13.tiles, self.w2.tiles)
-        return experts_forward(codes, scales, slots_TK, weight_TK, *tiles, self.limit, shared_TD, partial=self.partial)
+        return experts_forward(self._given((rows[0], rows[1]), slots_TK, weight_TK), shared_TD)
 
     def outputs(self, rounded: Rounded, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return what ``forward`` sums, [T, K, D]: anything where there is no such slot."""
-        tiles = (self.w13.tiles, self.w2.tiles)
-        return experts_outputs(*rounded, slots_TK, weight_TK, *tiles, self.limit, partial=self.partial)
+        return experts_outputs(self._given(rounded, slots_TK, weight_TK))
+
+    def _given(self, rounded: Rounded, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
+        return ExpertInputs(*rounded, slots_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, self.partial)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -289,13 +277,13 @@ class MoE(nn.Module):
             return None
         # What somebody else has made of a dispatcher gets every call.
         if dispatch is None or type(dispatch) is Local:
-            if not suits_few(tokens, top_k):
+            if not suits_decode_small(tokens, top_k):
                 return None
             parts = self._parts(x_TD, rounded, token_ids_T, positions_T, routed_TK, slice(None))
             return parts if dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
         if type(dispatch) is not AllGather or self.share.peers.size > 1 or most_tokens is None:
             return None
-        if not (suits_few(ep.size * most_tokens, top_k) or exchanges_near(ep, most_tokens, x_TD.shape[1])):
+        if not (suits_decode_small(ep.size * most_tokens, top_k) or exchanges_near(ep, most_tokens, x_TD.shape[1])):
             return None
         if positions_T is None:
             positions_T = torch.zeros_like(token_ids_T)
@@ -326,10 +314,11 @@ class MoE(nn.Module):
         )
         tiles = (experts.w13.tiles, experts.w2.tiles)
         h_TI, logits_TE = self._first(x_TD, rounded)
-        if suits_few(len(x_TD), c.experts_per_token):
+        if suits_decode_small(len(x_TD), c.experts_per_token):
             down = (shared.w2.weight, shared.w2.scale)
-            parts = moe_few(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, shared.w2.row_tile, held=held)
-            chosen_TK = parts.chosen_TK
+            given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, held)
+            parts = moe_decode_small(given, shared.w2.row_tile)
+            chosen_TK = parts.slots_TK
             if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
                 chosen_TK, _ = self._route(logits_TE, token_ids_T, positions_T)
         else:

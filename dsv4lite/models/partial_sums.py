@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
 from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, lengthened, scatter_few
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.parallel.mesh import Axis
 
 
@@ -68,7 +68,7 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
         tokens: How many of them are this rank's.
         dtype: Of the result.
     """
-    count, inbox = len(parts.chosen_TK) // axis.size, _inbox(axis, 1)
+    count, inbox = len(parts.slots_TK) // axis.size, _inbox(axis, 1)
     if inbox is not None and fits(inbox, count, parts.outputs_TKD.shape[2]):
         return scatter_few(parts, inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO
-from dsv4lite.kernels.experts.decode_small import MOE_FEW_TOKENS
+from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
 from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
@@ -181,7 +181,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
         _experts(c, numerics),
     )
     # Of few tokens, the experts' outputs are summed between sub-layers only.
-    unsummed = min(tokens, MOE_FEW_TOKENS) * (between + c.experts_per_token * (_BF16 * c.hidden_size + 8))
+    unsummed = min(tokens, DECODE_SMALL_TOKENS) * (between + c.experts_per_token * (_BF16 * c.hidden_size + 8))
     whole = tokens * (_held(c, numerics) + _input(c, numerics))
     # Once, not for each token: weights that are widened for the library; scores of index keys, in rounds.
     widens = numerics.quantized and tokens > LIBRARY_ROWS

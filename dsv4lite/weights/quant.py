@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.gemm import (
-    FP8_BLOCK,
     PAIR_ROWS,
     QUANTIZED_ROWS,
     ROW_TILE,
@@ -25,7 +24,7 @@ from dsv4lite.kernels.gemm import (
     pair_linear,
     scale_rows,
 )
-from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
+from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
 
 ACTIVATION_GROUP = 128
@@ -124,8 +123,8 @@ class Matrix(nn.Module):
         dtype = numerics.matrix_dtype
         if fp8 and numerics.resident_fp8:
             dtype = torch.float8_e4m3fn
-            per = 1 if any(border % FP8_BLOCK for border in borders if border < shape[-2]) else FP8_BLOCK
-            blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_BLOCK))
+            per = 1 if any(border % FP8_GROUP for border in borders if border < shape[-2]) else FP8_GROUP
+            blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_GROUP))
             self.scale = nn.Parameter(torch.empty(blocks, dtype=torch.uint8, device=numerics.device), requires_grad=False)
         self.weight = nn.Parameter(
             torch.empty(shape, dtype=dtype, device=numerics.device), requires_grad=dtype != torch.float8_e4m3fn
@@ -170,9 +169,9 @@ class MatrixSlot:
         home.copy_(weight)
         source, rows = scale.view(torch.uint8), self.end - self.begin
         if len(bytes_) == prod(self.matrix.weight.shape[:-1]):  # one per row
-            bytes_.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_BLOCK, 0)[:rows])
+            bytes_.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_GROUP, 0)[:rows])
         else:
-            first = self.begin // FP8_BLOCK
+            first = self.begin // FP8_GROUP
             bytes_.detach()[first : first + len(source)].copy_(source)
 
 

@@ -333,7 +333,7 @@ def test_the_first_step_with_a_nan_is_saved_and_others_go_on(model: Path, tmp_pa
     report = replay(path)
     assert report.reason == "streams or logits of sequences [1] are not finite"
     first = report.first
-    assert first is not None and (first.place, first.op) == ("layers.0", "hc_leave_enter") and first.bad_inputs > 0
+    assert first is not None and (first.place, first.op) == ("layers.0", "hc_enter") and first.bad_inputs > 0
     assert report.notes[0] == "parameters that are not finite: embed"
 
 

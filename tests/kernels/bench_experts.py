@@ -10,8 +10,17 @@ import sys
 import torch
 from timing import BANDWIDTH, distance, microseconds
 
-from dsv4lite.kernels.experts import Tiles, experts_forward_ref, scale_words
-from dsv4lite.kernels.experts.triton import Block, experts_forward_triton
+from dsv4lite.kernels.experts import (
+    ExpertInputs,
+    ExpertSum,
+    Tiles,
+    experts_forward,
+    experts_outputs_ref,
+    scale_words,
+    sum_experts,
+    sum_experts_ref,
+)
+from dsv4lite.kernels.experts.triton import Block, experts_outputs_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
@@ -54,12 +63,14 @@ def main() -> None:
         used = len(chosen.unique())
         error = 0.0
         if tokens <= 64:
-            wanted = experts_forward_ref(*x, chosen, weight, *layers[0], 10.0)
-            error = distance(experts_forward_triton(*x, chosen, weight, *layers[0], 10.0), wanted)
+            given = ExpertInputs(*x, chosen, weight, *layers[0], 10.0)
+            parts = ExpertSum(chosen, experts_outputs_ref(given), None, EXPERTS)
+            error = distance(experts_forward(given), sum_experts_ref(parts))
             assert error < 5e-3, error
 
         def run(i: int, block: Block | None = None, args: tuple = (*x, chosen, weight)) -> torch.Tensor:  # type: ignore[type-arg]
-            return experts_forward_triton(*args, *layers[i], 10.0, block=block)
+            given = ExpertInputs(*args, *layers[i], 10.0)
+            return sum_experts(ExpertSum(given.slots_TK, experts_outputs_triton(given, block=block), None, EXPERTS))
 
         us = microseconds(run, COPIES)
         moved = used * 3 * HIDDEN * WIDTH * (0.5 + 1 / 32)

@@ -14,17 +14,17 @@ from timing import BANDWIDTH, ROTATED, distance, microseconds
 
 from dsv4lite.kernels.hc import (
     HcMix,
+    HcSettings,
     HcWeights,
-    hc_collapse_quantize,
     hc_collapse_ref,
+    hc_expand_ref,
     hc_head,
     hc_head_ref,
-    hc_leave_enter,
-    hc_leave_enter_ref,
     hc_normalise,
+    hc_sums,
 )
 from dsv4lite.kernels.hc import triton as hc_triton
-from dsv4lite.kernels.hc.triton import Tile
+from dsv4lite.kernels.hc.triton import Tile, collapse_triton, leave_enter_triton
 from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
 from dsv4lite.kernels.routing import route, route_ref
@@ -53,16 +53,19 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
         for rows, scales in ((24, 3), (4, 1))
     )
     norm = torch.rand(width, device="cuda") + 0.5
-    options = {"iters": 20, "eps": EPS, "norm_eps": EPS}
+    settings = HcSettings(20, EPS, EPS)
     small = slice(0, 256)
 
     few, few_mix = streams[0][small], HcMix(mix.post[small], mix.comb[small])
-    left, sums = hc_leave_enter(streams[0], (ys[0], mix), weights[0].fn, EPS)
-    wanted, wanted_sums = hc_leave_enter_ref(few, (ys[0][small], few_mix), weights[0].fn)
+    left, sums = leave_enter_triton(streams[0], (ys[0], mix), weights[0].fn, None)
+    wanted = hc_expand_ref(ys[0][small], few, few_mix)
+    wanted_sums = hc_sums(wanted, weights[0].fn)
     projected = hc_normalise(sums[:, small], 4 * width, EPS)
     leave_error = max(distance(left[small], wanted), distance(projected, hc_normalise(wanted_sums, 4 * width, EPS)))
-    entered, codes, scales, mixed = hc_collapse_quantize(left, sums, *weights[0][1:], norm, **options)
-    expected, expected_mix = hc_collapse_ref(left[small], sums[:, small], *weights[0][1:], norm, **options)
+    entered, rounded, mixed = collapse_triton(left, sums, weights[0], norm, settings, quantize=True)
+    assert rounded is not None
+    codes, scales = rounded
+    expected, expected_mix = hc_collapse_ref(left[small], sums[:, small], weights[0], norm, settings)
     collapse_error = max(distance(entered[small], expected), distance(mixed.comb[small], expected_mix.comb))
     wanted_codes, wanted_scales = quantize_fp8_ref(entered, 128)
     assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(scales, wanted_scales)
@@ -79,13 +82,13 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
     row = 2 * tokens * width
     return {
         "leave_enter": (
-            lambda i: hc_leave_enter(streams[i], (ys[i], mix), weights[i].fn, EPS),
+            lambda i: leave_enter_triton(streams[i], (ys[i], mix), weights[i].fn, None),
             copies,
             9 * row + weights[0].fn.numel() * 4,
             leave_error,
         ),
         "collapse_quantize": (
-            lambda i: hc_collapse_quantize(streams[i], sums, *weights[i][1:], norm, **options),
+            lambda i: collapse_triton(streams[i], sums, weights[i], norm, settings, quantize=True),
             copies,
             5 * row + row // 2,
             collapse_error,

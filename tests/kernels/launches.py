@@ -26,9 +26,10 @@ from dsv4lite.engine.packing import padding
 from dsv4lite.kernels import dispatch, warmup
 from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
-from dsv4lite.kernels.experts import Tiles, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import ExpertSum, Held, Router, moe_few
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
+from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies
 from dsv4lite.kernels.runs import place_runs
@@ -39,6 +40,7 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.state.cache import StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
+from tests.kernels.steps import step_of
 from tests.tiny import FLASH, PRO, TINY
 
 CHIPS = (80, 89, 90, 100, 120)
@@ -103,13 +105,14 @@ def _works() -> Iterator[Callable[[], object]]:
         (TINY, {"quantized": False, "dtype": torch.float32}),
         (TINY, {"quantized": False}),
         (FLASH, {"quantized": False}),
+        (FLASH, {"quantized": False, "dtype": torch.float32}),
         (FLASH, fp4 | {"expert_format": "fp8"}),
         (PRO, fp4),
         (FLASH, fp4 | {"deterministic": True}),
     ):
         yield from _steps(config, numerics, FEWER_PREFILLS, FEWER_DECODES)
     yield from _steps(FLASH, fp4, PREFILLS, DECODES)
-    yield from (_sampling, _runs, _ranks, _products, _experts)
+    yield from (_sampling, _runs, _ranks, _products, _experts, _selection)
 
 
 def _steps(
@@ -134,6 +137,13 @@ def _steps(
     for shape in graphs.shapes:
         if shape.size in decodes:
             yield partial(graphs.rehearse, shape)
+
+
+def _selection() -> None:
+    """The best of as many scores as one program takes, at each of its sizes, and of more."""
+    paging = step_of([0, 0], [1, 1], device=META)
+    for columns in (1024, 2048, 4096, 8192, 8193):
+        select_paged(_empty(2, columns, dtype=torch.bfloat16), paging, 512, 4)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -202,8 +212,8 @@ def _experts() -> None:
         for tokens in (1, 2, 4, 8, 16, 600, 4096):
             rounded = quantize_fp8(_empty(tokens, hidden, dtype=torch.bfloat16), 128)
             slots_TK, weight_TK = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
-            experts_forward(*rounded, slots_TK, weight_TK, w13, w2, 10.0)
-            experts_outputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True)
+            experts_forward(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0))
+            experts_outputs(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True))
             if tokens > 16:
                 continue
             tables = (_empty(257, 17, dtype=torch.int64), _empty(257, dtype=torch.int64), _empty(257, dtype=torch.int64))
@@ -212,4 +222,4 @@ def _experts() -> None:
             router = Router(top_k, 1.5, _empty(256), None, ids, ids)
             shared = (_empty(hidden, width, dtype=torch.float8_e4m3fn), _empty(hidden // 128, width // 128, dtype=torch.uint8))
             for h_TI in (None, _empty(tokens, 2 * width, dtype=torch.bfloat16)):
-                moe_few(_empty(tokens, 256), router, *rounded, h_TI, *shared, w13, w2, 10.0, held=held)
+                moe_decode_small(MoeInputs(_empty(tokens, 256), router, *rounded, h_TI, *shared, w13, w2, 10.0, held))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import re
@@ -22,14 +23,19 @@ import pytest
 
 pytest.importorskip("triton")
 
+from dsv4lite.kernels.attention import triton as attention_triton
+from dsv4lite.kernels.attention import unquantized_triton as unquantized_attention
 from dsv4lite.kernels.experts import triton as experts_triton
 from dsv4lite.kernels.gemm import triton as gemm_triton
+from dsv4lite.kernels.hc import LEAST_RESIDENT
+from dsv4lite.kernels.indexer import triton as indexer_triton
 from dsv4lite.kernels.warmup import Specialization, triton_modules
 from tests.kernels.launches import CHIPS, launches
 
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-MOST = {80: 2, 89: 1, 90: 3, 100: 1, 120: 1}  # specializations of one kernel
+REGISTERS = 1 << 16  # of a multiprocessor; a thread has at most 255, which count as 256
+MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # specializations of one kernel
 LEAST_CAPABILITY = {"gemm.decode_1_triton": 89}  # of modules whose kernels need e4m3
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
 # The wait for the kernel before, and whatever touches global memory.
@@ -150,6 +156,9 @@ def test_kernel_compiles(case: Case, work: Work) -> None:
         assert kernel.stores > 0
         assert kernel.waits <= (case.capability >= 90) and not kernel.late
         assert kernel.mixed == ()
+        if case.kernel == "_enter_kernel":  # whose programs wait for others: so many have to fit
+            assert kernel.shared <= SHARED_MEMORY[case.capability] / LEAST_RESIDENT
+            assert all(one.options["num_warps"] * 32 * 256 * LEAST_RESIDENT <= REGISTERS for one in work.found[case])
 
 
 def constants_of(one: Specialization) -> dict[str, object]:
@@ -175,3 +184,14 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.FEW, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
+    heads = (8, 16, 64, 128)
+    attention = {attention_triton.tile_for(count, chip) for count in heads}
+    wanted = {(tile.heads, tile.rows, tile.swap, tile.num_warps) for tile in attention}
+    assert wanted <= tiles("attention.triton", "_attend_kernel", "HEADS", "ROWS", "SWAP", "num_warps")
+    shapes = itertools.product(heads, (1024, 2048), (1, unquantized_attention.FEW_SPLITS), (chip,))
+    unquantized = {unquantized_attention.tile_for(*shape) for shape in shapes}
+    wanted = {(tile.heads, tile.rows, tile.num_warps) for tile in unquantized}
+    assert wanted <= tiles("attention.unquantized_triton", "_attend_kernel", "HEADS", "ROWS", "num_warps")
+    sizes = [1 << n for n in range(10, indexer_triton.MOST.bit_length())]
+    assert {(size, size // 512) for size in sizes} <= tiles("indexer.triton", "_select_kernel", "BLOCK", "num_warps")
+    assert {(number,) for number in range(3)} <= tiles("indexer.triton", "_segment_kernel", "PASS")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox, all_reduce_few_ref, part_of_experts
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 pytest.importorskip("triton")
 

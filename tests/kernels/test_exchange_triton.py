@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, TURNS, Inbox
 from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, gather_few_ref, lengthened, scatter_few, scatter_few_ref
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 pytest.importorskip("triton")
 
@@ -87,7 +87,7 @@ def parts_of(ranks: int, seed: int) -> list[ExpertSum]:
 
 def sums_of(parts: ExpertSum, ranks: int) -> list[Tensor]:
     """A rank's float32 sums as it sends them to each of its peers."""
-    written = torch.where((parts.chosen_TK < parts.experts)[..., None], parts.outputs_TKD, 0).float().sum(1)
+    written = torch.where((parts.slots_TK < parts.experts)[..., None], parts.outputs_TKD, 0).float().sum(1)
     padded = torch.nn.functional.pad(written, (0, -HIDDEN % BLOCK)).view(torch.int32)
     return [part.flatten() for part in padded.chunk(ranks)]
 

@@ -1,4 +1,4 @@
-"""Expert weights in tiles, and the reference."""
+"""Expert weights in tiles, and the references of quantized and unquantized experts against the formula."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, can_tile, experts_forward, experts_forward_ref, experts_outputs, experts_outputs_ref
+from dsv4lite.kernels.experts import ExpertInputs, Tiles, can_tile, experts_forward, experts_outputs, experts_outputs_ref
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.kernels.routing import swiglu
+
+
+def forward(*given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False) -> Tensor:
+    return experts_forward(ExpertInputs(*given, partial), shared)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -122,17 +126,17 @@ def test_reference_is_the_published_sum(kind: str, tokens: int) -> None:
             e = int(chosen[t, k])
             u = (swiglu((gates[e] @ v).bfloat16(), (ups[e] @ v).bfloat16(), limit) * weights[t, k]).bfloat16()
             expected[t] += (downs[e] @ round_fp8(u, 128).float()).bfloat16().float()
-    got = experts_forward(codes, scales, chosen, weights, w13, w2, limit)
+    got = forward(codes, scales, chosen, weights, w13, w2, limit)
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) if tokens else 0)
-    exact = experts_forward(codes, scales, chosen, weights, w13, w2, limit, partial=True)
+    exact = forward(codes, scales, chosen, weights, w13, w2, limit, partial=True)
     assert tokens == 0 or not torch.equal(exact, got)
     torch.testing.assert_close(exact, got, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) if tokens else 0)
     shared = torch.randn(tokens, hidden, generator=rng).bfloat16()
-    with_shared = experts_forward_ref(codes, scales, chosen, weights, w13, w2, limit, shared)
+    with_shared = forward(codes, scales, chosen, weights, w13, w2, limit, shared=shared)
     assert torch.equal(with_shared, (got + shared.float()).bfloat16())
     chosen[:1, 1] = count  # none
-    outputs = experts_outputs_ref(codes, scales, chosen, weights, w13, w2, limit)
-    assert torch.equal(outputs.sum(1), experts_forward(codes, scales, chosen, weights, w13, w2, limit))
+    outputs = experts_outputs_ref(ExpertInputs(codes, scales, chosen, weights, w13, w2, limit))
+    assert torch.equal(outputs.sum(1), forward(codes, scales, chosen, weights, w13, w2, limit))
     assert not outputs[:1, 1].any()
 
 
@@ -149,8 +153,96 @@ def test_parts_of_the_width_add_up_without_a_rounding() -> None:
             part[home].store(0, piece[0].contiguous(), piece[1].contiguous().view(scale.dtype), half)
     codes, scales = quantize_fp8(torch.randn(9, hidden, generator=rng).bfloat16(), 128)
     routed = torch.zeros(9, 1, dtype=torch.int64), torch.rand(9, 1, generator=rng)
-    together = sum(experts_forward(codes, scales, *routed, *part, 0.5, partial=True) for part in parts)
-    exact = experts_forward(codes, scales, *routed, *whole, 0.5, partial=True)
+    together = sum(forward(codes, scales, *routed, *part, 0.5, partial=True) for part in parts)
+    exact = forward(codes, scales, *routed, *whole, 0.5, partial=True)
     torch.testing.assert_close(together, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
-    assert torch.equal(exact.bfloat16().float(), experts_forward(codes, scales, *routed, *whole, 0.5))
-    assert torch.equal(exact.bfloat16(), experts_outputs(codes, scales, *routed, *whole, 0.5)[:, 0])
+    assert torch.equal(exact.bfloat16().float(), forward(codes, scales, *routed, *whole, 0.5))
+    assert torch.equal(exact.bfloat16(), experts_outputs(ExpertInputs(codes, scales, *routed, *whole, 0.5))[:, 0])
+
+
+# Unquantized.
+
+EXPERTS, HIDDEN, WIDTH, LIMIT = 5, 24, 12, 0.8
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=generator(seed))
+
+
+W13, W2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=1) / 4, random(EXPERTS, HIDDEN, WIDTH, seed=2) / 4
+
+
+def unquantized(x: Tensor, *given: Tensor | float, shared: Tensor | None = None, partial: bool = False, **options: int) -> Tensor:
+    return experts_forward(ExpertInputs(x, None, *given, partial), shared, **options)
+
+
+def one(x: Tensor, expert: int, weight: float) -> Tensor:
+    """The formula for one token, in float64."""
+    gate, up = (W13[expert].double() @ x.double()).split(WIDTH)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return W2[expert].double() @ (torch.nn.functional.silu(gate) * up * weight)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 13])
+def test_each_token_sums_its_experts_and_the_shared_one(tokens: int) -> None:
+    x, shared, weights = random(tokens, HIDDEN, seed=3), random(tokens, HIDDEN, seed=4), random(tokens, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(tokens) % 3, 3 + torch.arange(tokens) % 3], 1)  # 5 is none
+    got = unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared)
+    assert got.shape == (tokens, HIDDEN)
+    for t in range(tokens):
+        wanted = shared[t].double()
+        for expert, weight in zip(chosen[t].tolist(), weights[t].tolist(), strict=True):
+            wanted = wanted + one(x[t], expert, weight) if expert < EXPERTS else wanted
+        torch.testing.assert_close(got[t].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_padding_of_unquantized_experts_gets_the_shared_expert_alone(tokens: int) -> None:
+    x, shared = torch.full((tokens, HIDDEN), float("nan")), random(tokens, HIDDEN)
+    chosen = torch.full((tokens, 2), EXPERTS)
+    assert torch.equal(unquantized(x, chosen, torch.zeros(tokens, 2), W13, W2, LIMIT, shared=shared), shared)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_sum_without_a_shared_expert_is_not_rounded(tokens: int) -> None:
+    x, weights = random(tokens, HIDDEN, seed=3).bfloat16(), random(tokens, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(tokens) % 3, 3 + torch.arange(tokens) % 3], 1)
+    got = unquantized(x, chosen, weights, W13, W2, LIMIT)
+    shared = random(tokens, HIDDEN, seed=4).bfloat16()
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    assert torch.equal((got + shared).bfloat16(), unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared))
+    assert tokens == 0 or not torch.equal(got, got.bfloat16().float())
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_unquantized_parts_of_the_width_add_up_without_a_rounding(tokens: int) -> None:
+    x, weights, chosen = (
+        random(tokens, HIDDEN, seed=3).bfloat16(),
+        random(tokens, 1, seed=5).abs(),
+        torch.arange(tokens)[:, None] % 5,
+    )
+    gate, up = W13.split(WIDTH, 1)
+    halves = [slice(0, WIDTH // 2), slice(WIDTH // 2, WIDTH)]
+    parts = [(torch.cat([gate[:, half], up[:, half]], 1), W2[:, :, half].contiguous()) for half in halves]
+    parts, whole = ([tuple(w.bfloat16() for w in pair) for pair in pairs] for pairs in (parts, [(W13, W2)]))
+    exact = unquantized(x, chosen, weights, *whole[0], LIMIT, partial=True)
+    together = sum(unquantized(x, chosen, weights, *part, LIMIT, partial=True) for part in parts)
+    torch.testing.assert_close(together, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+    assert torch.equal(exact.bfloat16().float(), unquantized(x, chosen, weights, *whole[0], LIMIT))
+
+
+def test_quantized_models_round_the_inputs_of_both_products() -> None:
+    x, shared, weights = random(3, HIDDEN, seed=3), torch.zeros(3, HIDDEN), torch.ones(3, 1)
+    chosen = torch.tensor([[0], [2], [4]])
+    got = unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared, round_inputs=True)
+    again = unquantized(round_fp8(x, 128), chosen, weights, W13, W2, LIMIT, shared=shared, round_inputs=True)
+    assert torch.equal(got, again)
+    assert not torch.equal(got, unquantized(round_fp8(x, 128), chosen, weights, W13, W2, LIMIT, shared=shared))
+
+
+def test_a_token_alone_has_the_same_bits() -> None:
+    x, shared, weights = random(9, HIDDEN, seed=3), random(9, HIDDEN, seed=4), random(9, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(9) % 2, 2 + torch.arange(9) % 3], 1)
+    together = unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared, row_tile=16)
+    alone = unquantized(x[4:5], chosen[4:5], weights[4:5], W13, W2, LIMIT, shared=shared[4:5], row_tile=16)
+    assert torch.equal(alone[0], together[4])

@@ -9,27 +9,42 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import TILE_ROWS, Tiles, experts_forward_ref, experts_outputs_ref, scale_words
+from dsv4lite.kernels.experts import TILE_ROWS, ExpertInputs, ExpertSum, Tiles, experts_outputs_ref, scale_words, sum_experts_ref
 from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.experts import grouping_triton
+from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton, most_blocks
 from dsv4lite.kernels.experts.triton import (
     BLOCKS,
     FEW,
     Block,
     block_for,
     combine_triton,
-    experts_forward_triton,
     experts_outputs_triton,
 )
+from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS, unquantized_outputs_triton
 
 pytestmark = pytest.mark.kernel
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 LIMIT = 10.0
+
+
+def forward(
+    *given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False, block: Block | None = None
+) -> Tensor:
+    """What the kernels make of ``ExpertInputs``, summed."""
+    inputs = ExpertInputs(*given, partial)
+    launch = experts_outputs_triton if isinstance(inputs.w2, Tiles) else unquantized_outputs_triton
+    return combine_triton(ExpertSum(inputs.slots_TK, launch(inputs, block=block), shared, inputs.sizes[0]))
+
+
+def forward_ref(*given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False) -> Tensor:
+    inputs = ExpertInputs(*given, partial)
+    return sum_experts_ref(ExpertSum(inputs.slots_TK, experts_outputs_ref(inputs), shared, inputs.sizes[0]))
 
 
 def generator(seed: int) -> torch.Generator:
@@ -91,17 +106,17 @@ if ON_GPU:
 def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, top_k: int, tokens: int, fp4: bool) -> None:
     w13, w2 = experts(count, hidden, width, fp4=fp4)
     given = inputs(tokens, hidden, count, top_k)
-    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+    assert_close(forward(*given, w13, w2, LIMIT), forward_ref(*given, w13, w2, LIMIT))
 
 
 @pytest.mark.parametrize("fp4", [True, False])
-def test_part_of_a_result_is_rounded_by_nobody(fp4: bool) -> None:
+def test_part_of_a_result_is_not_rounded(fp4: bool) -> None:
     w13, w2 = experts(3, 128, 128, fp4=fp4)
     given = inputs(9, 128, 3, 1)
-    exact = experts_forward_triton(*given, w13, w2, LIMIT, partial=True)
-    assert_close(exact, experts_forward_ref(*given, w13, w2, LIMIT, partial=True))
+    exact = forward(*given, w13, w2, LIMIT, partial=True)
+    assert_close(exact, forward_ref(*given, w13, w2, LIMIT, partial=True))
     assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
-    assert torch.equal(exact.bfloat16().float(), experts_forward_triton(*given, w13, w2, LIMIT))
+    assert torch.equal(exact.bfloat16().float(), forward(*given, w13, w2, LIMIT))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="too many for the interpreter")
@@ -110,7 +125,7 @@ def test_part_of_a_result_is_rounded_by_nobody(fp4: bool) -> None:
 def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool) -> None:
     w13, w2 = experts(64, 2048, 1024, fp4=fp4)
     given = inputs(tokens, 2048, 64, 6)
-    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+    assert_close(forward(*given, w13, w2, LIMIT), forward_ref(*given, w13, w2, LIMIT))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +133,7 @@ def by_block() -> Callable[[Block], Tensor]:
     """The same experts run in blocks of a size."""
     w13, w2 = experts(3, 128, 256, fp4=True)
     given = inputs(19, 128, 3, 2)
-    return cache(lambda block: experts_forward_triton(*given, w13, w2, LIMIT, block=block))
+    return cache(lambda block: forward(*given, w13, w2, LIMIT, block=block))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +146,9 @@ def test_every_block_size_gives_the_same_bits(by_block: Callable[[Block], Tensor
 def test_a_token_does_not_depend_on_the_others() -> None:
     w13, w2 = experts(4, 128, 128, fp4=True)
     given = inputs(40, 128, 4, 2)
-    together = experts_forward_triton(*given, w13, w2, LIMIT)
+    together = forward(*given, w13, w2, LIMIT)
     for part in (slice(0, 1), slice(7, 8), slice(5, 18)):
-        assert torch.equal(experts_forward_triton(*(x[part].contiguous() for x in given), w13, w2, LIMIT), together[part])
+        assert torch.equal(forward(*(x[part].contiguous() for x in given), w13, w2, LIMIT), together[part])
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -143,14 +158,14 @@ def test_all_tokens_may_choose_the_same_experts(counted: bool, monkeypatch: pyte
     codes, scales, chosen, weights = inputs(35, 128, 7, 2)
     chosen = torch.tensor([2, 5], device=DEVICE).repeat(35, 1)
     given = codes, scales, chosen, weights
-    assert_close(experts_forward_triton(*given, w13, w2, LIMIT), experts_forward_ref(*given, w13, w2, LIMIT))
+    assert_close(forward(*given, w13, w2, LIMIT), forward_ref(*given, w13, w2, LIMIT))
 
 
 def test_clamps_bite() -> None:
     w13, w2 = experts(3, 128, 128, fp4=True)
     given = inputs(5, 128, 3, 2)
-    small, large = (experts_forward_triton(*given, w13, w2, limit) for limit in (0.05, LIMIT))
-    assert_close(small, experts_forward_ref(*given, w13, w2, 0.05))
+    small, large = (forward(*given, w13, w2, limit) for limit in (0.05, LIMIT))
+    assert_close(small, forward_ref(*given, w13, w2, 0.05))
     assert not torch.equal(small, large)
 
 
@@ -158,8 +173,8 @@ def test_shared_expert_is_added_last_and_rounded_once() -> None:
     w13, w2 = experts(3, 128, 128, fp4=True)
     given = inputs(5, 128, 3, 2)
     shared = torch.randn(5, 128, generator=generator(3)).bfloat16().to(DEVICE)
-    alone = experts_forward_triton(*given, w13, w2, LIMIT)
-    got = experts_forward_triton(*given, w13, w2, LIMIT, shared)
+    alone = forward(*given, w13, w2, LIMIT)
+    got = forward(*given, w13, w2, LIMIT, shared=shared)
     assert got.dtype == torch.bfloat16 and torch.equal(got, (alone + shared.float()).bfloat16())
 
 
@@ -168,38 +183,40 @@ def test_outputs_are_those_of_each_expert_where_there_is_one() -> None:
     w13, w2 = experts(3, 256, 128, fp4=True)
     given, here = (codes, scales, torch.where(chosen == 1, 3, chosen), weights), chosen != 1
     for partial in (False, True):
-        outputs = experts_outputs_triton(*given, w13, w2, LIMIT, partial=partial)
-        expected = experts_outputs_ref(*given, w13, w2, LIMIT, partial=partial)
+        outputs = experts_outputs_triton(ExpertInputs(*given, w13, w2, LIMIT, partial))
+        expected = experts_outputs_ref(ExpertInputs(*given, w13, w2, LIMIT, partial))
         assert outputs.dtype == (torch.float32 if partial else torch.bfloat16)
         assert_close(outputs.float()[here], expected[here])
 
 
 def test_no_tokens_give_nothing() -> None:
     w13, w2 = experts(3, 128, 128, fp4=True)
-    assert experts_forward_triton(*inputs(0, 128, 3, 2), w13, w2, LIMIT).shape == (0, 128)
+    assert forward(*inputs(0, 128, 3, 2), w13, w2, LIMIT).shape == (0, 128)
 
 
 def test_outputs_are_summed_in_order_and_rounded_once() -> None:
     y, shared = torch.randn(6, 128, generator=generator(4)).bfloat16().to(DEVICE), torch.ones(3, 128, device=DEVICE).bfloat16()
     chosen = torch.tensor([[0, 1], [1, 2], [0, 3]], device=DEVICE)
-    y[5] = torch.nan  # nobody has written it
+    y[5] = torch.nan  # of no expert: never written
     expected = y.float()[0::2] + y.float()[1::2].nan_to_num(0.0)
-    assert torch.equal(combine_triton(y, chosen, 3, None), expected)
-    assert torch.equal(combine_triton(y, chosen, 3, shared), (expected + 1).bfloat16())
+    parts = ExpertSum(chosen, y.view(3, 2, 128), None, 3)
+    assert torch.equal(combine_triton(parts), expected)
+    assert torch.equal(combine_triton(parts._replace(shared_TD=shared)), (expected + 1).bfloat16())
+    assert torch.equal(combine_triton(parts._replace(shared_TD=shared.float() / 3)), expected + shared.float() / 3)
 
 
 def test_tokens_without_experts_get_the_shared_one_alone() -> None:
     w13, w2 = experts(3, 128, 128, fp4=True)
     codes, scales, chosen, weights = inputs(6, 128, 3, 2)
     shared = torch.randn(6, 128, generator=generator(3)).bfloat16().to(DEVICE)
-    whole = experts_forward_triton(codes, scales, chosen, weights, w13, w2, LIMIT, shared)
+    whole = forward(codes, scales, chosen, weights, w13, w2, LIMIT, shared=shared)
     chosen[[1, 4]] = 3
-    for forward in (experts_forward_triton, experts_forward_ref):
-        got = forward(codes, scales, chosen, weights, w13, w2, LIMIT, shared)
+    for op in (forward, forward_ref):
+        got = op(codes, scales, chosen, weights, w13, w2, LIMIT, shared=shared)
         assert torch.equal(got[[1, 4]], shared[[1, 4]])
         assert_close(got[[0, 2, 3, 5]], whole[[0, 2, 3, 5]])
     chosen[:] = 3
-    assert torch.equal(experts_forward_triton(codes, scales, chosen, weights, w13, w2, LIMIT, shared), shared)
+    assert torch.equal(forward(codes, scales, chosen, weights, w13, w2, LIMIT, shared=shared), shared)
 
 
 def test_blocks_grow_with_the_pairs_of_each_expert() -> None:
@@ -212,13 +229,123 @@ def test_a_captured_graph_follows_new_routing() -> None:
     w13, w2 = experts(16, 512, 256, fp4=True)
     first, second = inputs(24, 512, 16, 4), inputs(24, 512, 16, 4, seed=2)
     torch.use_deterministic_algorithms(False)
-    expected = [experts_forward_triton(*given, w13, w2, LIMIT) for given in (first, second)]
+    expected = [forward(*given, w13, w2, LIMIT) for given in (first, second)]
     held = tuple(x.clone() for x in first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = experts_forward_triton(*held, w13, w2, LIMIT)
+        got = forward(*held, w13, w2, LIMIT)
     for given, wanted in zip((second, first), reversed(expected), strict=True):
         for place, x in zip(held, given, strict=True):
             place.copy_(x)
         graph.replay()
         assert torch.equal(got, wanted)
+
+
+# Unquantized.
+
+UNQUANTIZED_SIZES = [(0, 4, 2, 32, 64), (1, 5, 2, 48, 20), (7, 4, 2, 80, 72)]
+UNQUANTIZED_SIZES += [(64, 256, 6, 4096, 2048), (1, 256, 6, 4096, 2048), (3000, 32, 6, 1024, 512)] if ON_GPU else []
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
+
+
+def unquantized(tokens: int, experts: int, top_k: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Inputs, routes (some to no expert), weights of the routes, both stacks, the shared result."""
+    w13 = (random(experts, 2 * width, hidden, seed=1) * hidden**-0.5).to(dtype)
+    w2 = (random(experts, hidden, width, seed=2) * width**-0.5).to(dtype)
+    chosen = random(tokens, experts + 1, seed=3).topk(top_k).indices.sort(-1).values if tokens else random(0, top_k).long()
+    x, shared = random(tokens, hidden, seed=4).to(dtype), random(tokens, hidden, seed=6).to(dtype)
+    return x, chosen, random(tokens, top_k, seed=5).abs(), w13, w2, shared
+
+
+def run(given: tuple[Tensor, ...], *, reference: bool = False, block: Block | None = None) -> Tensor:
+    x, *rest, shared = given
+    if reference:
+        return forward_ref(x, None, *rest, 0.9, shared=shared)
+    return forward(x, None, *rest, 0.9, shared=shared, block=block)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden", "width"), UNQUANTIZED_SIZES)
+def test_unquantized_kernels_agree(tokens: int, experts: int, top_k: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+    given = unquantized(tokens, experts, top_k, hidden, width, dtype)
+    got, wanted = run(given), run(given, reference=True)
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype == dtype
+    if tokens:
+        bound = 2**-14 if dtype == torch.float32 else 2**-6
+        assert (got.float() - wanted.float()).abs().max() <= bound * wanted.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [block for _, block in UNQUANTIZED_BLOCKS], ids=lambda block: f"{block.rows}")
+def test_every_unquantized_block_gives_the_same_bits(block: Block, dtype: torch.dtype) -> None:
+    given = unquantized(40 if ON_GPU else 5, 3, 2, 80, 72, dtype)
+    wanted = run(given)
+    few = tuple(part if part.dim() == 3 else part[3:5].contiguous() for part in given)
+    # The interpreter's products are a library's, which has an order of its own for every shape.
+    bound = 0.0 if ON_GPU or dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(run(given, block=block), wanted, rtol=0, atol=bound)
+    torch.testing.assert_close(run(few, block=block), wanted[3:5], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_padding_of_unquantized_experts_gets_the_shared_expert_alone(tokens: int) -> None:
+    x, chosen, weights, *rest, shared = unquantized(tokens, 4, 2, 32, 32, torch.bfloat16)
+    given = (torch.full_like(x, float("nan")), torch.full_like(chosen, 4), weights, *rest, shared)
+    assert torch.equal(run(given), shared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_unquantized_sum_without_a_shared_expert_is_not_rounded(dtype: torch.dtype) -> None:
+    *given, shared = unquantized(5, 4, 2, 32, 48, dtype)
+    got = forward(given[0], None, *given[1:5], 0.9)
+    assert got.dtype == torch.float32
+    assert torch.equal((got + shared).to(dtype), run((*given, shared)))
+
+
+def test_part_of_an_unquantized_result_is_not_rounded() -> None:
+    x, *rest, _ = unquantized(5, 4, 1, 32, 48, torch.bfloat16)
+    given = x, None, *rest
+    exact, wanted = (op(*given, 0.9, partial=True) for op in (forward, forward_ref))
+    assert (exact - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(exact.bfloat16().float(), forward(*given, 0.9))
+
+
+# Grouping.
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_pair_has_one_place_among_those_of_its_expert(
+    quantized: bool, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouping_triton, "COUNT_FROM", 1 if counted else 1 << 30)
+    tokens, top_k, count, rows = 37, 3, 5, 16
+    rng = torch.Generator().manual_seed(0)
+    chosen = torch.rand(tokens, count + 2, generator=rng).topk(top_k).indices.clamp_max(count)  # some are none
+    scales = torch.randint(100, 130, (tokens, 2), generator=rng, dtype=torch.uint8)
+    groups = Groups.allocate(tokens, top_k, count, 256, 128, rows, torch.device(DEVICE), by_token=False)
+    group_triton(chosen.to(DEVICE), scales.to(DEVICE) if quantized else None, count, groups)
+    blocks = int(groups.count)
+    order, owner, words = groups.order[:blocks].cpu(), groups.owner[:blocks].cpu(), groups.x_words[:blocks].cpu()
+    found = order < tokens * top_k
+    pairs = order[found].long()
+    assert sorted(pairs.tolist()) == (chosen.flatten() < count).nonzero().flatten().tolist()
+    assert torch.equal(chosen.flatten()[pairs], owner.long()[:, None].expand_as(order)[found])
+    if quantized:
+        assert torch.equal(words.transpose(1, 2)[found], scales[pairs // top_k].int() << 23)
+        assert not groups.arrivals[:blocks].any()
+
+
+def test_blocks_suffice_for_any_routing() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for tokens, count, top_k, rows in ((1, 8, 6, 16), (7, 8, 2, 16), (100, 8, 3, 16), (300, 64, 6, 64)):
+        for skew in (0.0, 3.0, 30.0):
+            pull = skew * torch.rand(count, generator=rng)
+            chosen = (torch.rand(tokens, count, generator=rng) + pull).topk(top_k).indices
+            needed = int((torch.bincount(chosen.flatten(), minlength=count) + rows - 1).div(rows, rounding_mode="floor").sum())
+            assert needed <= most_blocks(tokens * top_k, count, rows) <= tokens * top_k

@@ -6,29 +6,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels import hc
 from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.hc import (
     HcMix,
+    HcSettings,
     HcWeights,
     has_kernel,
-    hc_collapse,
-    hc_collapse_quantize,
-    hc_enter_few,
+    hc_collapse_ref,
+    hc_enter,
     hc_expand,
     hc_head,
     hc_head_norm,
-    hc_leave_enter,
     hc_project,
     hc_split,
     hc_sums,
     sinkhorn,
     sinkhorn_scalar,
-    suits_few,
+    suits_decode_small,
     weighted_sum,
 )
 from dsv4lite.kernels.quantize import quantize_fp8
 
 ITERS, EPS = 20, 1e-6
+SETTINGS = HcSettings(ITERS, EPS, EPS)
 COUNTS = (0, 1, 2, 63, 257)
 
 
@@ -97,67 +98,56 @@ def test_inexact_coefficients_differ_in_the_last_bits_only(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_leaving_and_entering_equal_the_formula(count: int) -> None:
-    x, y, w = random(count, 4, 48), random(count, 48, seed=5), weights_of(4, 48)
+def test_entering_equals_the_formula(count: int) -> None:
+    """The pending output is written, then the streams are summed by ``pre`` and normed."""
+    x, y, w, norm = random(count, 4, 48), random(count, 48, seed=5), weights_of(4, 48), 1 + random(48, seed=8, scale=0.3)
     mix = HcMix(random(count, 4, seed=6).sigmoid(), random(count, 4, 4, seed=7).softmax(-1))
-    expected = mix.post.double()[..., None] * y.double()[:, None] + torch.einsum("tjk,tjd->tkd", mix.comb.double(), x.double())
-    torch.testing.assert_close(hc_expand(y, x, mix).double(), expected, rtol=0, atol=2e-6)
-    streams, sums = hc_leave_enter(x, (y, mix), w.fn, EPS)
-    assert torch.equal(streams, hc_expand(y, x, mix)) and torch.equal(sums, hc_sums(streams, w.fn))
-    assert hc_leave_enter(x, None, w.fn, EPS)[0] is x
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_collapse_sums_by_pre_and_norms(count: int) -> None:
-    x, w, norm = random(count, 4, 48), weights_of(4, 48), 1 + random(48, seed=8, scale=0.3)
-    pre, post, comb = coefficients(x, w)
-    summed = (pre[..., None] * x.double()).sum(1)
+    written = mix.post.double()[..., None] * y.double()[:, None] + torch.einsum("tjk,tjd->tkd", mix.comb.double(), x.double())
+    torch.testing.assert_close(hc_expand(y, x, mix).double(), written, rtol=0, atol=2e-6)
+    got = hc_enter(x, (y, mix), w, norm, SETTINGS)
+    assert torch.equal(got.streams_TND, hc_expand(y, x, mix)) and got.rounded is None
+    assert hc_enter(x, None, w, norm, SETTINGS).streams_TND is x
+    pre, post, comb = coefficients(got.streams_TND, w)
+    summed = (pre[..., None] * got.streams_TND.double()).sum(1)
     expected = summed / (summed.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-    got, mix = hc_collapse(x, hc_sums(x, w.fn), w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(mix.post.double(), post, rtol=0, atol=3e-6)
-    torch.testing.assert_close(mix.comb.double(), comb, rtol=0, atol=3e-6)
+    torch.testing.assert_close(got.x_TD.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got.mix.post.double(), post, rtol=0, atol=3e-6)
+    torch.testing.assert_close(got.mix.comb.double(), comb, rtol=0, atol=3e-6)
 
 
 def test_sums_may_come_in_parts() -> None:
     x, w, norm = random(5, 4, 48), weights_of(4, 48), 1 + random(48, seed=8, scale=0.3)
     sums = hc_sums(x, w.fn)
-    options = {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
-    whole, mix = hc_collapse(x, sums, w.base, w.scale, norm, **options)
-    halves, mix_of_halves = hc_collapse(x, torch.cat([0.25 * sums, 0.75 * sums]), w.base, w.scale, norm, **options)
+    whole, mix = hc_collapse_ref(x, sums, w, norm, SETTINGS)
+    halves, mix_of_halves = hc_collapse_ref(x, torch.cat([0.25 * sums, 0.75 * sums]), w, norm, SETTINGS)
     torch.testing.assert_close(halves, whole)
     torch.testing.assert_close(mix_of_halves, mix)
 
 
-def test_collapse_quantizes_what_it_returns() -> None:
+@pytest.mark.parametrize("row_tile", [None, ROW_TILE])
+def test_entering_quantizes_what_it_returns(row_tile: int | None) -> None:
     x, w, norm = random(5, 4, 320).bfloat16(), weights_of(4, 320), 1 + random(320, seed=8, scale=0.3)
-    given, options = (x, hc_sums(x, w.fn), w.base, w.scale, norm), {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
-    expected, mix = hc_collapse(*given, **options)
-    entered, codes, scales, same_mix = hc_collapse_quantize(*given, **options)
-    assert torch.equal(entered, expected) and all(torch.equal(a, b) for a, b in zip(same_mix, mix, strict=True))
-    wanted_codes, wanted_scales = quantize_fp8(expected, 128)
-    assert torch.equal(codes.float(), wanted_codes.float()) and torch.equal(scales, wanted_scales) and scales.shape == (5, 3)
+    plain, got = (hc_enter(x, None, w, norm, SETTINGS, quantize=quantize, row_tile=row_tile) for quantize in (False, True))
+    assert torch.equal(got.x_TD, plain.x_TD) and all(torch.equal(a, b) for a, b in zip(got.mix, plain.mix, strict=True))
+    codes, scales = quantize_fp8(plain.x_TD, 128)
+    assert got.rounded is not None and torch.equal(got.rounded[0].float(), codes.float())
+    assert torch.equal(got.rounded[1], scales) and scales.shape == (5, 3)
 
 
-def test_entering_few_is_leaving_projecting_and_collapse() -> None:
-    x, y, w = random(3, 4, 320).bfloat16(), random(3, 320, seed=5).bfloat16(), weights_of(4, 320)
-    mix, norm = HcMix(random(3, 4, seed=6).sigmoid(), random(3, 4, 4, seed=7).softmax(-1)), 1 + random(320, seed=8, scale=0.3)
-    options = {"iters": ITERS, "eps": EPS, "norm_eps": EPS}
-    streams, entered, rounded, returned = hc_enter_few(x, (y, mix), w, norm, **options, quantize=True)
-    left, sums = hc_leave_enter(x, (y, mix), w.fn, EPS)
-    wanted, codes, scales, wanted_mix = hc_collapse_quantize(left, sums, w.base, w.scale, norm, **options)
-    assert rounded is not None
-    got = (streams, entered, rounded[0].float(), rounded[1], *returned)
-    assert all(torch.equal(a, b) for a, b in zip(got, (left, wanted, codes.float(), scales, *wanted_mix), strict=True))
-    alone, _, plain, _ = hc_enter_few(x, None, w, norm, **options, quantize=False)
-    assert alone is x and plain is None
-
-
-def test_few_tokens_of_four_streams_in_bfloat16_are_entered_at_once() -> None:
+def test_few_tokens_of_four_streams_in_bfloat16_are_entered_in_one_launch() -> None:
     x = torch.empty(16, 4, 64, dtype=torch.bfloat16)
-    assert suits_few(x, None) and suits_few(x[:1], None)
-    assert not any((suits_few(x, ROW_TILE), suits_few(x.float(), None), suits_few(x[:0], None), suits_few(x[:, :2], None)))
-    assert not suits_few(torch.cat([x, x]), None) and not suits_few(torch.empty(1, 4, 8448, dtype=torch.bfloat16), None)
+    assert suits_decode_small(x, None) and suits_decode_small(x[:1], None)
+    assert not any(suits_decode_small(*given) for given in ((x, ROW_TILE), (x.float(), None), (x[:0], None), (x[:, :2], None)))
+    assert not suits_decode_small(torch.cat([x, x]), None)
+    assert not suits_decode_small(torch.empty(1, 4, 8448, dtype=torch.bfloat16), None)
+
+
+def test_programs_that_wait_never_fill_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that they wait for might find no place: on small chips fewer tokens enter in one launch."""
+    x = torch.empty(16, 4, 7168, dtype=torch.bfloat16)
+    for multiprocessors, most in ((132, 16), (46, 6), (8, 1), (7, 0)):  # a token has one program that mixes and 14 that collapse
+        monkeypatch.setattr(hc, "multiprocessors_of", lambda device, count=multiprocessors: count)
+        assert [tokens for tokens in range(1, 17) if suits_decode_small(x[:tokens], None)] == list(range(1, most + 1))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -193,10 +183,9 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, width: int) -
     head = weights_of(4, width, head=True)
 
     def run(part: slice) -> list[Tensor]:
-        sums = hc_sums(x[part], w.fn, ROW_TILE)
-        entered, mix = hc_collapse(x[part], sums, w.base, w.scale, norm, iters=ITERS, eps=EPS, norm_eps=EPS)
-        left = hc_expand(y[part], x[part], mix)
-        return [sums[0], entered, mix.post, mix.comb, left, hc_head(left, head, eps=EPS, norm_eps=EPS, row_tile=ROW_TILE)]
+        entered = hc_enter(x[part], None, w, norm, SETTINGS, row_tile=ROW_TILE)
+        left = hc_expand(y[part], x[part], entered.mix)
+        return [entered.x_TD, *entered.mix, left, hc_head(left, head, eps=EPS, norm_eps=EPS, row_tile=ROW_TILE)]
 
     everything = run(slice(0, 100))
     for a in range(0, 100, 7):

@@ -50,7 +50,7 @@ def test_steps_of_few_tokens_are_launched_early() -> None:
     """The test above sees what it is about."""
     found = {name for module in MODULES for name, _ in launched_early(module)}
     assert found >= {
-        "_enter_few_kernel",
+        "_enter_kernel",
         "_latent_kernel",
         "_fp8_kernel",
         "_attend_few_kernel",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts
+from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4

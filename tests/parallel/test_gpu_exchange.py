@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.exchange import TokenRows, gather_few, gather_few_ref, scatter_few, scatter_few_ref
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 from tests.parallel.test_gpu_all_reduce import on_gpus, opened
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum, sum_experts, sum_experts_ref
 
 EMPTY = -(1 << 31)
 """The bits of -0.0: what memory holds where no number has arrived. Parts are sent with +0.0 instead."""
@@ -29,7 +28,7 @@ class Inbox(NamedTuple):
     Every rank has such a buffer, int32 [TURNS, ranks, numbers], of ``EMPTY`` before the first call.
 
     Attributes:
-        addresses: int64 [ranks + 1], of all buffers; then of an int32 that is not 0 once nobody shall wait any more.
+        addresses: int64 [ranks + 1], of all buffers; then of an int32 that is not 0 once no kernel shall wait any more.
         calls: int64, zeros before the first call, one for each block of numbers.
         rank: Which rank this one is.
         numbers: Most numbers of a sum.
@@ -70,21 +69,13 @@ def all_reduce_experts(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype) -> Te
 
 def part_of_experts(parts: ExpertSum) -> Tensor:
     """Return a rank's part of the sum of experts, float32 [T, D]."""
-    if not use_triton(parts.outputs_TKD):
-        return part_of_experts_ref(parts)
-    from dsv4lite.kernels.experts.triton import combine_triton
-
-    total = combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, None)
+    total = sum_experts(parts._replace(shared_TD=None))
     return total if parts.shared_TD is None else total + parts.shared_TD
 
 
 def part_of_experts_ref(parts: ExpertSum) -> Tensor:
     """See ``part_of_experts``."""
-    found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
-    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
-    total = outputs[:, 0]
-    for k in range(1, outputs.shape[1]):
-        total = total + outputs[:, k]
+    total = sum_experts_ref(parts._replace(shared_TD=None))
     return total if parts.shared_TD is None else total + parts.shared_TD.float()
 
 

@@ -1,6 +1,6 @@
 """Kernel of ``all_reduce_few``: every rank writes its part into the memory of all, and adds up what arrives in its own.
 
-A number is its own sign that it has arrived: buffers hold ``EMPTY`` before. So nobody waits for a write to be confirmed, nor sends
+Consumers poll the value itself: buffers hold ``EMPTY`` before. So no program waits until a write is confirmed, and none sends
 a flag behind it. One program sends and sums one block of numbers, which is its own in every call, whatever the call's size, and
 counts its calls: they take three buffers in turn. A program clears the buffer of its last call, which the peers fill two calls
 later, when they have this rank's part of the call between, that is, when this kernel has ended.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS, Inbox
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 BLOCK = EXPERT_COLUMNS  # numbers of one program: 16 bytes for each of its threads
 _WARPS = 8
@@ -90,7 +90,7 @@ def all_reduce_experts_triton(parts: ExpertSum, inbox: Inbox, dtype: torch.dtype
     assert hidden % BLOCK == 0 and outputs.is_contiguous() and (shared is None or shared.is_contiguous()), hidden
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     sizes = {"TOP_K": top_k, "EXPERTS": parts.experts, "HIDDEN": hidden, "ADDED": shared is not None}
-    _launch(outputs, parts.chosen_TK, outputs if shared is None else shared, out, inbox, **sizes)
+    _launch(outputs, parts.slots_TK, outputs if shared is None else shared, out, inbox, **sizes)
     return out
 
 

@@ -1,6 +1,6 @@
-"""Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``attention_triton.py`` is for many).
+"""Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``triton.py`` is for many).
 
-One program takes one token x 16 heads x one of ``splits`` shares of its rows; ``attention_merge_triton.py`` adds the shares.
+One program takes one token x 16 heads x one of ``splits`` shares of its rows; ``merge_triton.py`` adds the shares.
 Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
 anything is known of the token; all bytes of a piece are asked for before one is used. The first piece of a program, mostly its only
 one, is no loop. Rows are widened once, and both products read them from one place in shared memory.

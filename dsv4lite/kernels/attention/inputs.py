@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from dsv4lite.kernels.rows import Fp8Kv, RowStore
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedInputs:
-    """Arguments of ``attention.paged_attention`` that say which rows there are, and who looks at them."""
+    """Arguments of ``attention.paged_attention`` that say which rows there are, and which token attends to which."""
 
     q_THC: Tensor
     fresh_TB: Tensor
@@ -63,9 +62,16 @@ class PackedInputs:
         """Return what is compiled in of the layer; a piece has so many ``rows``."""
         fmt = self.window.format
         assert isinstance(fmt, Fp8Kv)
-        top_k = 0 if self.selected_TK is None else self.selected_TK.shape[1]
-        constants = self.layer_of(self.q_THC.shape[1], fmt.nope, self.ratio, top_k, self.splits, rows)
-        return constants | {"WINDOW": self.window_size, "GPU": on_gpu(self.q_THC.device)}
+        return {
+            "H": self.q_THC.shape[1],
+            "NOPE": fmt.nope,
+            "RATIO": max(self.ratio, 1),
+            "TOP_K": 0 if self.selected_TK is None else self.selected_TK.shape[1],
+            "WINDOW": self.window_size,
+            "SPLITS": self.splits,
+            "ROWS": rows,
+            "GPU": on_gpu(self.q_THC.device),
+        }
 
     def places(self) -> dict[str, int]:
         """Return what is compiled in of where rows lie."""
@@ -76,35 +82,3 @@ class PackedInputs:
             "ENTRY_BYTES": self._entry_store.memory.shape[1],
             "ENTRY_ROWS": 0 if self.entries is None else self.entries.rows_per_page,
         }
-
-    @staticmethod
-    def layer_of(heads: int, nope: int, ratio: int, top_k: int, splits: int, rows: int) -> dict[str, int]:
-        """Return what is compiled in of a layer of V4 on a GPU, see ``layer``."""
-        sizes = {"H": heads, "NOPE": nope, "RATIO": max(ratio, 1), "TOP_K": top_k}
-        return {**sizes, "WINDOW": 128, "SPLITS": splits, "ROWS": rows, "GPU": True}
-
-    @staticmethod
-    def places_of(nope: int, ratio: int, fresh_row: int) -> dict[str, int]:
-        """Return what is compiled in of where rows of V4's layers lie, see ``places``."""
-        page = 65 * (nope + 128)
-        return {
-            "FRESH_ROW": fresh_row,
-            "WINDOW_BYTES": page,
-            "WINDOW_ROWS": 64,
-            "ENTRY_BYTES": page,
-            "ENTRY_ROWS": 256 // ratio if ratio else 0,
-        }
-
-    @staticmethod
-    def signature_of(names: Sequence[str]) -> dict[str, str]:
-        """Return the types of those parameters of a kernel that are not compiled in."""
-        tables = ("positions", "sequences", "firsts", "first_rows", "grow", "window_pages", "window_firsts", "selected")
-        types = {
-            **dict.fromkeys(("q", "out"), "*bf16"),
-            **dict.fromkeys(("fresh", "window", "entries"), "*u8"),
-            **dict.fromkeys(tables, "*i32"),
-            **dict.fromkeys(("parts", "stats", "sink", "cos", "sin"), "*fp32"),
-            **dict.fromkeys(("grow_columns", "window_columns", "q_row"), "i32"),
-            **dict.fromkeys(("scale", "eps"), "fp32"),
-        }
-        return {name: types[name] for name in names if name in types}

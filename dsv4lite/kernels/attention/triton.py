@@ -1,10 +1,10 @@
-"""Kernel of ``attention.py`` on packed pages.
+"""Kernel of ``paged_attention`` on packed pages.
 
 One program takes one token x a block of heads x one of ``splits`` shares of its rows; where there are several shares,
-``attention_merge_triton.py`` adds them. A token's rows are cut into pieces of fixed size, window first; share s takes pieces s,
+``merge_triton.py`` adds them. A token's rows are cut into pieces of fixed size, window first; share s takes pieces s,
 s + splits, … A piece is read once for all heads of the block: codes are widened to bfloat16 in registers, four at a time, and the
 tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are on their way
-meanwhile. Few tokens take another kernel, ``attention_few_triton.py``.
+meanwhile. Few tokens take another kernel, that of ``decode_triton.py``.
 """
 
 from __future__ import annotations

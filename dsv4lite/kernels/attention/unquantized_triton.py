@@ -1,9 +1,9 @@
-"""Kernels of ``attention.py`` for rows of float32 or bfloat16 in pages, of any even width.
+"""Kernels of ``paged_attention`` for rows of float32 or bfloat16 in pages, of any even width.
 
     attend    one token x a block of heads x one of ``splits`` shares of its rows
     merge     one token and head: adds the shares, in order; not launched for a single share
 
-Rows are found and counted as packed ones are (``attention_triton.py``); share s takes pieces s, s + splits, … Products of float32
+Rows are found and counted as packed ones are (``triton.py``); share s takes pieces s, s + splits, … Products of float32
 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
 

@@ -1,4 +1,4 @@
-"""Kernels of ``compress.py``: a vector of C channels lies in rows of 64.
+"""Kernels of the compressor: a vector of C channels lies in rows of 64.
 
 With one token a sequence, or few tokens in all, one program does everything for a sequence. Otherwise an entry that closes is made
 from its group's tokens of this step and what was carried from before; then programs of their own write what is carried.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.all_reduce import Inbox, part_of_experts_ref
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 BLOCK = 1024
 """Numbers of one program: a row is filled up to a multiple of them."""
@@ -28,7 +28,7 @@ class TokenRows(NamedTuple):
         x_TD: bfloat16.
         codes, scales: The same in FP8, float8_e4m3fn [T, D] and uint8 [T, D / 128].
         token_ids_T: int32 or int64.
-        positions_T: int32 or int64; negative where there is no token, or nobody wants it.
+        positions_T: int32 or int64; negative where there is no token, or its result is not used.
     """
 
     x_TD: Tensor

@@ -1,4 +1,4 @@
-"""Kernels of ``exchange.py``: every rank writes into the memory of the others, and waits for what arrives in its own.
+"""Kernels of ``gather_few`` and ``scatter_few``: each rank writes into the memory of the others and waits for its own to fill.
 
 A number travels with the count of its call in one word of 64 bits, which is written and read as a whole: it is there when the count
 is. So any bits may be sent, and nothing has to be cleared. One program sends and receives one block of numbers, which is its own in
@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4lite.kernels.all_reduce import TURNS, Inbox
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.exchange import BLOCK, TokenRows, fits
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 
 _WARPS = 8
 _PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
@@ -40,7 +40,7 @@ def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr
 def _receive(
     addresses, rank, blocks, block, call, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once they are here, or nobody waits any more."""
+    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once all have arrived, or the host has ended the wait."""
     first = (((call % TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * BLOCK
     source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
     expected = call.to(tl.int32)
@@ -169,12 +169,12 @@ def scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dty
     ranks = len(inbox.addresses) - 1
     count, pieces = every // ranks, triton.cdiv(hidden, BLOCK)
     assert every == ranks * count and 0 < tokens <= count and 2 * count * pieces * BLOCK <= inbox.numbers, (every, ranks, tokens)
-    assert outputs.is_contiguous() and parts.chosen_TK.is_contiguous() and (shared is None or shared.is_contiguous())
+    assert outputs.is_contiguous() and parts.slots_TK.is_contiguous() and (shared is None or shared.is_contiguous())
     assert dtype in (torch.bfloat16, torch.float32), dtype
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     scatter_kernel[(count * pieces,)](
         outputs,
-        parts.chosen_TK,
+        parts.slots_TK,
         outputs if shared is None else shared,
         out,
         inbox.addresses,

@@ -1,14 +1,18 @@
-"""Routed experts whose weights stay in FP4 or FP8: rows grouped by expert, two matrix products, an ordered sum.
+"""Routed experts, with weights in FP4 or FP8 or unquantized: rows grouped by expert, two matrix products, an ordered sum.
 
-    a, b = bf16(x @ w1_e.T), bf16(x @ w3_e.T)                                x in FP8, per 128 channels
-    u    = fp8(bf16(silu(min(a, limit)) * clamp(b, -limit, limit) * weight))   again per 128
-    y    = sum_k bf16(u_k @ w2_e(k).T)                                       float32, in the order of k
+    a, b = r(x @ w1_e.T), r(x @ w3_e.T)                                      quantized: x in FP8, per 128 channels
+    u    = r(silu(min(a, limit)) * clamp(b, -limit, limit) * weight)         quantized: then to FP8, again per 128
+    y    = sum_k r(u_k @ w2_e(k).T)                                          float32, in the order of k
 
-Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics: the sum over each 128 inputs is scaled and added in float32, one
-after the other, whatever else is computed: a token's result depends on the token alone. Against the reference, which multiplies the
-dequantized numbers in float32, rounded values differ in their last place here and there, and where that moves an FP8 code of ``u``,
-by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square. Where ranks share the width I,
-each has a part of every y_k, which is not rounded before the parts are added up.
+r rounds to the activations' dtype: bfloat16 where weights are quantized. Where ranks share the width I, each has a part of every
+u_k @ w2_e(k).T, which is not rounded before the parts are added up.
+
+Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics, quantized: the sum over each 128 inputs is scaled and added in
+float32, one after the other, whatever else is computed: a token's result depends on the token alone. Against the reference, which
+multiplies the dequantized numbers in float32, rounded values differ in their last place here and there, and where that moves an FP8
+code of ``u``, by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square.
+Unquantized: products are accumulated in float32. The kernels' sums have another order, which follows from the weights' shape alone:
+against the reference a result differs by 2^-14 of the largest in float32, and by 2^-6 of it in bfloat16.
 
 Tensor cores take FP4 numbers as e5m2, which has room for 27 scales: enough for those of a whole row, so each number is multiplied
 by its group's scale, relative to the row's, while it is widened, and sums need none. A group whose scale is less than 2^-26 of the
@@ -27,13 +31,17 @@ e8m0 byte of which bits 1-0 are two bits, the first group's the lowest. In ``w13
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import (
+    FP8_GROUP,
     dequantize_fp4,
     dequantize_fp8,
     e2m1_codes,
@@ -47,7 +55,6 @@ from dsv4lite.kernels.routing import swiglu
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 HALF_ROWS = TILE_ROWS // 2
-GROUP = 128  # activations that share a scale
 _PIECE = 2048
 _FP4_BYTES, _FP8_BYTES = 2 * _PIECE, 4 * _PIECE
 _MOST_EXPONENT = 27  # of a scale over its row's; the least is 1
@@ -195,104 +202,163 @@ def _join_halves(first: Tensor, second: Tensor) -> Tensor:
 
 def can_tile(hidden: int, width: int) -> bool:
     """Return whether experts of this size can lie in tiles."""
-    return hidden % GROUP == 0 and width % GROUP == 0
+    return hidden % FP8_GROUP == 0 and width % FP8_GROUP == 0
+
+
+class ExpertInputs(NamedTuple):
+    """What experts compute from.
+
+    Attributes:
+        x: Inputs [T, D]: float8_e4m3fn codes of numbers below 2^100; with unquantized weights float32 or bfloat16.
+        x_scales: Scale bytes of the codes, uint8 [T, D / 128]; ``None`` with unquantized weights.
+        slots_TK: Which experts, int64; ascending, so that the sum is in their order. E means none, and adds nothing.
+        weight_TK: float32, applied before ``w2``.
+        w13: Gate and up, [E, 2 I, D]; unquantized, the rows of w1 (gate) lie above those of w3 (up).
+        w2: [E, D, I].
+        limit: Of the activation.
+        partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
+    """
+
+    x: Tensor
+    x_scales: Tensor | None
+    slots_TK: Tensor
+    weight_TK: Tensor
+    w13: Tiles | Tensor
+    w2: Tiles | Tensor
+    limit: float
+    partial: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """``(E, D, I)``."""
+        count, hidden, width = self.w2.shape
+        return count, hidden, width
+
+
+class ExpertSum(NamedTuple):
+    """A sum over experts that is still to be taken: the routed ones in order, then the shared one, float32, rounded once.
+
+    Attributes:
+        slots_TK: Experts by their slots, int64; where there is no such slot nothing is added, whatever the output.
+        outputs_TKD: bfloat16 or float32 [T, K, D].
+        shared_TD: The shared expert's result, [T, D]; ``None`` where another rank has it.
+        experts: How many slots there are.
+    """
+
+    slots_TK: Tensor
+    outputs_TKD: Tensor
+    shared_TD: Tensor | None
+    experts: int
 
 
 def experts_forward(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    shared_TD: Tensor | None = None,
-    *,
-    partial: bool = False,
+    given: ExpertInputs, shared_TD: Tensor | None = None, *, row_tile: int | None = None, round_inputs: bool = False
 ) -> Tensor:
-    """Run every token through its experts and sum, in the order of k.
+    """Run every token through its experts and sum, see ``experts_outputs`` and ``sum_experts``."""
+    outputs_TKD = experts_outputs(given, row_tile=row_tile, round_inputs=round_inputs)
+    return sum_experts(ExpertSum(given.slots_TK, outputs_TKD, shared_TD, given.sizes[0]))
+
+
+def experts_outputs(given: ExpertInputs, *, row_tile: int | None = None, round_inputs: bool = False) -> Tensor:
+    """Return each expert's result, [T, K, D] in the activations' dtype, float32 if ``partial``; anything without an expert.
 
     Args:
-        x_codes, x_scales: Inputs, float8_e4m3fn [T, D] and scale bytes uint8 [T, D / 128], of numbers below 2^100.
-        chosen_TK: int64 expert ids; ascending, so that the sum is in their order. E means none, and adds nothing.
-        weight_TK: float32, applied before ``w2``.
-        w13: Gate and up, [E, 2 I, D].
-        w2: [E, D, I].
-        limit: Of the activation.
-        shared_TD: Added last, bfloat16.
-        partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
-
-    Returns:
-        float32 [T, D]; with ``shared_TD``, rounded to its dtype.
+        given: Inputs, routes and weights.
+        row_tile: As for ``gemm.matmul_rows``, with unquantized weights; the kernels do without.
+        round_inputs: With unquantized weights, both products see their inputs rounded to FP8, 1x128, as quantized models do: by the
+            reference only.
     """
-    if use_triton(x_codes):
-        from dsv4lite.kernels.experts.triton import experts_forward_triton
+    if use_triton(given.x) and not round_inputs:
+        if isinstance(given.w2, Tiles):
+            from dsv4lite.kernels.experts.triton import experts_outputs_triton
 
-        return experts_forward_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
-    return experts_forward_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, shared_TD, partial=partial)
+            return experts_outputs_triton(given)
+        from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 
-
-def experts_outputs(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    *,
-    partial: bool = False,
-) -> Tensor:
-    """Return what ``experts_forward`` sums, [T, K, D]: bfloat16, float32 if ``partial``, and anything without an expert."""
-    given = (x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit)
-    if use_triton(x_codes):
-        from dsv4lite.kernels.experts.triton import experts_outputs_triton
-
-        return experts_outputs_triton(*given, partial=partial)
-    outputs = experts_outputs_ref(*given, partial=partial)
-    return outputs if partial else outputs.bfloat16()
+        return unquantized_outputs_triton(given)
+    outputs_TKD = experts_outputs_ref(given, row_tile=row_tile, round_inputs=round_inputs)
+    if given.partial:
+        return outputs_TKD
+    return outputs_TKD.to(torch.bfloat16 if isinstance(given.w2, Tiles) else given.x.dtype)
 
 
-def experts_forward_ref(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    shared_TD: Tensor | None = None,
-    *,
-    partial: bool = False,
-) -> Tensor:
-    """See ``experts_forward``."""
-    outputs = experts_outputs_ref(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=partial)
-    total = outputs[:, 0]
-    for k in range(1, chosen_TK.shape[1]):
-        total = total + outputs[:, k]
-    return total if shared_TD is None else (total + shared_TD.float()).to(shared_TD.dtype)
+def experts_outputs_ref(given: ExpertInputs, *, row_tile: int | None = None, round_inputs: bool = False) -> Tensor:
+    """See ``experts_outputs``: expert by expert, float32 [T, K, D], zero without an expert."""
+    if isinstance(given.w2, Tiles):
+        x_TD, one = _quantized_expert(given)
+    else:
+        x_TD, one = _unquantized_expert(given, row_tile, round_inputs)
+    (tokens, top_k), (count, hidden, _), slots_TK = given.slots_TK.shape, given.sizes, given.slots_TK
+    if tokens == 1:  # launching costs more than the arithmetic
+        weights_K1, nothing_1D = given.weight_TK.T, given.weight_TK.new_zeros(1, hidden)
+        chosen = enumerate(slots_TK[0].tolist())
+        return torch.stack([one(e, x_TD, weights_K1[k : k + 1]) if e < count else nothing_1D for k, e in chosen], 1)
+    order = slots_TK.flatten().argsort(stable=True)
+    counts = torch.bincount(slots_TK.flatten(), minlength=count + 1).tolist()
+    weights, inputs = given.weight_TK.flatten()[order, None], x_TD[order // top_k]
+    parts, begin = [], 0
+    for expert, rows in enumerate(counts[:count]):
+        if rows:
+            part = slice(begin, begin + rows)
+            parts.append(one(expert, inputs[part], weights[part]))
+            begin += rows
+    parts.append(given.weight_TK.new_zeros(counts[count], hidden))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return torch.cat(parts)[back].view(tokens, top_k, hidden)
 
 
-def experts_outputs_ref(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    *,
-    partial: bool = False,
-) -> Tensor:
-    """Return what ``experts_forward`` sums, float32 [T, K, D], zero without an expert: one by one, on dequantized numbers."""
-    x_TD = dequantize_fp8(x_codes, x_scales, GROUP)
-    outputs = x_TD.new_zeros(*chosen_TK.shape, w2.shape[1])
-    for expert in chosen_TK[chosen_TK < w2.shape[0]].unique().tolist():
-        at = torch.nonzero(chosen_TK == expert, as_tuple=True)
-        x = x_TD[at[0]]
+Expert = Callable[[int, Tensor, Tensor], Tensor]
+"""From an expert, rows of inputs [N, D] and their weights [N, 1] to its results, float32 [N, D]."""
+
+
+def _quantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
+    """Return the inputs as float32, and what an expert makes of rows of them, on dequantized numbers."""
+    w13, w2 = given.w13, given.w2
+    assert isinstance(w13, Tiles) and isinstance(w2, Tiles) and given.x_scales is not None
+
+    def one(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
         gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
-        u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-        u = round_fp8(u, GROUP).float()
-        y = u @ w2.dequantize(expert).T
-        outputs[at] = y if partial else y.bfloat16().float()
-    return outputs
+        u = (swiglu(gate, up, given.limit) * weight_N1).bfloat16()
+        y = round_fp8(u, FP8_GROUP).float() @ w2.dequantize(expert).T
+        return y if given.partial else y.bfloat16().float()
+
+    return dequantize_fp8(given.x, given.x_scales, FP8_GROUP), one
+
+
+def _unquantized_expert(given: ExpertInputs, row_tile: int | None, round_inputs: bool) -> tuple[Tensor, Expert]:
+    """Return the same of unquantized weights."""
+    w13, w2, dtype = given.w13, given.w2, given.x.dtype
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor)
+    width, limit = w2.shape[2], given.limit
+
+    def as_input(x: Tensor) -> Tensor:
+        return (round_fp8(x, FP8_GROUP) if round_inputs else x).to(w2.dtype)
+
+    def one(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
+        h_NI = matmul_rows(x, w13[expert], row_tile).to(dtype)
+        u_NI = as_input((swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype))
+        if given.partial:
+            return matmul_rows(u_NI.float(), w2[expert].float(), row_tile)
+        return matmul_rows(u_NI, w2[expert], row_tile).to(dtype).float()
+
+    return as_input(given.x), one
+
+
+def sum_experts(parts: ExpertSum) -> Tensor:
+    """Return the sum, [T, D] in the dtype of the shared expert's result, or float32 without that."""
+    if use_triton(parts.outputs_TKD):
+        from dsv4lite.kernels.experts.triton import combine_triton
+
+        return combine_triton(parts)
+    return sum_experts_ref(parts)
+
+
+def sum_experts_ref(parts: ExpertSum) -> Tensor:
+    """See ``sum_experts``."""
+    found_TK1 = (parts.slots_TK < parts.experts)[..., None]
+    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
+    total = outputs[:, 0]
+    for k in range(1, outputs.shape[1]):
+        total = total + outputs[:, k]
+    return total if parts.shared_TD is None else (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

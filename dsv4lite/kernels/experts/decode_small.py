@@ -2,12 +2,12 @@
 
     experts, weights = route(logits)                     float32
     s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up
-    y_k = what expert k makes of x, weighed              see ``experts.py``
+    y_k = what expert k makes of x, weighed              see ``experts``
 
-What remains is their sum, ``sum_k y_k + s``: it is left to whoever reads it, for it needs no product.
+What remains is their sum, ``sum_k y_k + s``: its consumer takes it, since it needs no product.
 
 Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``route``, ``swiglu_quantize``, ``fp8_linear`` and
-``experts_forward``; kernels have the bits of theirs.
+``experts_outputs``; kernels have the bits of theirs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.experts import Tiles, experts_outputs_ref
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs_ref
 from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
 from dsv4lite.kernels.routing import Copies, route_ref, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize_ref
 
-MOE_FEW_TOKENS = PAIR_ROWS
+DECODE_SMALL_TOKENS = PAIR_ROWS
 _MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
 
 
@@ -69,81 +69,52 @@ class Held(NamedTuple):
         return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
 
 
-class ExpertSum(NamedTuple):
-    """A sum over experts that nobody has taken yet: the routed ones in order, then the shared one, float32, rounded once.
+def suits_decode_small(tokens: int, top_k: int) -> bool:
+    """Return whether ``moe_decode_small`` is for so many tokens."""
+    return 0 < tokens <= DECODE_SMALL_TOKENS and top_k <= _MOST_EXPERTS
+
+
+class MoeInputs(NamedTuple):
+    """What ``moe_decode_small`` computes from.
 
     Attributes:
-        chosen_TK: Experts by their slots, int64 [T, K]; where there is no such slot nothing is added, whatever the output.
-        outputs_TKD: bfloat16 [T, K, D]; float32 where they are parts of what experts return.
-        shared_TD: bfloat16 or float32 [T, D], likewise; ``None`` where another rank has it.
-        experts: How many slots there are.
-    """
-
-    chosen_TK: Tensor
-    outputs_TKD: Tensor
-    shared_TD: Tensor | None
-    experts: int
-
-
-def suits_few(tokens: int, top_k: int) -> bool:
-    """Return whether ``moe_few`` is for so many tokens."""
-    return 0 < tokens <= MOE_FEW_TOKENS and top_k <= _MOST_EXPERTS
-
-
-def moe_few(
-    logits_TE: Tensor,
-    router: Router,
-    x_codes: Tensor,
-    x_scales: Tensor,
-    h_TI: Tensor | None,
-    shared_codes: Tensor,
-    shared_scales: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    row_tile: int | None = None,
-    *,
-    held: Held | None = None,
-) -> ExpertSum:
-    """Run few tokens through their experts.
-
-    Args:
         logits_TE: float32 outputs of the gate.
         router: Chooses by them.
-        x_codes, x_scales: Inputs in FP8, as ``experts_forward`` takes them.
+        x_codes, x_scales: Inputs in FP8, as ``ExpertInputs`` has them.
         h_TI: The shared expert's gate and up, bfloat16 [T, 2 I]; ``None`` leaves that expert to another rank.
         shared_codes, shared_scales: Its w2, as ``fp8_linear`` takes it.
         w13, w2: Routed experts.
         limit: Of the activations.
-        row_tile: As for ``fp8_linear``.
         held: What ``w13``, ``w2`` and the shared expert are, if not whole.
     """
-    given = (logits_TE, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit)
-    if use_triton(x_codes):
-        from dsv4lite.kernels.experts.decode_small_triton import moe_few_triton
 
-        return moe_few_triton(*given, held)
-    return moe_few_ref(*given, row_tile, held=held)
+    logits_TE: Tensor
+    router: Router
+    x_codes: Tensor
+    x_scales: Tensor
+    h_TI: Tensor | None
+    shared_codes: Tensor
+    shared_scales: Tensor
+    w13: Tiles
+    w2: Tiles
+    limit: float
+    held: Held = Held()
 
 
-def moe_few_ref(
-    logits_TE: Tensor,
-    router: Router,
-    x_codes: Tensor,
-    x_scales: Tensor,
-    h_TI: Tensor | None,
-    shared_codes: Tensor,
-    shared_scales: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    row_tile: int | None = None,
-    *,
-    held: Held | None = None,
-) -> ExpertSum:
-    """See ``moe_few``."""
+def moe_decode_small(given: MoeInputs, row_tile: int | None = None) -> ExpertSum:
+    """Run few tokens through their experts; ``row_tile`` is as for ``fp8_linear``."""
+    if use_triton(given.x_codes):
+        from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
+
+        return moe_decode_small_triton(given)
+    return moe_decode_small_ref(given, row_tile)
+
+
+def moe_decode_small_ref(given: MoeInputs, row_tile: int | None = None) -> ExpertSum:
+    """See ``moe_decode_small``."""
+    router, held, experts = given.router, given.held, given.w2.shape[0]
     chosen_TK, weight_TK = route_ref(
-        logits_TE,
+        given.logits_TE,
         router.top_k,
         router.scale,
         bias_E=router.bias_E,
@@ -151,30 +122,14 @@ def moe_few_ref(
         token_ids_T=None if router.table_VK is None else router.token_ids_T,
         positions_T=router.positions_T,
     )
-    held, experts = held or Held(), w2.shape[0]
     shared_TD: Tensor | None = None
-    if h_TI is not None:
-        dtype = torch.float32 if held.shared_partial else h_TI.dtype
-        shared_TD = fp8_linear_ref(*swiglu_quantize_ref(h_TI, limit), shared_codes, shared_scales, dtype, row_tile)
+    if given.h_TI is not None:
+        dtype = torch.float32 if held.shared_partial else given.h_TI.dtype
+        activated = swiglu_quantize_ref(given.h_TI, given.limit)
+        shared_TD = fp8_linear_ref(*activated, given.shared_codes, given.shared_scales, dtype, row_tile)
     slots_TK = held.own_slots(chosen_TK, experts)
-    outputs_TKD = experts_outputs_ref(x_codes, x_scales, slots_TK, weight_TK, w13, w2, limit, partial=held.partial)
+    routed = ExpertInputs(
+        given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, partial=held.partial
+    )
+    outputs_TKD = experts_outputs_ref(routed)
     return ExpertSum(slots_TK, outputs_TKD if held.partial else outputs_TKD.bfloat16(), shared_TD, experts)
-
-
-def sum_experts(parts: ExpertSum) -> Tensor:
-    """Return the sum, [T, D] in the dtype of the shared expert's output, or float32 without that."""
-    if use_triton(parts.outputs_TKD):
-        from dsv4lite.kernels.experts.triton import combine_triton
-
-        return combine_triton(parts.outputs_TKD.flatten(0, 1), parts.chosen_TK, parts.experts, parts.shared_TD)
-    return sum_experts_ref(parts)
-
-
-def sum_experts_ref(parts: ExpertSum) -> Tensor:
-    """See ``sum_experts``."""
-    found_TK1 = (parts.chosen_TK < parts.experts)[..., None]
-    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
-    total = outputs[:, 0]
-    for k in range(1, outputs.shape[1]):
-        total = total + outputs[:, k]
-    return total if parts.shared_TD is None else (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

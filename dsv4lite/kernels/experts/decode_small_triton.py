@@ -1,10 +1,11 @@
-"""Kernels of ``moe_few.py``: two launches, for a launch that waits for another takes longer than the little work of most.
+"""Kernels of ``moe_decode_small``: two launches, as a launch takes longer than the little work of most parts.
 
     prepare    a program routes each token, the last one of them groups all; beside them the shared expert's activation, and scales
-    experts    the routed experts' first product (``experts_triton.py``), the shared expert's second, the routed ones' second
+    experts    the routed experts' first product (``triton.py``), the shared expert's second, the routed ones' second
 
-Each part does what its kernel for many tokens does, in the same order. Programs of the last product wait for the first one's of
-their expert, which have smaller numbers, were started before them and wait for nobody: so it ends however few run at a time.
+Each part does what its kernel for many tokens does, in the same order. Programs of the second product wait for those of the first
+one that compute their expert's block. These have smaller numbers and wait for no other, and chips start programs in the order of
+their numbers (CUB's look-back scans rely on the same): so the launch ends however few programs run at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.experts import GROUP, Tiles
-from dsv4lite.kernels.experts.decode_small import MOE_FEW_TOKENS, ExpertSum, Held, Router
+from dsv4lite.kernels.experts import ExpertSum
+from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.triton import Block, Work, down_tile, gate_up_tile
-from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
@@ -29,7 +31,7 @@ _OUTS = 64  # of one program of the shared expert, as of any product of few rows
 _ONE_TOKEN = Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)
 _MORE_TOKENS = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
 # Programs of a token's activation, and warps of every program, by the tile of tokens.
-_SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), MOE_FEW_TOKENS: (4, 4)}
+_SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
 
 
 @triton.jit
@@ -144,21 +146,9 @@ def _experts_kernel(
         )  # fmt: skip
 
 
-def moe_few_triton(
-    logits_TE: Tensor,
-    router: Router,
-    x_codes: Tensor,
-    x_scales: Tensor,
-    h_TI: Tensor | None,
-    shared_codes: Tensor,
-    shared_scales: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    held: Held | None = None,
-) -> ExpertSum:
-    """Launch ``moe_few``."""
-    held = held or Held()
+def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
+    """Launch ``moe_decode_small``."""
+    _, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, held = given
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
@@ -167,13 +157,13 @@ def moe_few_triton(
     shared = h_TI is not None
     if h_TI is None:  # of no channel
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
-    chosen_TK, weight_TK, s_codes, s_scales = _prepare(logits_TE, router, x_scales, h_TI, limit, work, done, held)
+    slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done)
     u, u_codes = work.room_for_u()
     y = work.room_for_y(partial=held.partial)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
-    blocks, shared_programs = triton.cdiv(inputs, FP8_BLOCK), triton.cdiv(hidden, _OUTS) if shared else 0
+    blocks, shared_programs = triton.cdiv(inputs, FP8_GROUP), triton.cdiv(hidden, _OUTS) if shared else 0
     assert shared_codes.shape == (hidden, h_TI.shape[1] // 2 if shared else inputs), shared_codes.shape
     assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
@@ -198,22 +188,21 @@ def moe_few_triton(
         work.gate_up_programs,
         shared_programs,
         TOP_K=router.top_k,
-        BM=MOE_FEW_TOKENS,
+        BM=DECODE_SMALL_TOKENS,
         BN=_OUTS,
         SCALE_ROWS=scale_rows(shared_codes, shared_scales),
-        EVEN_K=inputs % FP8_BLOCK == 0,
+        EVEN_K=inputs % FP8_GROUP == 0,
         CODES=codes,
         GROUPED=GROUPED_TILES,
         **work.constants(w13),
         launch_pdl=dependent_launch(x_codes.device),
     )
-    return ExpertSum(chosen_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
+    return ExpertSum(slots_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
 
 
-def _prepare(
-    logits_TE: Tensor, router: Router, x_scales: Tensor, h_TI: Tensor, limit: float, work: Work, done: Tensor, held: Held
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route and group; return slots, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
+    logits_TE, router, x_scales, limit, held = given.logits_TE, given.router, given.x_scales, given.limit, given.held
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
     table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
@@ -227,7 +216,7 @@ def _prepare(
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _SHARERS if tokens <= tile)
     most_sharers, num_warps = _SHARERS[tile]
-    shared_groups = triton.cdiv(inputs, GROUP)
+    shared_groups = triton.cdiv(inputs, FP8_GROUP)
     s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
     s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
     shared = triton.next_power_of_2(shared_groups) if inputs else 0
@@ -280,7 +269,7 @@ def _prepare(
         GROUPS_TILE=triton.next_power_of_2(hidden_groups),
         SHARED=shared,
         SHARERS=sharers,
-        ALIGNED=inputs % GROUP == 0,
+        ALIGNED=inputs % FP8_GROUP == 0,
         NATIVE=work.native,
         GPU=on_gpu(logits_TE.device),
         num_warps=num_warps,

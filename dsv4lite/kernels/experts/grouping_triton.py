@@ -1,4 +1,4 @@
-"""Rows of each expert in blocks, without a word to the host: where both products of routed experts find their work."""
+"""Rows of each expert in blocks: where both products of routed experts find their work. The host learns nothing of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.experts import GROUP
+from dsv4lite.kernels.quantize import FP8_GROUP
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
 _COUNT_CHUNK = 4096
@@ -30,7 +30,7 @@ def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constex
 
 
 @triton.jit
-def count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """Return how many pairs each expert has, int32 [BINS]; none where there is no expert."""
     count = tl.zeros((BINS,), tl.int32)
     for begin in range(0, pairs, CHUNK):
@@ -40,7 +40,7 @@ def count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK:
 
 
 @triton.jit
-def own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
+def _own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
     """Return an expert's first block and how many it has; the first expert stores how many there are in all."""
     bins = tl.arange(0, BINS)
     needed = (count + ROWS - 1) // ROWS
@@ -50,7 +50,7 @@ def own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Store an expert's pairs, in ascending order, into its blocks, filled up with a number that is no pair."""
     base = order + first.to(tl.int64) * ROWS
     found = tl.zeros((), tl.int32)
@@ -65,50 +65,37 @@ def list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CH
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
-    chosen,
-    counts,
-    x_scales,
-    order,
-    owner,
-    blocks,
-    arrivals,
-    x_words,
-    pairs,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMNS_TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-):
-    # One program per expert. Reference: at = torch.nonzero(chosen_TK == expert, as_tuple=True)
+    chosen, counts, x_scales, order, owner, blocks, arrivals, x_words, pairs,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    # One program per expert. Reference: order = slots_TK.flatten().argsort(stable=True)
     expert = tl.program_id(0)
     if COUNTED:
         bins = tl.arange(0, BINS)
         count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
     else:
-        count = count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK)
-    first, mine = own_blocks(count, expert, blocks, BINS, ROWS)
+        count = _count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK)
+    first, mine = _own_blocks(count, expert, blocks, BINS, ROWS)
     if mine > 0:
-        list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
-        tl.debug_barrier()  # the order is read again below, by other threads
-        row = tl.arange(0, ROWS)
-        column = tl.arange(0, COLUMNS_TILE)
-        group = tl.arange(0, GROUPS_TILE)
+        _list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
+        if SCALED:
+            tl.debug_barrier()  # the order is read again below, by other threads
+            row = tl.arange(0, ROWS)
+            column = tl.arange(0, COLUMNS_TILE)
+            group = tl.arange(0, GROUPS_TILE)
         for block in range(mine):
             number = (first + block).to(tl.int64)
             tl.store(owner + number, expert)
-            tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
-            pair = tl.load(order + number * ROWS + row)
-            token = (pair // TOP_K).to(tl.int64)
-            wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
-            scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
-            at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
-            tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
+            if SCALED:
+                tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
+                pair = tl.load(order + number * ROWS + row)
+                token = (pair // TOP_K).to(tl.int64)
+                wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
+                scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
+                at = (number * COLUMNS + column[:, None]) * ROWS + row[None, :]
+                tl.store(x_words + at, scale << 23, mask=(column < COLUMNS)[:, None])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +108,7 @@ class Groups:
         most: Blocks that any routing needs.
         order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
         owner, count: Expert of each block [most], and how many there are [1].
-        arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero.
+        arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero; of quantized experts.
         x_words: Bits of the scales of inputs, int32: in the blocks' order [most, D / 128, rows], or by token [T, D / 128].
         by_token: They are.
     """
@@ -153,18 +140,18 @@ class Groups:
             order=words(most, rows),
             owner=words(most),
             count=words(1),
-            arrivals=words(most, width // GROUP),
-            x_words=words(tokens, hidden // GROUP) if by_token else words(most, hidden // GROUP, rows),
+            arrivals=words(most, width // FP8_GROUP),
+            x_words=words(tokens, hidden // FP8_GROUP) if by_token else words(most, hidden // FP8_GROUP, rows),
             by_token=by_token,
         )
 
 
-def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Groups) -> None:
+def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups: Groups) -> None:
     """Fill groups, not by token.
 
     Args:
-        chosen_TK: Experts, int64; those of ``experts`` or more are none.
-        x_scales: Scale bytes of the inputs, uint8 [T, D / 128].
+        slots_TK: Experts, int64; those of ``experts`` or more are none.
+        x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if these are not quantized.
         experts: How many there are.
         groups: To fill.
     """
@@ -172,9 +159,9 @@ def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Grou
     bins = triton.next_power_of_2(experts + 1)
     counts, counted = groups.count, groups.pairs >= COUNT_FROM
     if counted:
-        counts = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
+        counts = torch.zeros(experts, dtype=torch.int32, device=slots_TK.device)
         _count_kernel[(triton.cdiv(groups.pairs, _COUNT_CHUNK),)](
-            chosen_TK,
+            slots_TK,
             counts,
             groups.pairs,
             EXPERTS=experts,
@@ -183,11 +170,11 @@ def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Grou
             num_warps=4,
             enable_fp_fusion=True,
         )
-    columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    columns, hidden_groups = 0 if x_scales is None else x_scales.shape[1], groups.arrivals.shape[1]
     _group_kernel[(experts,)](
-        chosen_TK,
+        slots_TK,
         counts,
-        x_scales,
+        slots_TK if x_scales is None else x_scales,
         groups.order,
         groups.owner,
         groups.count,
@@ -196,7 +183,7 @@ def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Grou
         groups.pairs,
         EXPERTS=experts,
         BINS=bins,
-        TOP_K=chosen_TK.shape[1],
+        TOP_K=slots_TK.shape[1],
         COLUMNS=columns,
         COLUMNS_TILE=triton.next_power_of_2(columns),
         GROUPS=hidden_groups,
@@ -204,6 +191,7 @@ def group_triton(chosen_TK: Tensor, x_scales: Tensor, experts: int, groups: Grou
         ROWS=groups.rows,
         CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
         COUNTED=counted,
+        SCALED=x_scales is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -1,4 +1,4 @@
-"""Kernels of ``experts.py``: four launches, the same whatever the routing, without a word to the host.
+"""Kernels of quantized experts: four launches, the same whatever the routing; the host learns nothing of it.
 
     group     rows of each expert -> blocks of ``rows`` rows, and the expert of each block (``grouping_triton.py``)
     gate_up   one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
@@ -6,7 +6,7 @@
     combine   sum over k, and the shared expert
 
 Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes come from memory in the
-order in which a thread needs them (``experts.py``), so they are widened, four at a time, and multiplied without changing places.
+order in which a thread needs them (``Tiles``), so they are widened, four at a time, and multiplied without changing places.
 Every block size runs the same additions in the same order.
 """
 
@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
-from dsv4lite.kernels.experts import GROUP, HALF_ROWS, TILE_ROWS, Tiles
+from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
 from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton
 from dsv4lite.kernels.pdl import let_successor_in
+from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
 
 _SUM_BLOCK = 1024
@@ -52,25 +53,27 @@ class Block:
         return self.unroll if fp4 and native else 1
 
 
+Blocks = tuple[tuple[int | None, Block], ...]
+
 # By the most pairs of token and expert there are: few need many programs.
-FEW: tuple[tuple[int, Block], ...] = (
+FEW: Blocks = (
     (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
     (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
     (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
     (96, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
 # By the most pairs there are for each expert.
-BLOCKS: tuple[tuple[int | None, Block], ...] = (
+BLOCKS: Blocks = (
     (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
     (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
     (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
 
 
-def block_for(pairs: int, experts: int) -> Block:
+def block_for(pairs: int, experts: int, few: Blocks = FEW, many: Blocks = BLOCKS) -> Block:
     """Return how to multiply, from the numbers of pairs and of experts alone."""
-    few = [block for most, block in FEW if pairs <= most]
-    return few[0] if few else next(block for most, block in BLOCKS if most is None or pairs <= most * experts)
+    found = [block for most, block in few if most is None or pairs <= most]
+    return found[0] if found else next(block for most, block in many if most is None or pairs <= most * experts)
 
 
 @triton.jit
@@ -160,33 +163,10 @@ def _quantize_last(
 
 @triton.jit
 def gate_up_tile(
-    program,
-    x,
-    x_words,
-    codes,
-    scales,
-    order,
-    owner,
-    blocks,
-    weight,
-    u,
-    u_codes,
-    u_words,
-    arrivals,
-    pairs,
-    limit,
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    TILES: tl.constexpr,
-    FP4: tl.constexpr,
-    NATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    done=None,
-):
+    program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
+    TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
+):  # fmt: skip
     """Compute ``TILES * 32`` columns of ``u`` for one block; ``done`` counts the groups of 128 that are quantized."""
     PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
     CHUNKS: tl.constexpr = HIDDEN // 128
@@ -238,57 +218,14 @@ def gate_up_tile(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x,
-    x_words,
-    codes,
-    scales,
-    order,
-    owner,
-    blocks,
-    weight,
-    u,
-    u_codes,
-    u_words,
-    arrivals,
-    pairs,
-    limit,
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    FP4: tl.constexpr,
-    NATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     gate_up_tile(
-        tl.program_id(0),
-        x,
-        x_words,
-        codes,
-        scales,
-        order,
-        owner,
-        blocks,
-        weight,
-        u,
-        u_codes,
-        u_words,
-        arrivals,
-        pairs,
-        limit,
-        HIDDEN,
-        WIDTH,
-        TOP_K,
-        ROWS,
-        False,
-        TILES,
-        FP4,
-        NATIVE,
-        STAGES,
-        UNROLL,
-    )
+        tl.program_id(0), x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+        HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -376,7 +313,8 @@ def _combine_kernel(
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        total = to_bf16(total, NATIVE)
+        if out.dtype.element_ty == tl.bfloat16:
+            total = to_bf16(total, NATIVE)
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 
 
@@ -413,7 +351,7 @@ class Work:
             width=width,
             native=native_e4m3(w2.codes),
             groups=groups,
-            u_words=torch.empty(groups.most, width // GROUP, block.rows, dtype=torch.int32, device=device),
+            u_words=torch.empty(groups.most, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
         )
 
     @property
@@ -498,72 +436,43 @@ class Work:
         }
 
 
-def experts_forward_triton(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    shared_TD: Tensor | None = None,
-    *,
-    partial: bool = False,
-    block: Block | None = None,
-) -> Tensor:
-    """Launch ``experts_forward``; ``block`` is for measurements."""
-    assert shared_TD is None or shared_TD.is_contiguous()
-    y = experts_outputs_triton(x_codes, x_scales, chosen_TK, weight_TK, w13, w2, limit, partial=partial, block=block)
-    return combine_triton(y.flatten(0, 1), chosen_TK, w2.shape[0], shared_TD)
-
-
-def experts_outputs_triton(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    chosen_TK: Tensor,
-    weight_TK: Tensor,
-    w13: Tiles,
-    w2: Tiles,
-    limit: float,
-    *,
-    partial: bool = False,
-    block: Block | None = None,
-) -> Tensor:
-    """Launch ``experts_outputs``."""
-    (tokens, hidden), top_k = x_codes.shape, chosen_TK.shape[1]
-    experts, _, width = w2.shape
-    assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden, (w13.shape, w2.shape)
-    assert hidden % GROUP == width % GROUP == 0 and w13.fp4 == w2.fp4
-    assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
-    assert chosen_TK.dtype == torch.int64 and chosen_TK.is_contiguous() and weight_TK.is_contiguous()
+def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
+    """Launch ``experts_outputs`` of quantized weights; ``block`` is for measurements."""
+    (tokens, hidden), top_k, (experts, _, width) = given.x.shape, given.slots_TK.shape[1], given.sizes
+    assert isinstance(given.w13, Tiles) and isinstance(given.w2, Tiles) and given.x_scales is not None
+    assert given.w13.shape == (experts, 2 * width, hidden) and given.sizes[1] == hidden, (given.w13.shape, given.sizes)
+    assert hidden % FP8_GROUP == width % FP8_GROUP == 0 and given.w13.fp4 == given.w2.fp4
+    assert given.x.dtype == torch.float8_e4m3fn and given.x.is_contiguous() and given.x_scales.is_contiguous()
+    assert given.slots_TK.dtype == torch.int64 and given.slots_TK.is_contiguous() and given.weight_TK.is_contiguous()
     if tokens == 0:
-        return torch.empty(0, top_k, hidden, dtype=torch.float32 if partial else torch.bfloat16, device=x_codes.device)
-    work = Work.allocate(tokens, top_k, w2, block)
-    group_triton(chosen_TK, x_scales, experts, work.groups)
+        return torch.empty(0, top_k, hidden, dtype=torch.float32 if given.partial else torch.bfloat16, device=given.x.device)
+    work = Work.allocate(tokens, top_k, given.w2, block)
+    group_triton(given.slots_TK, given.x_scales, experts, work.groups)
     u, u_codes = work.room_for_u()
-    arguments = work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes)
-    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(w13))
+    arguments = work.gate_up_arguments(given.x, given.weight_TK, given.w13, given.limit, u, u_codes)
+    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(given.w13))
     del u, arguments
-    return work.down(u_codes, w2, partial=partial).view(tokens, top_k, hidden)
+    return work.down(u_codes, given.w2, partial=given.partial).view(tokens, top_k, hidden)
 
 
-def combine_triton(y: Tensor, chosen_TK: Tensor, experts: int, shared_TD: Tensor | None) -> Tensor:
-    """Sum pairs [T * K, D] over k, float32; with ``shared_TD``, add that and round to its dtype."""
-    (tokens, top_k), hidden = chosen_TK.shape, y.shape[1]
-    dtype = torch.float32 if shared_TD is None else shared_TD.dtype
-    out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
+def combine_triton(parts: ExpertSum) -> Tensor:
+    """Launch ``sum_experts``."""
+    shared, (tokens, top_k, hidden) = parts.shared_TD, parts.outputs_TKD.shape
+    assert parts.outputs_TKD.is_contiguous() and parts.slots_TK.is_contiguous() and (shared is None or shared.is_contiguous())
+    dtype = torch.float32 if shared is None else shared.dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=parts.outputs_TKD.device)
     if tokens:
         _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-            y,
-            chosen_TK,
-            out if shared_TD is None else shared_TD,
+            parts.outputs_TKD,
+            parts.slots_TK,
+            out if shared is None else shared,
             out,
-            EXPERTS=experts,
+            EXPERTS=parts.experts,
             HIDDEN=hidden,
             TOP_K=top_k,
-            SHARED=shared_TD is not None,
+            SHARED=shared is not None,
             BLOCK=_SUM_BLOCK,
-            NATIVE=native_e4m3(y),
+            NATIVE=native_e4m3(out),
             num_warps=4,
             enable_fp_fusion=True,
         )

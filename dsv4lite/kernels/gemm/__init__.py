@@ -25,10 +25,9 @@ from torch.nn.functional import linear as _linear
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float, quantize_fp8, quantize_fp8_ref
+from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8, quantize_fp8_ref
 
 ROW_TILE = 16
-FP8_BLOCK = 128
 PAIR_ROWS = 16  # at most, of two products in one launch
 QUANTIZED_ROWS = 16  # at most, of a product whose kernel quantizes what it makes
 LIBRARY_ROWS = 512  # above, kernels leave plain products to the library if any order of summation will do
@@ -59,8 +58,8 @@ def scale_rows(w_codes: Tensor, w_scales: Tensor) -> int:
     """
     rows, columns = w_codes.flatten(0, -2).shape
     count, blocks = w_scales.shape
-    assert blocks == -(-columns // FP8_BLOCK) and count in (rows, -(-rows // FP8_BLOCK)), (w_codes.shape, w_scales.shape)
-    return 1 if count == rows else FP8_BLOCK
+    assert blocks == -(-columns // FP8_GROUP) and count in (rows, -(-rows // FP8_GROUP)), (w_codes.shape, w_scales.shape)
+    return 1 if count == rows else FP8_GROUP
 
 
 def dequantize_fp8_rows(w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ def dequantize_fp8_rows(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     flat = w_codes.flatten(0, -2)
     rows, columns = flat.shape
     per_row = e8m0_to_float(w_scales).repeat_interleave(scale_rows(w_codes, w_scales), 0)[:rows]
-    return (flat.float() * per_row.repeat_interleave(FP8_BLOCK, 1)[:, :columns]).view(w_codes.shape)
+    return (flat.float() * per_row.repeat_interleave(FP8_GROUP, 1)[:, :columns]).view(w_codes.shape)
 
 
 def fp8_linear_ref(
@@ -80,7 +79,7 @@ def fp8_linear_ref(
     row_tile: int | None = None,
 ) -> Tensor:
     """See ``fp8_linear``: dequantize both, multiply in float32, round once."""
-    x = dequantize_fp8(x_codes, x_scales, FP8_BLOCK)
+    x = dequantize_fp8(x_codes, x_scales, FP8_GROUP)
     return matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales), row_tile).to(dtype)
 
 
@@ -145,7 +144,7 @@ def fp8_weight_linear_quantize_ref(
     x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``fp8_weight_linear_quantize``."""
-    return quantize_fp8_ref(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
+    return quantize_fp8_ref(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
 def fp8_weight_linear_quantize(
@@ -159,7 +158,7 @@ def fp8_weight_linear_quantize(
     Returns:
         Codes float8_e4m3fn [M, G N] and scale bytes uint8 [M, ceil(G N / 128)].
     """
-    few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_BLOCK == 0
+    few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_GROUP == 0
     if few and x_MGK.dtype == torch.bfloat16 and use_triton(x_MGK):
         from dsv4lite.kernels.gemm.decode_1_triton import groups_row, takes_groups
         from dsv4lite.kernels.gemm.triton import fp8_weight_linear_quantize_triton
@@ -167,7 +166,7 @@ def fp8_weight_linear_quantize(
         if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
             return groups_row(x_MGK, w_codes, w_scales)
         return fp8_weight_linear_quantize_triton(x_MGK, w_codes, w_scales)
-    return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_BLOCK)
+    return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
 def float_linear_ref(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:

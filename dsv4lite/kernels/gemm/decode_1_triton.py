@@ -1,6 +1,6 @@
 """Products of a single row: every program reads a few rows of the weights from end to end, and multiplies in float32.
 
-Tensor cores want 64 rows of weights side by side, so their kernels (``gemm_triton.py``) read each in pieces of 128 bytes, and add
+Tensor cores want 64 rows of weights side by side, so their kernels (``triton.py``) read each in pieces of 128 bytes, and add
 up parts. One row needs no tensor cores: what the weights weigh is all that counts, and long pieces of few rows come faster. Sums
 have an order of their own, so these are not for results that must not depend on what shares the batch.
 """
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, to_bf16
-from dsv4lite.kernels.gemm import FP8_BLOCK, scale_rows
+from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import counters_of, e8m0
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.quantize import FP8_GROUP
 
 _LEAST_CAPABILITY = 89  # knows e4m3
 
@@ -44,7 +45,7 @@ _GROUPED = Strip(outs=8, columns=512, num_warps=2)
 
 def _fits(strip: Strip, outs: int, inputs: int) -> bool:
     """Return whether weights [outs, inputs] are whole strips."""
-    return outs % strip.outs == 0 and inputs % FP8_BLOCK == 0
+    return outs % strip.outs == 0 and inputs % FP8_GROUP == 0
 
 
 def _columns_of(strip: Strip, inputs: int) -> int:
@@ -124,7 +125,7 @@ def _row_groups_kernel(
     arrived = tl.atomic_add(arrivals + block, 1, sem="acq_rel", scope="gpu")
     if arrived == 128 // OUTS - 1:
         column = block * 128 + tl.arange(0, 128)
-        # Reference: quantize_fp8(y.to(x.dtype), FP8_BLOCK)
+        # Reference: quantize_fp8(y.to(x.dtype), FP8_GROUP)
         rounded = to_bf16(tl.load(numbers + column, cache_modifier=".cg"), GPU).to(tl.float32)[None, :]
         bits = fp8_scale_bits(rounded)
         tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), NATIVE))
@@ -134,7 +135,7 @@ def _row_groups_kernel(
 
 def _takes_row(x: Tensor, w_codes: Tensor, w_scales: Tensor, strip: Strip) -> bool:
     """Return whether ``x`` [M, ...] is one row, and FP8 weights [..., N, K] are whole strips on a chip that knows their numbers."""
-    whole = _fits(strip, w_codes.shape[-2], w_codes.shape[-1]) and scale_rows(w_codes, w_scales) == FP8_BLOCK
+    whole = _fits(strip, w_codes.shape[-2], w_codes.shape[-1]) and scale_rows(w_codes, w_scales) == FP8_GROUP
     return len(x) == 1 and whole and capability_of(x.device) >= _LEAST_CAPABILITY
 
 
@@ -202,7 +203,7 @@ def pair_row(
 
 def takes_groups(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> bool:
     """Return whether ``groups_row`` can multiply these."""
-    return _takes_row(x_MGK, w_codes, w_scales, _GROUPED) and w_codes.shape[1] % FP8_BLOCK == 0
+    return _takes_row(x_MGK, w_codes, w_scales, _GROUPED) and w_codes.shape[1] % FP8_GROUP == 0
 
 
 def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,7 +213,7 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
     x = x_MGK if x_MGK.stride(2) == 1 else x_MGK.contiguous()
     numbers = torch.empty(groups * outs, dtype=torch.float32, device=x.device)
     codes = torch.empty(1, groups * outs, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(1, groups * outs // FP8_BLOCK, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(1, groups * outs // FP8_GROUP, dtype=torch.uint8, device=x.device)
     _row_groups_kernel[(groups * outs // _GROUPED.outs,)](
         x,
         w_codes,

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.gemm import FP8_BLOCK, PAIR_ROWS, scale_rows
+from dsv4lite.kernels.gemm import PAIR_ROWS, scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, float_tile, fp8_tile, room_for, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
+from dsv4lite.kernels.quantize import FP8_GROUP
 
 OUTS = 64  # of a tile
 _NUM_WARPS, _NUM_STAGES = 4, 3  # so that three programs fit on a multiprocessor: both products' have to run at once
@@ -48,7 +49,7 @@ def pair_linear_triton(
     assert 0 < rows <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16, (x_MK.shape, x_MK.dtype, w_NK.dtype)
     assert w_codes.shape[1] == w_NK.shape[1] == x_codes.shape[1] == inputs, (x_codes.shape, w_codes.shape, w_NK.shape)
     assert w_codes.is_contiguous() and w_scales.is_contiguous() and w_NK.is_contiguous() and x_scales.is_contiguous()
-    blocks = -(-inputs // FP8_BLOCK)
+    blocks = -(-inputs // FP8_GROUP)
     splits, fp8_splits = splits_of(outs, blocks), splits_of(fp8_outs, blocks)
     out = torch.empty(rows, outs, dtype=torch.float32, device=x_MK.device)
     fp8_out = torch.empty(rows, fp8_outs, dtype=x_MK.dtype, device=x_MK.device)
@@ -83,7 +84,7 @@ def pair_linear_triton(
         BM=PAIR_ROWS,
         BN=OUTS,
         SCALE_ROWS=scale_rows(w_codes, w_scales),
-        EVEN_K=inputs % FP8_BLOCK == 0,
+        EVEN_K=inputs % FP8_GROUP == 0,
         SPLITS=splits,
         FP8_SPLITS=fp8_splits,
         CODES=codes,

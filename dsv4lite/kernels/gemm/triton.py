@@ -1,4 +1,4 @@
-"""Kernels of ``gemm.py``.
+"""Kernels of matrix products of any number of rows.
 
 Every product sums in one order that follows from the weights' shape alone: inside a block of 128 inputs as the tensor cores do,
 blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
-from dsv4lite.kernels.gemm import FP8_BLOCK, LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
+from dsv4lite.kernels.gemm import LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.quantize import FP8_GROUP
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -30,7 +31,7 @@ SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cos
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_TILES = 8  # of rows that share the weights in cache
 # Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``);
-# and sums of few tokens' hyper-connections on their way (``hc_few_triton.py``).
+# and the sums that programs of ``hc.decode_small_triton`` send each other.
 COUNTERS = max(SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2, 16 * (8192 + 256))
 
 
@@ -87,7 +88,7 @@ def tile_for(tiles: Tiles, rows: int, capability: int) -> Tile:
     at = next(i for i, (most, _) in enumerate(tiles) if most is None or rows <= most)
     while True:
         tile = tiles[at][1]
-        fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_BLOCK * (tile.rows * x_bytes + tile.outs * w_bytes))
+        fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_GROUP * (tile.rows * x_bytes + tile.outs * w_bytes))
         if fit >= 2:
             return replace(tile, num_stages=min(fit, tile.num_stages))
         at -= 1
@@ -227,7 +228,7 @@ def _finish_block(
         total = tl.zeros((rm.shape[0], 128), tl.float32)
         for each in tl.static_range(SPLITS):
             total += tl.load(parts + each * M.to(tl.int64) * row_stride + at, mask=inside, other=0.0, cache_modifier=".cg")
-        # Reference: quantize_fp8(y.to(x.dtype), FP8_BLOCK)
+        # Reference: quantize_fp8(y.to(x.dtype), FP8_GROUP)
         y = to_bf16(total, GPU).to(tl.float32)
         bits = fp8_scale_bits(y)
         tl.store(codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
@@ -443,7 +444,7 @@ def fp8_linear_triton(
 ) -> Tensor:
     """See ``gemm.fp8_linear``."""
     (rows, inputs), outs = x_codes.shape, w_codes.shape[0]
-    blocks = -(-inputs // FP8_BLOCK)
+    blocks = -(-inputs // FP8_GROUP)
     assert x_scales.shape == (rows, blocks) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
     assert w_codes.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
@@ -475,7 +476,7 @@ def fp8_linear_triton(
         BM=tile.rows,
         BN=tile.outs,
         SCALE_ROWS=scale_rows(w_codes, w_scales),
-        EVEN_K=inputs % FP8_BLOCK == 0,
+        EVEN_K=inputs % FP8_GROUP == 0,
         SWAP=tile.swap,
         FOLD=fold,
         SPLITS=programs,
@@ -499,9 +500,9 @@ def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, *
 def fp8_weight_linear_quantize_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
     """See ``gemm.fp8_weight_linear_quantize``; for 1 to ``QUANTIZED_ROWS`` rows and a multiple of 128 results of each group."""
     rows, (groups, outs, _) = len(x_MGK), w_codes.shape
-    assert 0 < rows <= QUANTIZED_ROWS and outs % FP8_BLOCK == 0, (x_MGK.shape, w_codes.shape)
+    assert 0 < rows <= QUANTIZED_ROWS and outs % FP8_GROUP == 0, (x_MGK.shape, w_codes.shape)
     codes = torch.empty(rows, groups, outs, dtype=torch.uint8, device=x_MGK.device)
-    scales = torch.empty(rows, groups * outs // FP8_BLOCK, dtype=torch.uint8, device=x_MGK.device)
+    scales = torch.empty(rows, groups * outs // FP8_GROUP, dtype=torch.uint8, device=x_MGK.device)
     _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), codes.dtype, codes, scales)
     return codes.flatten(1).view(torch.float8_e4m3fn), scales
 
@@ -565,11 +566,11 @@ def _float_linear(
     assert w_GNK.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
         return x_MGK.new_empty((rows, groups, outs), dtype=dtype)
-    even = inputs % FP8_BLOCK == 0
+    even = inputs % FP8_GROUP == 0
     w = w_GNK.view(torch.int16) if even and scale_rows else w_GNK
     x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
     tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows, capability_of(x.device))
-    blocks = -(-inputs // FP8_BLOCK)
+    blocks = -(-inputs // FP8_GROUP)
     splits = splits_of(groups * outs, blocks)
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits

@@ -7,36 +7,38 @@
     x    = sum_j pre_j X_j           X'_k = post_k y + sum_j C_jk X_j
 
 Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree
-with the official kernel to 1e-5, and so do those of our kernels, the fast ones of four streams in bfloat16 and the others, with the
-references.
+with the official kernel to 1e-5, and so do those of all kernels with the references.
 
-The two ops follow the data: ``hc_leave_enter`` writes one sub-layer's output into the streams and projects them for the next one
-(one pass over the streams); ``hc_collapse`` turns the projection into coefficients and the next sub-layer's normed input. Between
-them goes the projection as partial sums [parts, T, rows of fn + 1], the last of each row that of the squares. ``hc_enter_few`` is
-both, for few tokens.
+``hc_enter`` follows the data: it writes the previous sub-layer's output into the streams, projects them, and turns the projection
+into coefficients and the next sub-layer's normed input. Three kernels serve it: ``decode_small_triton`` does all of it in one
+launch for up to ``DECODE_SMALL_TOKENS`` tokens; ``triton`` takes four streams in bfloat16; ``general_triton`` takes any others.
+Between the launches of the latter two, the projection is partial sums [parts, T, rows of fn + 1]: the last number of a row is the
+sum of squares.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.experts.decode_small import ExpertSum, sum_experts
+from dsv4lite.kernels.dispatch import multiprocessors_of, use_triton
+from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
-from dsv4lite.kernels.quantize import quantize_fp8_ref
+from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8_ref
 
 SCALAR_TOKENS = 2
-FP8_GROUP = 128
 KERNEL_STREAMS = 4
-FEW_TOKENS = 16  # that leave and enter in one launch, where bits may depend on their number
-FEW_WIDTH = 8192  # that one launch has room for
+DECODE_SMALL_TOKENS = 16  # of a step that enters in one launch, if its bits may depend on the number of tokens
+DECODE_SMALL_WIDTH = 8192  # that one launch has memory for
+COLLAPSED_CHANNELS = 512  # of a token, by one program of that launch
+LEAST_RESIDENT = 2  # programs of four warps that a multiprocessor has registers for, however many each thread takes
 
 Output = Tensor | ExpertSum
-"""What a sub-layer puts out: [T, D], or a sum over experts that is still to be taken."""
+"""A sub-layer's output: [T, D], or a sum over experts that is still to be taken."""
 
 
 class HcWeights(NamedTuple):
@@ -47,11 +49,35 @@ class HcWeights(NamedTuple):
     scale: Tensor
 
 
+class HcSettings(NamedTuple):
+    """Constants of the model: Sinkhorn iterations, ``eps`` of the coefficients, ``norm_eps`` of both norms."""
+
+    iters: int
+    eps: float
+    norm_eps: float
+
+
 class HcMix(NamedTuple):
     """How a sub-layer's output returns to the streams, float32: post [T, N], comb [T, N, N] summed over its first stream index."""
 
     post: Tensor
     comb: Tensor
+
+
+class HcEntered(NamedTuple):
+    """What a sub-layer starts from.
+
+    Attributes:
+        streams_TND: The streams, with the previous sub-layer's output.
+        x_TD: The sub-layer's normed input.
+        rounded: Its codes float8_e4m3fn [T, D] and scale bytes uint8 [T, ceil(D / 128)], if they were asked for.
+        mix: How the sub-layer's output will be written.
+    """
+
+    streams_TND: Tensor
+    x_TD: Tensor
+    rounded: tuple[Tensor, Tensor] | None
+    mix: HcMix
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -95,12 +121,8 @@ def sinkhorn_scalar(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def has_kernel(dtype: torch.dtype, streams: int) -> bool:
-    """Return whether the fast kernels are for so many streams of a dtype; others take those of ``plain_hc_triton``."""
+    """Return whether streams have kernels made for their number and dtype; others take those of ``general_triton``."""
     return dtype == torch.bfloat16 and streams == KERNEL_STREAMS
-
-
-def _has_kernel(streams_TND: Tensor) -> bool:
-    return use_triton(streams_TND) and has_kernel(streams_TND.dtype, streams_TND.shape[1])
 
 
 def hc_sums(streams_TND: Tensor, fn: Tensor, row_tile: int | None = None) -> Tensor:
@@ -148,170 +170,108 @@ def _whole(output: Output) -> Tensor:
 def hc_expand(output: Output, streams_TND: Tensor, mix: HcMix) -> Tensor:
     """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
     y_TD = _whole(output)
-    if _has_kernel(streams_TND):
-        from dsv4lite.kernels.hc.triton import expand_triton
-
-        return expand_triton(y_TD, streams_TND, *mix)
-    if use_triton(streams_TND):
-        from dsv4lite.kernels.hc.unquantized_triton import plain_leave_enter_triton
-
-        return plain_leave_enter_triton(streams_TND, (y_TD, *mix), None)[0]
-    return hc_expand_ref(y_TD, streams_TND, mix)
-
-
-def hc_leave_enter_ref(
-    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor, row_tile: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """See ``hc_leave_enter``."""
-    if pending is not None:
-        streams_TND = hc_expand_ref(pending[0], streams_TND, pending[1])
-    return streams_TND, hc_sums(streams_TND, fn, row_tile)
-
-
-def hc_leave_enter(
-    streams_TND: Tensor, pending: tuple[Output, HcMix] | None, fn: Tensor, norm_eps: float, row_tile: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Apply the pending output of the previous sub-layer, if any, and project for the next one.
-
-    Returns:
-        The streams [T, N, D] and partial sums of their projection, float32 [parts, T, rows of fn + 1], for ``hc_collapse``.
-    """
-    written = None if pending is None else (_whole(pending[0]), pending[1])
-    if use_triton(streams_TND):
-        left = None if written is None else (written[0], *written[1])
-        if _has_kernel(streams_TND):
-            from dsv4lite.kernels.hc.triton import leave_enter_triton
-
-            return leave_enter_triton(streams_TND, left, fn)
-        from dsv4lite.kernels.hc.unquantized_triton import plain_leave_enter_triton
-
-        return plain_leave_enter_triton(streams_TND, left, fn, row_tile)
-    return hc_leave_enter_ref(streams_TND, written, fn, row_tile)
+    if not use_triton(streams_TND):
+        return hc_expand_ref(y_TD, streams_TND, mix)
+    leave_enter, _ = _kernels(streams_TND)
+    return leave_enter(streams_TND, (y_TD, mix), None, None)[0]
 
 
 def hc_collapse_ref(
-    streams_TND: Tensor,
-    sums: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-    exact: bool = True,
+    streams_TND: Tensor, sums: Tensor, weights: HcWeights, norm_weight: Tensor, settings: HcSettings, *, exact: bool = True
 ) -> tuple[Tensor, HcMix]:
-    """See ``hc_collapse``."""
-    projected = hc_normalise(sums, streams_TND.shape[1] * streams_TND.shape[2], norm_eps)
-    pre, post, comb = hc_split(projected, base, scale, iters, eps, exact=exact)
-    return rms_norm_ref(weighted_sum(streams_TND, pre), norm_weight, norm_eps), HcMix(post, comb)
+    """Return a sub-layer's normed input [T, D] and the mix for its output, from partial sums of the projection."""
+    projected = hc_normalise(sums, weights.fn.shape[1], settings.norm_eps)
+    pre, post, comb = hc_split(projected, weights.base, weights.scale, settings.iters, settings.eps, exact=exact)
+    return rms_norm_ref(weighted_sum(streams_TND, pre), norm_weight, settings.norm_eps), HcMix(post, comb)
 
 
-def hc_collapse(
-    streams_TND: Tensor,
-    sums: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-    exact: bool = True,
-) -> tuple[Tensor, HcMix]:
-    """Return the sub-layer's normed input [T, D] and the mix for its output.
-
-    Unless ``exact``, the last bits may depend on the number of tokens; those of the kernel never do.
-    """
-    if _has_kernel(streams_TND):
-        from dsv4lite.kernels.hc.triton import collapse_triton
-
-        x_TD, _, _, *mix = collapse_triton(
-            streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=False
-        )
-        return x_TD, HcMix(*mix)
-    if use_triton(streams_TND):
-        from dsv4lite.kernels.hc.unquantized_triton import plain_collapse_triton
-
-        x_TD, *mix = plain_collapse_triton(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
-        return x_TD, HcMix(*mix)
-    return hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=exact)
-
-
-def hc_collapse_quantize(
-    streams_TND: Tensor,
-    sums: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, HcMix]:
-    """Collapse, and quantize what comes of it.
-
-    Returns:
-        The sub-layer's normed input [T, D], its codes float8_e4m3fn [T, D] and scale bytes uint8 [T, ceil(D / 128)], and the mix.
-    """
-    if _has_kernel(streams_TND):
-        from dsv4lite.kernels.hc.triton import collapse_triton
-
-        x_TD, codes, scales, *mix = collapse_triton(
-            streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=True
-        )
-        return x_TD, codes.view(torch.float8_e4m3fn), scales, HcMix(*mix)
-    x_TD, returned = hc_collapse_ref(streams_TND, sums, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
-    return x_TD, *quantize_fp8_ref(x_TD, FP8_GROUP), returned
-
-
-def suits_few(streams_TND: Tensor, row_tile: int | None) -> bool:
-    """Return whether ``hc_enter_few`` is for these streams; its sums depend on whether there are few tokens."""
-    tokens, streams, width = streams_TND.shape
-    return row_tile is None and 0 < tokens <= FEW_TOKENS and width <= FEW_WIDTH and has_kernel(streams_TND.dtype, streams)
-
-
-def hc_enter_few(
+def hc_enter_ref(
     streams_TND: Tensor,
     pending: tuple[Output, HcMix] | None,
     weights: HcWeights,
     norm_weight: Tensor,
+    settings: HcSettings,
     *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-    quantize: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, HcMix]:
-    """Leave the previous sub-layer, if its output is pending, and enter the next one.
+    quantize: bool = False,
+    row_tile: int | None = None,
+) -> HcEntered:
+    """See ``hc_enter``."""
+    if pending is not None:
+        streams_TND = hc_expand_ref(_whole(pending[0]), streams_TND, pending[1])
+    sums = hc_sums(streams_TND, weights.fn, row_tile)
+    x_TD, mix = hc_collapse_ref(streams_TND, sums, weights, norm_weight, settings, exact=row_tile is not None)
+    return HcEntered(streams_TND, x_TD, quantize_fp8_ref(x_TD, FP8_GROUP) if quantize else None, mix)
 
-    Returns:
-        The streams [T, N, D], the sub-layer's normed input [T, D], its codes and scales as ``hc_collapse_quantize`` has them
-        (``None`` unless ``quantize``), and the mix.
+
+def hc_enter(
+    streams_TND: Tensor,
+    pending: tuple[Output, HcMix] | None,
+    weights: HcWeights,
+    norm_weight: Tensor,
+    settings: HcSettings,
+    *,
+    quantize: bool = False,
+    row_tile: int | None = None,
+) -> HcEntered:
+    """Write the previous sub-layer's output into the streams, if one is pending, and enter the next sub-layer.
+
+    Args:
+        streams_TND: float32 or bfloat16.
+        pending: That output, and the mix with which it is written.
+        weights: Of the next sub-layer's connection.
+        norm_weight: Of its norm, float32 [D].
+        settings: Of the model.
+        quantize: Return the input in FP8, too.
+        row_tile: As for ``gemm.matmul_rows``; any number makes a token's bits independent of the number of tokens.
     """
-    if use_triton(streams_TND):
-        from dsv4lite.kernels.hc.decode_small_triton import enter_few_triton
+    if not use_triton(streams_TND):
+        return hc_enter_ref(streams_TND, pending, weights, norm_weight, settings, quantize=quantize, row_tile=row_tile)
+    if suits_decode_small(streams_TND, row_tile):
+        from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 
-        left = None if pending is None else (pending[0], *pending[1])
-        streams_TND, x_TD, codes, scales, *mix = enter_few_triton(
-            streams_TND, left, *weights, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, fp8=quantize
-        )
-        return streams_TND, x_TD, (codes.view(torch.float8_e4m3fn), scales) if quantize else None, HcMix(*mix)
+        return enter_triton(streams_TND, pending, weights, norm_weight, settings, quantize=quantize)
+    leave_enter, collapse = _kernels(streams_TND)
     written = None if pending is None else (_whole(pending[0]), pending[1])
-    streams_TND, sums = hc_leave_enter_ref(streams_TND, written, weights.fn)
-    x_TD, returned = hc_collapse_ref(
-        streams_TND, sums, weights.base, weights.scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps, exact=False
+    streams_TND, sums = leave_enter(streams_TND, written, weights.fn, row_tile)
+    return HcEntered(streams_TND, *collapse(streams_TND, sums, weights, norm_weight, settings, quantize=quantize))
+
+
+def _kernels(streams_TND: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]:
+    """Return the launchers of both halves of ``hc_enter`` for streams of this number and dtype; both kinds take the same."""
+    if has_kernel(streams_TND.dtype, streams_TND.shape[1]):
+        from dsv4lite.kernels.hc import triton as kernels
+
+        return kernels.leave_enter_triton, kernels.collapse_triton
+    from dsv4lite.kernels.hc import general_triton
+
+    return general_triton.leave_enter_triton, general_triton.collapse_triton
+
+
+def suits_decode_small(streams_TND: Tensor, row_tile: int | None) -> bool:
+    """Return whether these streams are entered in one launch; its sums have another order than those of the other kernels.
+
+    Some of its programs wait for others. They may do so only if all that wait leave room for one that does not: then the launch
+    ends in whatever order its programs start.
+    """
+    tokens, streams, width = streams_TND.shape
+    waiting = tokens * (1 + -(-width // COLLAPSED_CHANNELS))
+    return (
+        row_tile is None
+        and 0 < tokens <= DECODE_SMALL_TOKENS
+        and width <= DECODE_SMALL_WIDTH
+        and has_kernel(streams_TND.dtype, streams)
+        and waiting < LEAST_RESIDENT * multiprocessors_of(streams_TND.device)
     )
-    return streams_TND, x_TD, quantize_fp8_ref(x_TD, FP8_GROUP) if quantize else None, returned
 
 
 def hc_head_norm(
     streams_TND: Tensor, weights: HcWeights, norm_weight: Tensor, *, eps: float, norm_eps: float, row_tile: int | None = None
 ) -> Tensor:
-    """Collapse the streams at the end of the model, and norm what comes of it, [T, D]."""
-    if use_triton(streams_TND) and suits_few(streams_TND, row_tile):
-        from dsv4lite.kernels.hc.decode_small_triton import enter_few_triton
+    """Collapse the streams at the end of the model, and norm the result, [T, D]."""
+    if use_triton(streams_TND) and suits_decode_small(streams_TND, row_tile):
+        from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 
-        return enter_few_triton(streams_TND, None, *weights, norm_weight, iters=0, eps=eps, norm_eps=norm_eps, fp8=False)[1]
+        return enter_triton(streams_TND, None, weights, norm_weight, HcSettings(0, eps, norm_eps), quantize=False).x_TD
     y_TD = hc_head(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)
     return rms_norm(y_TD, norm_weight, norm_eps)
 
@@ -329,16 +289,9 @@ def hc_head_ref(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps
 
 def hc_head(streams_TND: Tensor, weights: HcWeights, *, eps: float, norm_eps: float, row_tile: int | None = None) -> Tensor:
     """Collapse the streams at the end of the model, [T, D]."""
-    if _has_kernel(streams_TND):
-        from dsv4lite.kernels.hc.triton import collapse_triton, leave_enter_triton
-
-        _, sums = leave_enter_triton(streams_TND, None, weights.fn)
-        return collapse_triton(
-            streams_TND, sums, weights.base, weights.scale, None, iters=1, eps=eps, norm_eps=norm_eps, fp8=False
-        )[0]
-    if use_triton(streams_TND):
-        from dsv4lite.kernels.hc.unquantized_triton import plain_collapse_triton, plain_leave_enter_triton
-
-        _, sums = plain_leave_enter_triton(streams_TND, None, weights.fn, row_tile)
-        return plain_collapse_triton(streams_TND, sums, weights.base, weights.scale, None, iters=1, eps=eps, norm_eps=norm_eps)[0]
-    return hc_head_ref(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)
+    if not use_triton(streams_TND):
+        return hc_head_ref(streams_TND, weights, eps=eps, norm_eps=norm_eps, row_tile=row_tile)
+    leave_enter, collapse = _kernels(streams_TND)
+    _, sums = leave_enter(streams_TND, None, weights.fn, row_tile)
+    y_TD: Tensor = collapse(streams_TND, sums, weights, None, HcSettings(1, eps, norm_eps), quantize=False)[0]
+    return y_TD

@@ -1,15 +1,18 @@
-"""Kernel of ``hc_enter_few``: leaving, projecting and collapse in one launch, for one that waits for another takes too long.
+"""Kernel of ``hc_enter`` for few tokens: leaving, projecting and collapse in one launch, as further launches would cost more.
 
     project     one token x 32 or 64 channels, in float32 without tensor cores: writes the streams, and sends their sums
     mix         one token: waits for its sums, writes its ``post`` and ``comb``
     collapse    one token x 512 channels: leaves for them, too, waits for the sums, and writes the next sub-layer's input
 
-A number is its own sign that it has arrived: memory holds 0 before, and 0 is sent as -0. So nobody waits for a write to be
-confirmed, nor sends a flag behind it; streams would need one, and are found twice instead. When all have read a number its place is
-cleared. Programs that wait have larger numbers than those they wait for, which wait for nobody; only those that collapse a token,
-eight or so, tell each other its sums of squares. So it ends as long as a chip has room for these few at a time.
+Consumers poll the value itself: memory holds 0 where nothing has been written, and 0 is sent as -0. So no program waits until a
+write is confirmed, and none sends a flag. Streams would need a flag, and are computed twice instead. Once all consumers have read
+a number, its place is cleared for the next kernel.
 
-Sums differ in their last bits from those of ``hc_triton.py``, and with how many channels a program projects.
+Programs that project wait for no other. Those that mix and collapse do, the latter also for the others of their token, which
+exchange sums of squares. ``suits_decode_small`` admits a launch only if all that wait leave room on the chip for one that projects,
+so it ends in whatever order its programs start.
+
+Sums differ in their last bits from those of ``triton.py``, and with how many channels a program projects.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.gemm.triton import counters_of
+from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcMix, HcSettings, HcWeights, Output
 from dsv4lite.kernels.hc.triton import (
     PARTS_OF_SUM,
-    STREAMS,
+    Results,
     load4,
     normalise,
     normed,
@@ -36,11 +40,11 @@ from dsv4lite.kernels.hc.triton import (
     write_mix,
 )
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.quantize import FP8_GROUP
 
 _WARPS = 4
 # Channels of a token that one program projects: of more tokens more, or not all programs would run at once.
 _FEWEST_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
-_SHARE_GROUPS = 4  # of 128 channels of a token that one program collapses
 _RECORD = 32  # numbers that a program sends: those of the rows, and the sum of squares four times, so that they are read in pairs
 _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of it
 
@@ -51,7 +55,7 @@ def _written(
 ):  # fmt: skip
     """Return what a sub-layer has put out, float32 [UNIT]: ``y``, or the sum of its ``TOP_K`` experts and the shared one."""
     if TOP_K:
-        # Reference: sum_experts; what nobody has written is read, too, so that nothing waits for ``chosen``, and not used.
+        # Reference: sum_experts; what was never written is read, too, so that no read waits for ``chosen``, and not used.
         total = tl.zeros(column.shape, tl.float32)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
@@ -225,7 +229,7 @@ def _collapse(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _enter_few_kernel(
+def _enter_kernel(
     streams, y, chosen, shared, post, comb, fn, base, scale, normweight, inbox,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr,
@@ -253,61 +257,43 @@ def _enter_few_kernel(
         )  # fmt: skip
 
 
-def enter_few_triton(
+def enter_triton(
     streams_TND: Tensor,
-    pending: tuple[Tensor | ExpertSum, Tensor, Tensor] | None,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
+    pending: tuple[Output, HcMix] | None,
+    weights: HcWeights,
     norm_weight: Tensor,
+    settings: HcSettings,
     *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-    fp8: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch ``hc_enter_few``.
-
-    Args:
-        pending: A sub-layer's output, ``post`` and ``comb``.
-        iters: 0 for the head of the model, which does not return.
-        fp8: Quantize, too.
-
-    Returns:
-        The streams; the rest as ``collapse_triton``.
-    """
-    (tokens, streams, width), device = streams_TND.shape, streams_TND.device
-    assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
-    head, rows = iters == 0, len(fn)
-    assert rows == (4 if head else 24) and fn.shape[1] == STREAMS * width and fn.is_contiguous() and norm_weight.is_contiguous()
+    quantize: bool,
+) -> HcEntered:
+    """Launch ``hc_enter``; with 0 iterations, the head of the model, which has no mix."""
+    (tokens, streams, width), device, head = streams_TND.shape, streams_TND.device, settings.iters == 0
+    fn, base, scale = weights
+    assert streams == KERNEL_STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    assert len(fn) == (4 if head else 24) and fn.shape[1] == streams * width and fn.is_contiguous() and norm_weight.is_contiguous()
     assert fn.dtype == base.dtype == scale.dtype == norm_weight.dtype == torch.float32 and norm_weight.shape == (width,)
-    output, post, comb = pending or (streams_TND,) * 3
+    output, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
     if isinstance(output, ExpertSum):
         assert output.shared_TD is not None, "this rank has a part of the sum"
-        chosen, y, shared, experts = output.chosen_TK, output.outputs_TKD, output.shared_TD, output.experts
+        chosen, y, shared, experts = output.slots_TK, output.outputs_TKD, output.shared_TD, output.experts
         top_k = chosen.shape[1]
         assert y.shape == (tokens, top_k, width) and chosen.is_contiguous() and shared.is_contiguous(), y.shape
     elif pending is not None:
         y = output
     assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
-    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=on_gpu(streams_TND.device))
+    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=on_gpu(device))
     assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
-    x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
-    quantized = tokens if fp8 else 0
-    codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
-    scales = torch.empty(quantized, triton.cdiv(width, 128), dtype=torch.uint8, device=device)
-    mixed = 0 if head else tokens
-    new_post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
-    new_comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
-    _enter_few_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["SHARES"]) + mixed,)](
+    results = Results.allocate(streams_TND, head=head, quantize=quantize)
+    _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["SHARES"]) + len(results.post),)](
         streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
-        out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
-        ROWS=rows, HEAD=head, ITERS=iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=fp8, NATIVE=native_e4m3(x),
-        GPU=on_gpu(streams_TND.device), **sizes, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent_launch(device),
+        out, *results, tokens, settings.eps, settings.norm_eps,
+        ROWS=len(fn), HEAD=head, ITERS=settings.iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=quantize,
+        NATIVE=native_e4m3(streams_TND), GPU=on_gpu(device), **sizes, num_warps=_WARPS, enable_fp_fusion=False,
+        launch_pdl=dependent_launch(device),
     )  # fmt: skip
-    return out, x, codes, scales, new_post, new_comb
+    return HcEntered(out, *results.returned(quantize=quantize))
 
 
 def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
@@ -315,8 +301,8 @@ def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
 
     The interpreter runs one program after the other: there one program collapses a token, and waits for no other of its kind.
     """
-    groups = triton.cdiv(width, 128)
-    each = _SHARE_GROUPS if gpu else triton.next_power_of_2(groups)
+    groups = triton.cdiv(width, FP8_GROUP)
+    each = COLLAPSED_CHANNELS // FP8_GROUP if gpu else triton.next_power_of_2(groups)
     unit = _UNIT if tokens <= _FEWEST_TOKENS else _WIDER_UNIT
     return {
         "WIDTH": width,

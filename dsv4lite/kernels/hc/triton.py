@@ -1,4 +1,4 @@
-"""Kernels of ``hc.py``, for four streams in bfloat16.
+"""Kernels of ``hc_enter`` and ``hc_head`` for four streams in bfloat16.
 
     leave_enter   tokens x channels: writes a sub-layer's output into the streams, and sums of the projection over these channels
     mix           one program per token for the next sub-layer's input, and one for some tokens' ``post`` and ``comb``
@@ -11,6 +11,7 @@ with many a program takes a part. Streams are bfloat16, so weights in three bflo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.hc import KERNEL_STREAMS, HcMix, HcSettings, HcWeights, has_kernel
+from dsv4lite.kernels.quantize import FP8_GROUP
 
-STREAMS = 4
 UNIT_CHANNELS = 32  # channels
 PARTS_OF_SUM = 8
-_GROUP = 128  # channels that share an FP8 scale
 _MIX_TOKENS = 32  # whose coefficients one program finds, where there are many; of few, each has its own
 
 
@@ -395,16 +396,56 @@ def collapse_kernel(
             store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
 
 
-def _launch_leave_enter(
-    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None
+class Results(NamedTuple):
+    """What kernels write: x [T, D], its codes uint8 [T, D] and scale bytes, post [T, N] and comb [T, N, N].
+
+    The head has no mix, and only what is quantized has codes and scales: these tensors are empty.
+    """
+
+    x: Tensor
+    codes: Tensor
+    scales: Tensor
+    post: Tensor
+    comb: Tensor
+
+    @classmethod
+    def allocate(cls, streams_TND: Tensor, *, head: bool, quantize: bool) -> Results:
+        (tokens, streams, width), device = streams_TND.shape, streams_TND.device
+        quantized, mixed = tokens if quantize else 0, 0 if head else tokens
+        return cls(
+            torch.empty(tokens, width, dtype=streams_TND.dtype, device=device),
+            torch.empty(quantized, width, dtype=torch.uint8, device=device),
+            torch.empty(quantized, triton.cdiv(width, FP8_GROUP), dtype=torch.uint8, device=device),
+            torch.empty(mixed, streams, dtype=torch.float32, device=device),
+            torch.empty(mixed, streams, streams, dtype=torch.float32, device=device),
+        )
+
+    def returned(self, *, quantize: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None, HcMix]:
+        """Return x, the same in FP8 if it was quantized, and the mix."""
+        rounded = (self.codes.view(torch.float8_e4m3fn), self.scales) if quantize else None
+        return self.x, rounded, HcMix(self.post, self.comb)
+
+
+def leave_enter_triton(
+    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Leave (unless ``pending`` is ``None``) and enter (unless ``fn`` is); return the streams and the sums of the projection."""
+    """Launch the first half of ``hc_enter``.
+
+    Args:
+        streams_TND: The streams.
+        pending: A sub-layer's output to write, and its mix; ``None`` writes nothing.
+        fn: By which the result is projected; ``None`` projects nothing.
+        row_tile: Any number means the same: a token's bits are its own.
+
+    Returns:
+        The streams, and the partial sums of their projection.
+    """
     tokens, streams, width = streams_TND.shape
-    assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
-    y, post, comb = pending or (streams_TND,) * 3
+    assert streams == KERNEL_STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     rows = 1 if fn is None else fn.shape[0]
-    assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == STREAMS * width)
+    assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == KERNEL_STREAMS * width)
     tile, units = tile_for(tokens), units_of(width)
     programs = PARTS_OF_SUM if tile.whole else PARTS_OF_SUM * units
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
@@ -442,93 +483,48 @@ def _rows_tile(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def leave_enter_triton(streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch ``hc_leave_enter``; ``pending`` is a sub-layer's output, ``post`` and ``comb``."""
-    return _launch_leave_enter(streams_TND, pending, fn)
-
-
-def expand_triton(y_TD: Tensor, streams_TND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Launch ``hc_expand``."""
-    return _launch_leave_enter(streams_TND, (y_TD, post, comb), None)[0]
-
-
 def collapse_triton(
-    streams_TND: Tensor,
-    sums: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    normweight: Tensor | None,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-    fp8: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch ``hc_collapse`` and its likes.
-
-    Args:
-        streams_TND, sums, base, scale: As there.
-        normweight: ``None`` for the head of the model, which neither norms nor returns.
-        fp8: Quantize, too.
+    streams_TND: Tensor, sums: Tensor, weights: HcWeights, norm_weight: Tensor | None, settings: HcSettings, *, quantize: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, HcMix]:
+    """Launch the second half of ``hc_enter``, or, without ``norm_weight``, that of ``hc_head``, which neither norms nor mixes.
 
     Returns:
-        x [T, D], its codes uint8 [T, D] and scale bytes [T, ceil(D / 128)] (empty unless ``fp8``), post [T, N], comb [T, N, N].
+        x [T, D]; the same in FP8, or ``None`` unless ``quantize``; the mix.
     """
-    tokens, streams, width = streams_TND.shape
-    rows, device, head = base.shape[0], streams_TND.device, normweight is None
-    assert streams == STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    (tokens, _, width), rows = streams_TND.shape, len(weights.base)
+    assert has_kernel(streams_TND.dtype, streams_TND.shape[1]) and streams_TND.is_contiguous(), streams_TND.shape
+    head = norm_weight is None
     assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
     assert sums.shape[0] in (PARTS_OF_SUM, PARTS_OF_SUM * units_of(width)), sums.shape
-    assert normweight is None or (normweight.is_contiguous() and normweight.shape == (width,))
-    x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
-    quantized = tokens if fp8 else 0
-    codes = torch.empty(quantized, width, dtype=torch.uint8, device=device)
-    scales = torch.empty(quantized, triton.cdiv(width, _GROUP), dtype=torch.uint8, device=device)
-    mixed = 0 if head else tokens
-    post = torch.empty(mixed, STREAMS, dtype=torch.float32, device=device)
-    comb = torch.empty(mixed, STREAMS, STREAMS, dtype=torch.float32, device=device)
-    units = sums.shape[0] // PARTS_OF_SUM
-    mix_tokens = _mix_tokens(tile_for(tokens))
-    mixers = triton.cdiv(mixed, mix_tokens)
-    groups_tile = triton.next_power_of_2(triton.cdiv(width, _GROUP))
+    assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (width,))
+    results = Results.allocate(streams_TND, head=head, quantize=quantize)
+    mix_tokens = _MIX_TOKENS if tile_for(tokens).whole else 1
+    mixers = triton.cdiv(len(results.post), mix_tokens)
+    groups_tile = triton.next_power_of_2(triton.cdiv(width, FP8_GROUP))
     if tokens:
         collapse_kernel[(mixers + tokens,)](
             streams_TND,
             sums,
-            base,
-            scale,
-            x if normweight is None else normweight,
-            x,
-            codes,
-            scales,
-            post,
-            comb,
+            weights.base,
+            weights.scale,
+            results.x if norm_weight is None else norm_weight,
+            *results,
             tokens,
             mixers,
-            eps,
-            norm_eps,
+            settings.eps,
+            settings.norm_eps,
             WIDTH=width,
             ROWS=rows,
             ROWS_TILE=triton.next_power_of_2(rows + 1),
             GROUPS_TILE=groups_tile,
             PARTS=PARTS_OF_SUM,
-            UNITS=units,
+            UNITS=len(sums) // PARTS_OF_SUM,
             MIX_TOKENS=mix_tokens,
-            ITERS=iters,
+            ITERS=settings.iters,
             HEAD=head,
-            FP8=fp8,
-            NATIVE=native_e4m3(x),
-            num_warps=_collapse_warps(groups_tile),
+            FP8=quantize,
+            NATIVE=native_e4m3(streams_TND),
+            num_warps=min(8, max(4, groups_tile // 4)),  # the coefficients of many tokens want four, too
             enable_fp_fusion=False,
         )
-    return x, codes, scales, post, comb
-
-
-def _mix_tokens(tile: Tile) -> int:
-    """Return how many tokens' coefficients one program finds."""
-    return _MIX_TOKENS if tile.whole else 1
-
-
-def _collapse_warps(groups_tile: int) -> int:
-    """Return how many warps share a token's channels: the coefficients of many tokens want four, too."""
-    return min(8, max(4, groups_tile // 4))
+    return results.returned(quantize=quantize)

@@ -1,4 +1,4 @@
-"""Kernels of ``indexer.py`` on packed pages.
+"""Kernels of the indexer on packed pages.
 
     scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all of them
     select      one token whose scores fit into one program's registers: bisection for the threshold, then one running sum
@@ -17,28 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.indexer import PAGE_TOKENS
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, PlainRow, RowStore
+from dsv4lite.kernels.rows.triton import bf16
 
-PAGE_TOKENS = 256
 KEYS, WIDE_KEYS = 128, 64  # of a piece; of float32
 TOKENS = 32  # that share a piece
 PROGRAMS = 4096  # that scores are spread over at most
 SEGMENT = 4096  # scores of one program, where there are too many for one
 MOST = 8192  # scores that one program holds
 _STAGES = 2  # of the tokens' queries
-
-
-@triton.jit
-def _round(x, GPU: tl.constexpr):
-    """Round float32 to the nearest bfloat16, as float32."""
-    if GPU:
-        rounded = x.to(tl.bfloat16).to(tl.float32)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
-    return rounded
 
 
 # Bytes 0 and 1, then 2 and 3: their low nibbles, then their high ones. Every byte has its own scale: where k is multiplied from
@@ -135,7 +125,7 @@ def _query(
     if WIDE:
         weight = weight * weight_scale
     else:
-        weight = _round(_round(weight, GPU) * weight_scale, GPU)
+        weight = bf16(bf16(weight, GPU) * weight_scale, GPU)
     return q, weight
 
 
@@ -146,8 +136,8 @@ def _score(k, q, weight, WIDE: tl.constexpr, GPU: tl.constexpr):
     if WIDE:
         score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
     else:
-        closed = tl.maximum(_round(dots, GPU), 0.0)
-        score = _round(tl.sum(_round(closed * weight[None, :], GPU), 1), GPU)
+        closed = tl.maximum(bf16(dots, GPU), 0.0)
+        score = bf16(tl.sum(bf16(closed * weight[None, :], GPU), 1), GPU)
     return score
 
 

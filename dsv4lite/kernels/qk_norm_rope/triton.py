@@ -1,4 +1,4 @@
-"""Kernel of ``heads.py``: programs take a few heads of one token; whether query or index heads follows from where they stand.
+"""Kernels of ``head_norms``: programs take a few heads of one token; whether query or index heads follows from where they stand.
 
 How many heads a program takes follows from their width alone, and so does the order of every sum.
 """

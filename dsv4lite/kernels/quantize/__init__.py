@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import use_triton
 
+FP8_GROUP = 128  # numbers that share a scale: of activations in a row, of weights in a row and column
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4

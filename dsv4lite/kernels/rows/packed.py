@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4lite.kernels.e4m3 import to_bf16
+
 LOG2_E = 1.4426950408889634
 
 
@@ -14,8 +16,7 @@ def bf16(x, GPU: tl.constexpr):
     if GPU:
         rounded = x.to(tl.bfloat16)
     else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
+        rounded = to_bf16(x, GPU).to(tl.float32)
     return rounded
 
 

@@ -1,4 +1,4 @@
-"""Kernel of ``runs.py``: a program for a few sequences."""
+"""Kernel of ``place_runs``: a program for a few sequences."""
 
 from __future__ import annotations
 

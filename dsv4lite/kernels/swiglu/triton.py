@@ -1,4 +1,4 @@
-"""Kernels of ``swiglu.py``: one token x four groups of 128 channels for each program."""
+"""Kernels of SwiGLU: one token x four groups of 128 channels for each program."""
 
 from __future__ import annotations
 

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.kernels.hc import (
-    HcMix,
-    HcWeights,
-    Output,
-    hc_collapse,
-    hc_collapse_quantize,
-    hc_enter_few,
-    hc_expand,
-    hc_leave_enter,
-    suits_few,
-)
+from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights, Output, hc_enter, hc_expand
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.weights.quant import Numerics, Rounded
 
@@ -29,52 +19,17 @@ class Streams:
         self.value_TND = streams_TND
         self._pending: tuple[Output, HcMix] | None = None
         self._mix: HcMix | None = None
-        self._config = config
+        self._settings = HcSettings(config.sinkhorn_iters, config.hc_eps, config.norm_eps)
         self._row_tile = numerics.row_tile
         self._rounded = numerics.resident_fp8  # products whose weights are FP8 read their inputs in FP8
 
     def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
-        """Return the sub-layer's normed input [T, D], and the same in FP8 if the products that follow read that, else ``None``."""
-        c = self._config
-        if suits_few(self.value_TND, self._row_tile):
-            pending, self._pending = self._pending, None
-            self.value_TND, x_TD, rounded, self._mix = hc_enter_few(
-                self.value_TND,
-                pending,
-                weights,
-                norm_weight,
-                iters=c.sinkhorn_iters,
-                eps=c.hc_eps,
-                norm_eps=c.norm_eps,
-                quantize=self._rounded,
-            )
-            return x_TD, rounded
-        self.value_TND, projected = hc_leave_enter(self.value_TND, self._pending, weights.fn, c.norm_eps, self._row_tile)
-        self._pending = None
-        if self._rounded:
-            x_TD, codes, scales, self._mix = hc_collapse_quantize(
-                self.value_TND,
-                projected,
-                weights.base,
-                weights.scale,
-                norm_weight,
-                iters=c.sinkhorn_iters,
-                eps=c.hc_eps,
-                norm_eps=c.norm_eps,
-            )
-            return x_TD, (codes, scales)
-        x_TD, self._mix = hc_collapse(
-            self.value_TND,
-            projected,
-            weights.base,
-            weights.scale,
-            norm_weight,
-            iters=c.sinkhorn_iters,
-            eps=c.hc_eps,
-            norm_eps=c.norm_eps,
-            exact=self._row_tile is not None,
+        """Return the sub-layer's normed input [T, D], and the same in FP8 if the products that follow read that."""
+        pending, self._pending = self._pending, None
+        self.value_TND, x_TD, rounded, self._mix = hc_enter(
+            self.value_TND, pending, weights, norm_weight, self._settings, quantize=self._rounded, row_tile=self._row_tile
         )
-        return x_TD, None
+        return x_TD, rounded
 
     def leave(self, output: Output) -> None:
         """Take the sub-layer's output."""

@@ -1,4 +1,4 @@
-"""Kernels of ``hc.py`` for any number of streams in float32 or bfloat16: one program per token, so that its bits are its own.
+"""Kernels of ``hc_enter`` for any number of streams in float32 or bfloat16: one program per token, so its bits are its own.
 
     leave      writes a sub-layer's output into the streams, and sums the squares of what it writes
     collapse   coefficients of the token, its weighted sum of the streams, and the norm
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights
+from dsv4lite.kernels.hc.triton import Results
+from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 from dsv4lite.kernels.rows.triton import inverse_root, rounded
 
 _BLOCK = 1024  # channels at a time
@@ -110,16 +113,12 @@ def _collapse_kernel(
     tl.store(x + token * WIDTH + column, total.to(x.dtype.element_ty), mask=inside)
 
 
-def plain_leave_enter_triton(
-    streams_TND: Tensor, pending: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor | None, row_tile: int | None = None
+def leave_enter_triton(
+    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch ``hc_leave_enter``, or, without ``fn``, ``hc_expand``; ``pending`` is a sub-layer's output, ``post`` and ``comb``.
-
-    Returns:
-        The streams, and float32 [1, T, rows of fn + 1].
-    """
+    """Launch the first half of ``hc_enter``, as ``triton.leave_enter_triton`` does; the sums have one part."""
     tokens, streams, width = streams_TND.shape
-    y, post, comb = pending or (streams_TND,) * 3
+    y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     assert streams_TND.is_contiguous() and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     rows = 0 if fn is None else len(fn)
@@ -137,33 +136,19 @@ def plain_leave_enter_triton(
     return out, sums
 
 
-def plain_collapse_triton(
-    streams_TND: Tensor,
-    sums: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor | None,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch ``hc_collapse``; without ``norm_weight``, that of the model's head, which neither norms nor returns.
-
-    Returns:
-        x [T, D], post [T, N], comb [T, N, N].
-    """
-    (tokens, streams, width), rows, device, head = streams_TND.shape, len(base), streams_TND.device, norm_weight is None
+def collapse_triton(
+    streams_TND: Tensor, sums: Tensor, weights: HcWeights, norm_weight: Tensor | None, settings: HcSettings, *, quantize: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, HcMix]:
+    """Launch the second half of ``hc_enter`` or ``hc_head``, as ``triton.collapse_triton`` does."""
+    (tokens, streams, width), rows, head = streams_TND.shape, len(weights.base), norm_weight is None
     assert sums.shape == (1, tokens, rows + 1) and sums.is_contiguous() and streams_TND.is_contiguous(), sums.shape
     assert rows == (streams if head else streams * (streams + 2)), (rows, streams)
-    x = torch.empty(tokens, width, dtype=streams_TND.dtype, device=device)
-    mixed = 0 if head else tokens
-    post = torch.empty(mixed, streams, dtype=torch.float32, device=device)
-    comb = torch.empty(mixed, streams, streams, dtype=torch.float32, device=device)
+    x, _, _, *mix = Results.allocate(streams_TND, head=head, quantize=False)
     if tokens:
         _collapse_kernel[(tokens,)](
-            streams_TND, sums, base, scale, x if norm_weight is None else norm_weight, x, post, comb, eps, norm_eps,
+            streams_TND, sums, weights.base, weights.scale, x if norm_weight is None else norm_weight, x, *mix,
+            settings.eps, settings.norm_eps,
             STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
-            ITERS=iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+            ITERS=settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return x, post, comb
+    return x, quantize_fp8(x, FP8_GROUP) if quantize else None, HcMix(*mix)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsv4lite.kernels.experts import Tiles, experts_forward, scale_words
-from dsv4lite.kernels.experts.decode_small import ExpertSum, Router, moe_few, sum_experts
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, scale_words, sum_experts
+from dsv4lite.kernels.experts.decode_small import MoeInputs, Router, moe_decode_small
 from dsv4lite.kernels.gemm import fp8_linear
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import route
@@ -31,7 +31,7 @@ def test_sum_is_that_of_each_part_by_itself() -> None:
         Router(TOP_K, 1.5, bias, None, ids, positions),
         Router(TOP_K, 2.0, None, torch.rand(9, EXPERTS).topk(TOP_K).indices, ids, None),
     ):
-        parts = moe_few(logits, router, *rounded, h, *shared, w13, w2, 10.0)
+        parts = moe_decode_small(MoeInputs(logits, router, *rounded, h, *shared, w13, w2, 10.0))
         chosen, weights = route(
             logits,
             TOP_K,
@@ -42,8 +42,8 @@ def test_sum_is_that_of_each_part_by_itself() -> None:
             positions_T=router.positions_T,
         )
         added = fp8_linear(*swiglu_quantize(h, 10.0), *shared)
-        assert torch.equal(parts.chosen_TK, chosen) and torch.equal(parts.shared_TD, added)
-        expected = experts_forward(*rounded, chosen, weights, w13, w2, 10.0, added)
+        assert torch.equal(parts.slots_TK, chosen) and torch.equal(parts.shared_TD, added)
+        expected = experts_forward(ExpertInputs(*rounded, chosen, weights, w13, w2, 10.0), added)
         assert torch.equal(sum_experts(parts), expected) and not torch.equal(expected, added)
 
 

@@ -1,4 +1,4 @@
-"""Times the experts of few tokens at V4-Flash's shapes: ``python tests/kernels/bench_moe_few.py`` on a CUDA device.
+"""Times the experts of few tokens at V4-Flash's shapes: ``python tests/kernels/bench_decode_small.py`` on a CUDA device.
 
 Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
 give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
@@ -11,12 +11,12 @@ from bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.experts.decode_small import Router
-from dsv4lite.kernels.experts.decode_small_triton import moe_few_triton
-from dsv4lite.kernels.experts.triton import experts_forward_triton
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, experts_forward
+from dsv4lite.kernels.experts.decode_small import MoeInputs, Router
+from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
 from dsv4lite.kernels.gemm.triton import fp8_linear_triton
-from dsv4lite.kernels.hc import HcWeights
-from dsv4lite.kernels.hc.decode_small_triton import enter_few_triton
+from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights
+from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing.triton import route_triton
 from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
@@ -38,26 +38,25 @@ def main() -> None:
     ]
     fn = torch.randn(24, 4 * HIDDEN, device="cuda") / (4 * HIDDEN) ** 0.5
     weights, norm = HcWeights(fn, torch.randn(24, device="cuda"), torch.ones(3, device="cuda")), torch.ones(HIDDEN, device="cuda")
-    options = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
-    print(f"{'tokens':>7}{'alone':>9}{'moe_few':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
+    print(f"{'tokens':>7}{'alone':>9}{'decode_small':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
     for tokens in TOKENS:
         x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
         logits, h = torch.randn(tokens, EXPERTS, device="cuda"), torch.randn(tokens, 2 * WIDTH, device="cuda").bfloat16()
         streams = torch.randn(tokens, 4, HIDDEN, device="cuda").bfloat16()
-        mix = torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1)
+        mix = HcMix(torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1))
         ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
         router = Router(TOP_K, 1.5, torch.rand(EXPERTS, device="cuda"), None, ids, ids)
 
         def alone(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h) -> Tensor:  # type: ignore[type-arg]
             chosen = route_triton(logits, TOP_K, router.scale, router.bias_E, None, None, router.positions_T)
             added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i])
-            return experts_forward_triton(*x, *chosen, *layers[i], LIMIT, added)
+            return experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT), added)
 
         def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]
-            return moe_few_triton(logits, router, *x, h, *shared[i], *layers[i], LIMIT)
+            return moe_decode_small_triton(MoeInputs(logits, router, *x, h, *shared[i], *layers[i], LIMIT))
 
-        def enter(y, streams: Tensor = streams, mix: tuple = mix) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def,type-arg]
-            return enter_few_triton(streams, (y, *mix), *weights, norm, **options, fp8=True)
+        def enter(y: Tensor | ExpertSum, streams: Tensor = streams, mix: HcMix = mix) -> tuple[Tensor, ...]:
+            return enter_triton(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True)[:2]
 
         for i in range(COPIES):
             assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"
@@ -69,7 +68,7 @@ def main() -> None:
                 few,
                 lambda i, enter=enter, alone=alone: enter(alone(i)),  # type: ignore[misc]
                 lambda i, enter=enter, few=few: enter(few(i)),  # type: ignore[misc]
-                lambda i, x=x, chosen=chosen: experts_forward_triton(*x, *chosen, *layers[i], LIMIT),  # type: ignore[misc]
+                lambda i, x=x, chosen=chosen: experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT)),  # type: ignore[misc]
             )
         ]
         print(f"{tokens:>7}" + "".join(f"{time:>9.1f}" for time in times), flush=True)
