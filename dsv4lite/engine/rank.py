@@ -29,9 +29,8 @@ from dsv4lite.config import (
 )
 from dsv4lite.device import choose_device, give_back_unused, installed_version, own_thread, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
+from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.models.deepseek_v4.config import V4Config
@@ -143,34 +142,31 @@ class Prospect:
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
             drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
-            graphs: VerifyGraphs | None = None
-            plain: DecodeGraphs | None = None
-            sampling, rows = None, config.max_num_seqs
+            graphs: StepGraphs | None = None
             if model.paged and device.type == "cuda":
-                longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
-                if sampler is not None and (not most or mesh.layout.pp == 1):
+                rows, most, tokens = config.max_num_seqs, drafting.max_drafts, config.max_num_batched_tokens
+                in_one_stage, sampling = not most or mesh.layout.pp == 1, None  # verify steps are captured from ids to logits
+                if sampler is not None and in_one_stage:
                     sampled = min(tokens, rows * (1 + most))
                     sampling = DeviceSampler(sampler, slots=plan.sizes.slots, rows=sampled, vocab_size=vocab_size, device=device)
-                if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
-                    graphs = VerifyGraphs(
+                if model.capturable and in_one_stage:
+                    graphs = StepGraphs(
                         model,
                         cache,
                         max_num_seqs=rows,
-                        max_model_len=longest,
-                        widths=verify_widths(most, adaptive=drafting.adaptive),
+                        max_model_len=plan.max_model_len,
+                        widths=graph_widths(most, adaptive=drafting.adaptive),
                         max_tokens=tokens,
                         sampling=sampling,
                         drafter=drafter,
+                        adaptive=drafting.adaptive,
                     )
-                if model.capturable and (not most or (graphs is not None and drafting.adaptive)):
-                    shared = None if graphs is None else graphs.shared
-                    plain = DecodeGraphs(model, cache, max_num_seqs=rows, max_model_len=longest, sampling=sampling, shared=shared)
                 reserve(device, self.survey.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
-            runner = Runner(model, cache, sampler, graphs or plain, drafter, mesh, balancer, plain=plain if graphs else None)
+            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
             with torch.inference_mode():
                 cache_dir = config.compile_cache_dir or default_cache_dir()
                 runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)

@@ -39,7 +39,7 @@ _SERVE = "dsv4lite.engine.serve"
 
 
 class JointFlight:
-    """A step on its way on all ranks; see ``Flight``."""
+    """A step on its way on all ranks; see ``InFlightStep``."""
 
     def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], Landed]]) -> None:
         self.plan = plan

@@ -29,7 +29,7 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Prospect, bare, device_of, grammar_compiler
-from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
@@ -97,14 +97,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
-    """What a step has brought; see ``Flight``."""
+    """What a step has brought; see ``InFlightStep``."""
 
     results: dict[int, Sampled] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flight: Flight) -> Landed:
+    def of(cls, flight: InFlightStep) -> Landed:
         """Wait for a step."""
         return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
 
@@ -156,7 +156,7 @@ class Follower:
         self.mesh: Mesh | None = None
         self.prospect: Prospect | None = None
         self._reader = PlanReader()
-        self._flights: SimpleQueue[Flight | None] = SimpleQueue()
+        self._flights: SimpleQueue[InFlightStep | None] = SimpleQueue()
 
     def get_ready(self, store: tuple[str, int]) -> None:
         """Load everything, together with the other ranks.
@@ -208,7 +208,7 @@ class Follower:
             self._flights.put(None)
             apart.join()
 
-    def _run(self, step: Step) -> Flight | None:
+    def _run(self, step: Step) -> InFlightStep | None:
         runner = self._runner
         assert runner is not None
         for method, arguments in step.changes:

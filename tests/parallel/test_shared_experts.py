@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dsv4lite.engine import rank as rank_module
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.step_graphs import GraphShape, StepGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import choose_numerics
@@ -33,26 +33,26 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
     """Let engines run on pages, and record their decode steps."""
     without_device(patch)
 
-    def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+    def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
         result = work()
         return Recording(work, result), result
 
-    def replay(graphs: DecodeGraphs, sequences: Any, shape: StepShape) -> Any:
-        replays.append((len(sequences), graphs.shape_for(shape).size))
+    def replay(graphs: StepGraphs, sequences: Any, shape: GraphShape) -> Any:
+        replays.append((len(sequences), shape.sequences))
         return replaying(graphs, sequences, shape)
 
     def build(prospect: Prospect, *args: Any) -> Runner:
         runner = building(prospect, *args)
         if runner.model.capturable:
-            runner._graphs = DecodeGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
+            runner._graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
             runner._last_token = runner._graphs.last_token
         return runner
 
-    building, replaying = Prospect.build, DecodeGraphs.replay
+    building, replaying = Prospect.build, StepGraphs.replay
     patch.setattr(rank_module, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     patch.setattr(Prospect, "build", build)
-    patch.setattr(DecodeGraphs, "_record", record)
-    patch.setattr(DecodeGraphs, "replay", replay)
+    patch.setattr(StepGraphs, "_record", record)
+    patch.setattr(StepGraphs, "replay", replay)
 
 
 def requests(llm: LLM) -> list[RequestOutput]:
