@@ -310,7 +310,7 @@ class Runner:
         self._update_state(plan)
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
-        if not (plan.settled or self._resolves_on_device(plan, graph)):
+        if shape.unresolved and not self._resolves_on_device(plan, graph):
             assert self._accepted is not None
             plan = self._accepted.resolve(plan)
             shape = StepShape.of((plan,), self._routing)
@@ -321,7 +321,7 @@ class Runner:
         if recorder is not None and done.streams_TND is not None:
             recorder.watch(done.streams_TND)
         apply_saves(plan, self.cache)
-        samples = self._sample(plan, done)
+        samples = self._sample(plan, shape, done)
         self._broadcast_tokens(plan)
         drafts = self._draft(plan, shape, done, samples)
         return InFlightStep(
@@ -369,18 +369,20 @@ class Runner:
             return _Pass(batch=None, first_rows=first_rows)
         return _Pass(batch=output.batch, first_rows=first_rows, captured=output)
 
-    def _sample(self, plan: StepPlan, done: _Pass) -> Samples | RowSamples | None:
+    def _sample(self, plan: StepPlan, shape: StepShape, done: _Pass) -> Samples | RowSamples | None:
         """Sample the next tokens of the sequences that want one; ``None`` on ranks that do not sample."""
-        sequences, captured = [s for s in plan.sequences if s.sample], done.captured
-        if not sequences or not self.model.share.last:
-            return None
-        if captured is not None and self.sampler is None:
+        captured = done.captured
+        if not self.model.share.last or (captured is not None and self.sampler is None):
             return None
         if captured is not None and self._graphs is not None and self._sampling is not None:
+            sequences = plan.sequences  # all of them sample
             asked = self._sampling.prepare(sequences)
             out = self._graphs.sample(asked.needs) if asked.needs else captured.out
-            begun = None if plan.settled else Arrival(captured.spans[:, : len(sequences)])
+            begun = Arrival(captured.spans[:, : len(sequences)]) if shape.unresolved else None
             return self._sampling.finish(out, captured.logits, asked, sequences, done.first_rows, self._last_token, begun)
+        sequences = tuple([s for s in plan.sequences if s.sample])
+        if not sequences:
+            return None
         each = [
             (s, row + position - s.start, position)
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
@@ -414,8 +416,8 @@ class Runner:
 
         After a step that drafts, a later step starts only with tokens that are in its plan, so there is nothing to send.
         """
-        if not plan.max_drafts and (slots := [s.slot for s in plan.sequences if s.sample]):
-            self._tokens.begin(slots)
+        if not plan.max_drafts:
+            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | RowSamples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""

@@ -70,26 +70,24 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
         pages: Window pages of a sequence.
         columns: Columns by sequence id, of the step before.
     """
-    count = len(sequences)
-    none, zero = [-1] * (size - count), [0] * (size - count)
+    missing = size - len(sequences)
+    none, zero = [-1] * missing, [0] * missing
     _, slots, starts, token_ids, _, window_first, held, _, _, drafts, carries, _, slacks = (
         zip(*sequences, strict=True) if sequences else ((),) * 13
     )
-    tokens = token_ids if width == 1 else [(*ids, *[0] * (width - len(ids))) for ids in token_ids]
-    verified = (*carries, *zero, *drafts, *zero) if any(drafts) or any(carries) else ()
-    following = [-1] * count
-    if slacks.count(None) < count:
-        following = [-1 if slack is None else columns[s.seq_id] for s, slack in zip(sequences, slacks, strict=True)]
+    following = [-1] * size
+    if slacks.count(None) < len(slacks):
+        following[: len(slacks)] = [-1 if slack is None else columns[s[0]] for s, slack in zip(sequences, slacks, strict=True)]
+    tokens = token_ids if width == 1 else [ids if len(ids) == width else (*ids, *[0] * (width - len(ids))) for ids in token_ids]
     tails = [(-1,) * (pages - count) for count in range(pages + 1)]
-    before = [*starts, *none, *slots, *none, *verified]
-    after = [
-        *(*window_first, *zero, *following, *none),
+    values = [
+        *(*starts, *none, *slots, *none, *carries, *zero, *drafts, *zero, *window_first, *zero, *following),
         *(chain.from_iterable((*column, *zero) for column in zip(*tokens, strict=True)) if tokens else zero * width),
+        *chain.from_iterable([some + tails[len(some)] for some in held]),
+        *none * pages,
     ]
-    paged = [*chain.from_iterable([some + tails[len(some)] for some in held]), *none * pages]
-    gaps = [4 * size * rows for rows in (0 if verified else 2, _pages_row(width) - TOLD - width)]  # bytes that stay zero
-    # From a list, torch.tensor takes five times as long.
-    packed = struct.pack(f"{len(before)}i{gaps[0]}x{len(after)}i{gaps[1]}x{len(paged)}i", *before, *after, *paged)
+    told, unused = size * (TOLD + width), 4 * size * (_pages_row(width) - TOLD - width)
+    packed = struct.pack(f"{told}i{unused}x{size * pages}i", *values)  # torch.tensor takes five times as long to read a list
     return torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, size)
 
 

@@ -10,7 +10,7 @@ Streams and tokens have process groups of their own, each used in the order of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -77,13 +77,16 @@ class TokenBroadcast:
         """Whether a broadcast has started that no step has waited for."""
         return bool(self._pending)
 
-    def begin(self, slots: Sequence[int]) -> None:
+    def begin(self, slots: Iterable[int]) -> None:
         """Start to broadcast the tokens of some slots that a step has sampled; on every rank, in the order of the steps."""
         if self._replica.size == 1:
             return
+        slots = tuple(slots)
+        if not slots:
+            return
         index = self._index(slots)
         token_ids = self._last_token[index] if self.samples else torch.empty_like(index)
-        self._pending.append(_Sent(slots=tuple(slots), transfer=self._replica.begin_broadcast(token_ids, self._source)))
+        self._pending.append(_Sent(slots=slots, transfer=self._replica.begin_broadcast(token_ids, self._source)))
         if self._stages == 1:
             self.await_tokens(frozenset(slots))
 

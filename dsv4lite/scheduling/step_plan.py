@@ -126,11 +126,6 @@ class StepPlan:
         return not self.sequences[-1].decodes
 
     @property
-    def settled(self) -> bool:
-        """Whether the host knows where all runs begin."""
-        return not [s for s in self.sequences if s.slack is not None]
-
-    @property
     def decodes(self) -> bool:
         """Whether all runs are one known token, and guesses, and sample."""
         return not [s for s in self.sequences if not s.sample or len(s.token_ids) != 1 + s.drafts]
@@ -147,7 +142,8 @@ class StepShape(NamedTuple):
         in_flight: Some run's token is.
         max_drafts: Guesses that are wanted of what follows.
         behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
-        longest: Tokens of the longest sequence behind the step, as far as it may come.
+        longest: Tokens of the longest sequence after the step, at most.
+        unresolved: Some sequence continues from accepted lengths that only the device knows.
     """
 
     tokens: int
@@ -158,6 +154,7 @@ class StepShape(NamedTuple):
     max_drafts: int = 0
     behind_drafts: bool = False
     longest: int = 0
+    unresolved: bool = False
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -168,7 +165,7 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, behind_drafts = True, False, False
+        decodes, in_flight, behind_drafts, unresolved = True, False, False, False
         for plan in plans:
             if plan is None:
                 continue
@@ -180,11 +177,12 @@ class StepShape(NamedTuple):
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
             behind_drafts = behind_drafts or any(carries)
+            unresolved = unresolved or slacks.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest, unresolved)
 
 
 class Sampled(NamedTuple):

@@ -117,7 +117,11 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
         ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, True, longest=10)),
-        ([[sequence(1, 3, drafts=2, slack=4)], [sequence(2, 1, start=12)]], (), StepShape(3, 1, 3, True, False, longest=16)),
+        (
+            [[sequence(1, 3, drafts=2, slack=4)], [sequence(2, 1, start=12)]],
+            (),
+            StepShape(3, 1, 3, True, False, longest=16, unresolved=True),
+        ),
     ],
 )
 def test_shape_of_a_step_is_that_of_all_replicas(plans: Any, routed: Any, shape: StepShape) -> None:
