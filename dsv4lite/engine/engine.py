@@ -83,7 +83,7 @@ class EngineStats:
         step_s: Seconds of the last step.
         host_s: Of those, the host's part, for which a device with nothing else to do would wait: scheduling, launching, processing
             results. Updates are delivered while the device works.
-        speculation: How guessing tokens ahead went.
+        speculation: Counts of draft tokens, and what the controller knows.
     """
 
     steps: int = 0
@@ -119,8 +119,8 @@ class Engine:
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
         self._plan: MemoryPlan | None = None
-        self._deliver: Deliver = _nobody
-        self._deliver_failure: DeliverFailure = _nobody
+        self._deliver: Deliver = _ignore
+        self._deliver_failure: DeliverFailure = _ignore
         self._dead: EngineDeadError | None = None
         self._died = 0.0
         self._dying = threading.Lock()
@@ -134,7 +134,7 @@ class Engine:
         self._outputs: list[SequenceUpdate] = []
         self._in_flight: deque[InFlightStep | JointFlight] = deque()
         self._routed: dict[int, RoutedExperts] = {}
-        self._guesses: Guesses | None = None
+        self._proposer: Guesses | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
@@ -149,7 +149,7 @@ class Engine:
         """Load everything and start the thread; returns when the engine is ready.
 
         Args:
-            deliver: Called in the engine's thread, once per step, with the news of all sequences. Must not block.
+            deliver: Called in the engine's thread, once per step, with the updates of all sequences. Must not block.
             deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
 
         Raises:
@@ -324,7 +324,7 @@ class Engine:
             # On a CPU this thread does the work: what others take of the machine is no step's fault.
             clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
             costs = self._runner.step_costs
-            self._guesses = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock, ahead=self._plans_ahead)
+            self._proposer = Guesses(drafting, vocab_size=vocab_size, costs=costs, clock=clock, ahead=self._plans_ahead)
         self._scheduler = self._make_scheduler(plan, survey.model.window, drafting)
         self._inform(survey, plan, tokenizer)
 
@@ -371,7 +371,7 @@ class Engine:
             drafter_rows=drafting.own is not None,
             stages=config.layout.pp,
         )
-        propose = None if self._guesses is None else self._guesses.propose
+        propose = None if self._proposer is None else self._proposer.propose
         schedulers = [
             Scheduler(
                 limits,
@@ -391,8 +391,8 @@ class Engine:
         if preparing or (self._paused and not block):
             block, timeout = block or self._paused, _PAUSED_POLL_S
         if block and not self._in_flight:
-            if self._guesses is not None:
-                self._guesses.interrupt(idle=True)
+            if self._proposer is not None:
+                self._proposer.interrupt(idle=True)
             self._publish()
             if timeout is None:
                 self._scheduler.check()
@@ -439,7 +439,7 @@ class Engine:
 
     def _draft_length(self) -> int:
         """Return how many draft tokens in a row the next step should have."""
-        return 0 if self._guesses is None else self._guesses.choose_length(self._scheduler.num_running)
+        return 0 if self._proposer is None else self._proposer.choose_length(self._scheduler.num_running)
 
     def _most_in_flight(self, length: int) -> int:
         """Return how many steps may be in flight when a step of so many draft tokens is planned, and after it was launched."""
@@ -449,8 +449,8 @@ class Engine:
     def _launch(self, length: int, recorder: StepRecorder | None = None) -> bool:
         """Plan and launch a step, if any sequence can run; return whether one could."""
         plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
-        if self._guesses is not None and plan is not None and plan.prompts:
-            self._guesses.interrupt()
+        if self._proposer is not None and plan is not None and plan.prompts:
+            self._proposer.interrupt()
         self._notify(self._scheduler.pop_expired())
         if plan is not None:
             self._in_flight.append(self._runner.launch(plan, recorder))
@@ -488,9 +488,9 @@ class Engine:
         plan: Any = step.plan  # of replicas a joint one
         self._steps += 1
         self._generated += len(results)
-        if plan.max_drafts and self._guesses is not None:
+        if plan.max_drafts and self._proposer is not None:
             self._generated += sum([len(one.after) for one in results.values()])
-            self._guesses.count(plan, results)
+            self._proposer.count(plan, results)
         for seq_id, part in step.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
@@ -511,8 +511,8 @@ class Engine:
         """Forget a sequence that ended; return its last update, with the experts of its tokens if it asked for them."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._runner.remove(seq_id)
-        if self._guesses is not None:
-            self._guesses.forget(seq_id)
+        if self._proposer is not None:
+            self._proposer.forget(seq_id)
         routed = self._routed.pop(seq_id, None)
         return update if routed is None else replace(update, routed_experts=routed.by_position())
 
@@ -529,7 +529,7 @@ class Engine:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
-            speculation=SpeculationStats() if self._guesses is None else self._guesses.stats(),
+            speculation=SpeculationStats() if self._proposer is None else self._proposer.stats(),
             kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
         )
         self._flush()
@@ -694,5 +694,5 @@ def _answer(future: Future[Any], result: object = None, *, error: BaseException 
             future.set_exception(error)
 
 
-def _nobody(news: object) -> None:
-    """Deliver to nobody: before the engine is started."""
+def _ignore(what: object) -> None:
+    """Deliver nothing: the engine has not started."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
+from dsv4lite.engine.packing import apply_copies, apply_saves, empty_last_token, pack, padding, zero_fill
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -80,14 +80,14 @@ class _Pass:
     """What the model left of a step.
 
     Attributes:
-        batch: The step's tokens; of stages but the last one, only if the step ran eagerly.
         first_rows: Row of each sequence's first token.
-        streams_TND: Final streams of a step that ran eagerly.
+        batch: The tokens of a step that ran eagerly.
+        streams_TND: Its final streams.
         captured: Output of a captured step, on the last stage.
     """
 
-    batch: Batch | PagedBatch | None
     first_rows: Sequence[int]
+    batch: Batch | PagedBatch | None = None
     streams_TND: Tensor | None = None
     captured: StepOutput | None = None
 
@@ -310,10 +310,8 @@ class Runner:
         self._update_state(plan)
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
-        if shape.unresolved and not self._resolves_on_device(plan, graph):
-            assert self._accepted is not None
-            plan = self._accepted.resolve(plan)
-            shape = StepShape.of((plan,), self._routing)
+        if shape.unresolved and not self._resolves_on_device(graph):
+            plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
         if recorder is not None:
             recorder.begin(plan, graph)
@@ -321,6 +319,8 @@ class Runner:
         if recorder is not None and done.streams_TND is not None:
             recorder.watch(done.streams_TND)
         apply_saves(plan, self.cache)
+        if shape.unresolved and (self._sampling is None or self._sampling.prepare(plan.sequences).hosted):
+            plan, shape = self._resolve(plan)  # the host samples some of these rows, so it must know them
         samples = self._sample(plan, shape, done)
         self._broadcast_tokens(plan)
         drafts = self._draft(plan, shape, done, samples)
@@ -333,18 +333,22 @@ class Runner:
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         if plan.blanks and self._drafter is not None:
-            blank_rows(plan, self.cache.layers[len(self.model.layers) :])
+            zero_fill(plan, self.cache.layers[len(self.model.layers) :])
         apply_copies(plan, self.cache)
 
     def _graph_for(self, shape: StepShape) -> GraphShape | None:
         """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
         return None if self._graphs is None else self._graphs.shape_for(shape)
 
-    def _resolves_on_device(self, plan: StepPlan, graph: GraphShape | None) -> bool:
-        """Whether a captured step finds the accepted lengths that a plan continues from, and nothing on the host needs them."""
-        if graph is None or self._graphs is None or self._graphs.accepted is not self._accepted:
-            return False
-        return self._sampling is not None and not self._sampling.prepare(plan.sequences).hosted
+    def _resolves_on_device(self, graph: GraphShape | None) -> bool:
+        """Whether a captured step finds the accepted lengths of the step before at its own addresses."""
+        return graph is not None and self._graphs is not None and self._graphs.accepted is self._accepted
+
+    def _resolve(self, plan: StepPlan) -> tuple[StepPlan, StepShape]:
+        """Return a plan with what the step before accepted, and its shape. Waits for the device."""
+        assert self._accepted is not None
+        plan = self._accepted.resolve(plan)
+        return plan, StepShape.of((plan,), self._routing)
 
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
@@ -366,8 +370,8 @@ class Runner:
         first_rows = range(0, graph.width * len(plan.sequences), graph.width)
         if isinstance(output, Tensor):
             self._link.send((output.clone(),))  # the next replay may start before they are sent
-            return _Pass(batch=None, first_rows=first_rows)
-        return _Pass(batch=output.batch, first_rows=first_rows, captured=output)
+            return _Pass(first_rows=first_rows)
+        return _Pass(first_rows=first_rows, captured=output)
 
     def _sample(self, plan: StepPlan, shape: StepShape, done: _Pass) -> Samples | RowSamples | None:
         """Sample the next tokens of the sequences that want one; ``None`` on ranks that do not sample."""
@@ -378,7 +382,7 @@ class Runner:
             sequences = plan.sequences  # all of them sample
             asked = self._sampling.prepare(sequences)
             out = self._graphs.sample(asked.needs) if asked.needs else captured.out
-            begun = Arrival(captured.spans[:, : len(sequences)]) if shape.unresolved else None
+            begun = Arrival(captured.placed.runs_XS[:, : len(sequences)]) if shape.unresolved else None
             return self._sampling.finish(out, captured.logits, asked, sequences, done.first_rows, self._last_token, begun)
         sequences = tuple([s for s in plan.sequences if s.sample])
         if not sequences:

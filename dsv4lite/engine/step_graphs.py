@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs, window_pages
-from dsv4lite.kernels.runs import place_runs, place_runs_ref
+from dsv4lite.kernels.runs import PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
 from dsv4lite.models.deepseek_v4.batch import PagedBatch
@@ -67,21 +67,20 @@ class StepOutput:
     """What a replay leaves on the last stage, of R = sequences x width rows; valid on the same stream until the next replay.
 
     Attributes:
-        batch: The step's tokens.
-        spans: int32 [3 + width, sequences]: position, number of draft tokens, copy of the compressor state and tokens of each
-            sequence, as the device has resolved them.
+        placed: Positions, tokens and spans of the sequences, as the device has resolved them.
         logits: float32 [R, V].
         best: Of these: the largest, its token, and whether the row is finite.
         out: int32 [3, R]: the best token of each row, and twice whether the row is finite, as ``sample_rows`` returns it.
-        streams: [R, N, D], final streams, for the drafter.
+        batch: For the drafter, the step's tokens.
+        streams: For the drafter, final streams [R, N, D].
     """
 
-    batch: PagedBatch
-    spans: Tensor
+    placed: PlacedRuns
     logits: Tensor
     best: tuple[Tensor, Tensor, Tensor]
     out: Tensor
-    streams: Tensor | None
+    batch: PagedBatch | None = None
+    streams: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -314,23 +313,23 @@ class StepGraphs:
             self.last_token.index_copy_(0, placed.places_S, token_ids)
         usable = finite.int()
         out = torch.stack([token_ids.int(), usable, usable])
-        kept = streams if shape.drafts else None
-        return StepOutput(batch=batch, spans=placed.runs_XS, logits=logits, best=best, out=out, streams=kept)
+        left = StepOutput(placed=placed, logits=logits, best=best, out=out)
+        return replace(left, batch=batch, streams=streams) if shape.drafts else left  # what is kept takes memory in every graph
 
     def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: StepOutput, needs: Needs) -> Tensor:
-        slots_T, positions_T, size = inputs[1], output.batch.paging.positions_T, inputs.shape[1]
+        slots_T, positions_T, size = inputs[1], output.placed.positions_T, inputs.shape[1]
         width = len(positions_T) // size
         run = None
         if width > 1:
             slots_T = torch.where(positions_T.view(-1, width) < 0, -1, slots_T[:, None]).flatten()
             place_T = torch.arange(width, dtype=torch.int32, device=inputs.device).repeat(size)
-            run = (output.batch.token_ids_T.int(), place_T)
+            run = (output.placed.tokens_T.int(), place_T)
         return sampling.run(output.logits, output.best, slots_T, positions_T, self.last_token, needs, run)
 
     def _start_drafts(self, output: StepOutput) -> None:
         """Give the drafter its rows of a step whose sampled tokens are in ``_tokens``, and write where drafting starts."""
-        assert self.drafter is not None and output.streams is not None
-        streams, size = output.streams, output.spans.shape[1]
+        assert self.drafter is not None and output.batch is not None and output.streams is not None
+        streams, size = output.streams, len(output.placed.rows_S)
         tokens_T = self._peers.broadcast(self._tokens[: len(streams)], 0)
         self.drafter.feed(output.batch, streams, tokens_T)
         state = self._draft_state.first(size)

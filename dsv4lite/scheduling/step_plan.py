@@ -141,7 +141,6 @@ class StepShape(NamedTuple):
         decodes: All runs are one token and guesses that follow it, and nothing but what comes next is wanted of them.
         in_flight: Some run's token is.
         max_drafts: Guesses that are wanted of what follows.
-        behind_drafts: Some run starts from another copy of its carry than the first, as those behind guesses do.
         longest: Tokens of the longest sequence after the step, at most.
         unresolved: Some sequence continues from accepted lengths that only the device knows.
     """
@@ -152,7 +151,6 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
-    behind_drafts: bool = False
     longest: int = 0
     unresolved: bool = False
 
@@ -165,24 +163,23 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, behind_drafts, unresolved = True, False, False, False
+        decodes, in_flight, unresolved = True, False, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a turn of a loop for every token would cost several times as much.
-            _, _, starts, token_ids, _, _, _, samples, scores, drafts, carries, _, slacks = zip(*plan.sequences, strict=True)
+            _, _, starts, token_ids, _, _, _, samples, scores, drafts, _, _, slacks = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
             longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, slacks), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
-            behind_drafts = behind_drafts or any(carries)
             unresolved = unresolved or slacks.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, behind_drafts, longest, unresolved)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, longest, unresolved)
 
 
 class Sampled(NamedTuple):
