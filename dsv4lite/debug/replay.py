@@ -1,7 +1,7 @@
 """Runs a saved step again, op by op, each beside its reference, and names the first op that is wrong.
 
 Model and state are as they were. Sampling is no part of it: the model's own drafter guesses again behind the best tokens. A step
-that was replayed from a CUDA graph runs as it was recorded, padding included, but without the graph.
+that was replayed from a CUDA graph of width 1 runs as it was captured, padding included, but without the graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
-from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
 from dsv4lite.engine.packing import empty_last_token, pack
+from dsv4lite.engine.step_graphs import GraphShape
+from dsv4lite.engine.step_inputs import step_batch, step_inputs, window_pages
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.runs import place_runs
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
@@ -137,8 +139,8 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
     """
     places = Places.of(dump.plan.sequences)
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
-    if dump.graph is not None:
-        return RebuiltStep(model=model, cache=cache, plan=plan, batch=_recorded(plan, dump.graph, model, cache))
+    if dump.graph is not None and dump.graph.width == 1:
+        return RebuiltStep(model=model, cache=cache, plan=plan, batch=_captured(plan, dump.graph, model, cache))
     return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
 
 
@@ -159,14 +161,15 @@ def _home(saved: torch.device) -> str:
     return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
-def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> Batch:
-    """Return the step that a graph has recorded, padding included."""
+def _captured(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> Batch:
+    """Return the batch of a captured step of width 1, padding included."""
     last_token, device = empty_last_token(cache), cache.device
     tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)
     for sequence in plan.sequences:
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
-    inputs = decode_inputs(plan.sequences, graph.size, most_window_pages(model)).to(device)
-    return decode_batch(inputs, tables, last_token, model, graph.max_model_len)[0]
+    inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model, 1), {}).to(device)
+    resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
+    return step_batch(inputs, place_runs(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
 
 
 def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:

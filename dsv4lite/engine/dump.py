@@ -15,7 +15,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsv4lite.device import installed_version
-from dsv4lite.engine.graphs import GraphShape
+from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
@@ -32,7 +32,7 @@ from dsv4lite.state.cache import LayerCache
 from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
-VERSION = 2
+VERSION = 3
 REQUESTED = "it was asked for"  # a reason
 _HEADER = "dsv4lite.step"
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
@@ -108,7 +108,7 @@ class StepDump:
         drafter: Whether the engine had the model's own drafter, which had a part in the step if guesses were wanted.
         copies: Of each slot's accumulators.
         left_out: How many sequences of the step there was no room for.
-        graph: If the step was replayed from a CUDA graph, which one.
+        graph: Shape of the step if it was captured, else ``None``.
         settings: ``EngineConfig`` fields that say which model it was.
         numerics: Its arithmetic, and where it ran.
         versions: Of packages, driver and device.
@@ -142,7 +142,7 @@ class StepDump:
             "drafter": self.drafter,
             "copies": self.copies,
             "left_out": self.left_out,
-            "graph": None if self.graph is None else [self.graph.size, self.graph.max_model_len],
+            "graph": None if self.graph is None else asdict(self.graph),
             "settings": dict(self.settings),
             "numerics": {f.name: _plain(getattr(self.numerics, f.name)) for f in fields(self.numerics)},
             "versions": dict(self.versions),
@@ -183,7 +183,7 @@ class StepDump:
                 drafter=header["drafter"],
                 copies=header["copies"],
                 left_out=header["left_out"],
-                graph=None if header["graph"] is None else GraphShape(size=header["graph"][0], max_model_len=header["graph"][1]),
+                graph=None if header["graph"] is None else GraphShape(**header["graph"]),
                 settings=dict(header["settings"]),
                 numerics=_numerics(header["numerics"]),
                 versions=dict(header["versions"]),

@@ -24,7 +24,8 @@ from dsv4lite.engine.executor import Executor, JointFlight, MultiRankExecutor, m
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, drafting_of, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.runner import Flight, RoutedExperts, Runner
+from dsv4lite.engine.routed_experts import RoutedExperts
+from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import V4Config
@@ -47,6 +48,7 @@ Deliver = Callable[[list[SequenceUpdate]], None]
 DeliverFailure = Callable[[EngineDeadError], None]
 
 _PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
+_NO_PAGES_S = 0.0005  # how long the loop sleeps when no sequence can run
 _JOIN_POLL_S = 0.5  # how often one who closes looks whether the engine has died
 _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to come back from its step
 
@@ -78,9 +80,9 @@ class EngineStats:
         preemptions: How often a sequence gave up its state.
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
-        host_s: Of those, the host's part, for which a device with nothing else to do would wait: scheduling, launching, taking
-            results. News are delivered while the device works.
-        speculation: How guessing tokens ahead went.
+        host_s: Of those, the host's part, for which a device with nothing else to do would wait: scheduling, launching, processing
+            results. Updates are delivered while the device works.
+        speculation: Counts of draft tokens, and what the controller knows.
     """
 
     steps: int = 0
@@ -101,25 +103,23 @@ class Engine:
 
     Args:
         config: Settings.
-        overlap: Plan and launch a step before the results of the previous one are looked at: with a pipeline, of the one by as many
-            steps before as it has stages. Default: on CUDA, where the device works meanwhile; on a CPU there is nobody to.
+        overlap: Plan and launch a step before the host has the results of the previous one; with P pipeline stages, of the one P
+            steps before. Default: on CUDA. On a CPU a launch is the work itself, so steps do not overlap.
     """
 
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
-        self._most_in_flight = 0  # between two steps, if none is planned ahead
-        self._background = False  # a step runs by itself once it is launched
-        self._ahead = False  # and the next one may be planned meanwhile
-        self._guesses_ahead = False  # even if it has guesses and follows one with guesses
-        self._length = 0  # guesses in a row of the step that was planned last
+        self._overlaps = False  # a launched step runs while the host goes on
+        self._plans_ahead = False  # and the next one may be planned meanwhile
+        self._drafts_ahead = False  # even if both have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
         self._plan: MemoryPlan | None = None
-        self._deliver: Deliver = _nobody
-        self._deliver_failure: DeliverFailure = _nobody
+        self._deliver: Deliver = _ignore
+        self._deliver_failure: DeliverFailure = _ignore
         self._dead: EngineDeadError | None = None
         self._died = 0.0
         self._dying = threading.Lock()
@@ -130,10 +130,10 @@ class Engine:
         self._stats = EngineStats()
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
-        self._outbox: list[SequenceUpdate] = []
-        self._in_flight: deque[Flight | JointFlight] = deque()
+        self._outputs: list[SequenceUpdate] = []
+        self._in_flight: deque[InFlightStep | JointFlight] = deque()
         self._routed: dict[int, RoutedExperts] = {}
-        self._guesses: DraftProposer | None = None
+        self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
@@ -148,7 +148,7 @@ class Engine:
         """Load everything and start the thread; returns when the engine is ready.
 
         Args:
-            deliver: Called in the engine's thread, once per step, with the news of all sequences. Must not block.
+            deliver: Called in the engine's thread, once per step, with the updates of all sequences. Must not block.
             deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
 
         Raises:
@@ -287,8 +287,6 @@ class Engine:
                         self._drain()
                         if not self._closing and not self._paused:
                             self._step()
-                        if not self._background:
-                            self._publish()
             except BaseException as error:
                 self._die(error)
             finally:
@@ -317,16 +315,15 @@ class Engine:
             self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
         drafting = drafting_of(config, report)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
-        self._background = not on_cpu if self._overlap is None else self._overlap
-        # Guesses of the host follow tokens that it knows, so a step with some is planned when the last one has been looked at.
-        self._most_in_flight = config.layout.pp - 1
-        self._ahead = self._background and (config.layout.pp == 1 or not drafting.max_drafts)
-        self._guesses_ahead = self._ahead and self._runner.runs_ahead and not drafting.speculators
+        self._overlaps = not on_cpu if self._overlap is None else self._overlap
+        # A proposer on the host needs the tokens that it continues: a pipeline, which has no results in time, does not plan ahead.
+        self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
+        self._drafts_ahead = self._plans_ahead and self._runner.runs_ahead and not drafting.speculators
         if drafting.max_drafts:
             # On a CPU this thread does the work: what others take of the machine is no step's fault.
             clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
             costs = self._runner.step_costs
-            self._guesses = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
+            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
         self._inform(report, plan, tokenizer)
 
@@ -355,7 +352,7 @@ class Engine:
             drafter_rows=drafting.own is not None,
             stages=config.layout.pp,
         )
-        propose = None if self._guesses is None else self._guesses.propose
+        propose = None if self._proposer is None else self._proposer.propose
         schedulers = [
             Scheduler(
                 limits,
@@ -371,12 +368,12 @@ class Engine:
         """Run what others have asked for; wait for it when there is nothing else to do."""
         block, preparing, timeout = not self._scheduler.has_work(), self._preparing.num_waiting > 0, None
         if preparing:
-            self._outbox += self._preparing.expire(time.monotonic())
+            self._outputs += self._preparing.expire(time.monotonic())
         if preparing or (self._paused and not block):
             block, timeout = block or self._paused, _PAUSED_POLL_S
         if block and not self._in_flight:
-            if self._guesses is not None:
-                self._guesses.interrupt(idle=True)
+            if self._proposer is not None:
+                self._proposer.interrupt(idle=True)
             self._publish()
             if timeout is None:
                 self._scheduler.check()
@@ -391,86 +388,117 @@ class Engine:
                 return
 
     def _step(self) -> None:
-        """Launch the next step, then look at the results of the oldest one if there are more in flight than there may be."""
-        started = time.perf_counter()
-        recorder = self._recorder if self._recorder is not None and self._recorder.active else None
-        if recorder is not None:
-            self._settle()  # a step that may be saved runs alone
-        guesses = self._guesses
-        length = 0 if guesses is None else guesses.choose_length(self._scheduler.num_running)
-        rests, self._length = not (length or self._length), length  # nobody guesses, nor did before
-        if self._in_flight and not rests and self._ahead and not self._may_follow(length):
-            self._finish(started, started)
-        plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
-        if guesses is not None and plan is not None and plan.prompts:
-            guesses.interrupt()
-        self._tell(self._scheduler.pop_expired())
-        flight = self._runner.launch(plan, recorder) if plan is not None else None
-        launched = time.perf_counter()
-        if self._background:  # not before: readers would have taken the interpreter from this thread, and made the device wait
-            self._publish()
-        if flight is not None:
-            self._in_flight.append(flight)
-        most = self._most_in_flight + (self._ahead and (rests or self._may_follow(length)))
-        if len(self._in_flight) > (most if recorder is None and flight is not None else 0):
-            self._finish(started, launched, recorder)
-        elif not self._in_flight and self._scheduler.has_work():
-            time.sleep(0.0005)  # everybody waits for pages that only an abort or a deadline can free
+        """Launch the next step and wait for the results of the oldest one, where these are due."""
+        if self._recorder is not None and self._recorder.active:
+            self._finish_all()  # a step that may be saved runs alone
+            self._plain_step(self._recorder)
+        elif self._overlaps:
+            self._overlapped_step()
+        else:
+            self._plain_step()
 
-    def _may_follow(self, length: int) -> bool:
-        """Whether a step of so many guesses may be launched behind what is in flight."""
-        return (length == 0 or self._guesses_ahead) and self._scheduler.foresees(length)
+    def _plain_step(self, recorder: StepRecorder | None = None) -> None:
+        """Launch a step, wait for results, deliver them. Only the stages of a pipeline have several steps in flight."""
+        started = time.perf_counter()
+        launches = self._launch(self._draft_length(), recorder)
+        launched = time.perf_counter()
+        if len(self._in_flight) > (self.config.layout.pp - 1 if launches else 0):
+            self._finish(started, launched, recorder)
+        self._publish()
+
+    def _overlapped_step(self) -> None:
+        """Launch a step while the one before runs, deliver the results of the one before that, then wait for results."""
+        started = time.perf_counter()
+        length = self._draft_length()
+        if len(self._in_flight) > self._most_in_flight(length):  # the next plan depends on these results
+            self._finish(started, started)
+        launches = self._launch(length)
+        launched = time.perf_counter()
+        self._publish()  # readers take the interpreter from this thread: before the launch, the device would wait for them
+        if len(self._in_flight) > (self._most_in_flight(length) if launches else 0):
+            self._finish(started, launched)
+
+    def _draft_length(self) -> int:
+        """Return how many draft tokens in a row the next step should have."""
+        return 0 if self._proposer is None else self._proposer.choose_length(self._scheduler.num_running)
+
+    def _most_in_flight(self, length: int) -> int:
+        """Return how many steps may be in flight when a step of so many draft tokens is planned, and after it was launched."""
+        ahead = self._plans_ahead and (length == 0 or self._drafts_ahead) and self._scheduler.foresees(length)
+        return self.config.layout.pp - 1 + ahead
+
+    def _launch(self, length: int, recorder: StepRecorder | None = None) -> bool:
+        """Plan and launch a step, if any sequence can run; return whether one could."""
+        plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
+        if self._proposer is not None and plan is not None and plan.prompts:
+            self._proposer.interrupt()
+        self._notify(self._scheduler.pop_expired())
+        if plan is not None:
+            self._in_flight.append(self._runner.launch(plan, recorder))
+        elif not self._in_flight and self._scheduler.has_work():
+            time.sleep(_NO_PAGES_S)  # all sequences wait for pages, which only an abort or a deadline can free
+        return plan is not None
 
     def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None) -> None:
-        """Look at the results of the oldest step in flight.
+        """Wait for the results of the oldest step in flight and process them.
 
         Args:
             started, launched: When the host began to prepare what it launched last, and when that was done.
             recorder: Has watched the step.
         """
-        previous = self._in_flight.popleft()
-        results = previous.results()
-        landed = time.perf_counter()
+        oldest = self._in_flight.popleft()
+        results = oldest.results()
+        arrived = time.perf_counter()
         if recorder is not None:
-            recorder.end(previous.samples)
-        self._land(previous, results)
+            recorder.end(oldest.samples)
+        self._process(oldest, results)
         ended = time.perf_counter()
-        self._step_s, self._host_s = ended - started, launched - started + ended - landed
+        self._step_s, self._host_s = ended - started, launched - started + ended - arrived
 
-    def _land(self, flight: Flight | JointFlight, results: Mapping[int, Sampled]) -> None:
-        """Bring the results of a step to the scheduler, and its news to the outbox."""
-        plan: Any = flight.plan  # of replicas a joint one
+    def _finish_all(self) -> None:
+        """Wait for all steps in flight and process their results."""
+        while self._in_flight:
+            oldest = self._in_flight.popleft()
+            try:
+                self._process(oldest, oldest.results())
+            except Exception as error:
+                raise self._die(error) from error
+
+    def _process(self, step: InFlightStep | JointFlight, results: Mapping[int, Sampled]) -> None:
+        """Bring the results of a step to the scheduler, and queue what its requests are notified of."""
+        plan: Any = step.plan  # of replicas a joint one
         self._steps += 1
         self._generated += len(results)
-        if plan.max_drafts and self._guesses is not None:
+        if plan.max_drafts and self._proposer is not None:
             self._generated += sum([len(one.after) for one in results.values()])
-            self._guesses.count(plan, results)
-        for seq_id, part in flight.routed.items():
+            self._proposer.count(plan, results)
+        for seq_id, part in step.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
         for seq_id in self._runner.hosted.intersection(results):
             for one in (results[seq_id], *results[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        self._tell(self._scheduler.update(plan, results, scores=flight.scores))
+        self._notify(self._scheduler.update(plan, results, scores=step.scores))
 
-    def _tell(self, updates: list[SequenceUpdate]) -> None:
-        """Queue news for the next delivery; forget sequences that ended."""
+    def _notify(self, updates: list[SequenceUpdate]) -> None:
+        """Queue updates for the next delivery; release sequences that ended."""
         for update in updates:
             if update.finish_reason is not None:
-                update = self._farewell(update)
-            self._outbox.append(update)
+                update = self._release(update)
+            self._outputs.append(update)
 
-    def _farewell(self, update: SequenceUpdate) -> SequenceUpdate:
+    def _release(self, update: SequenceUpdate) -> SequenceUpdate:
+        """Forget a sequence that ended; return its last update, with the experts of its tokens if it asked for them."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._runner.remove(seq_id)
-        if self._guesses is not None:
-            self._guesses.forget(seq_id)
+        if self._proposer is not None:
+            self._proposer.forget(seq_id)
         routed = self._routed.pop(seq_id, None)
         return update if routed is None else replace(update, routed_experts=routed.by_position())
 
     def _publish(self) -> None:
-        """Bring the counters up to date, and deliver the news."""
+        """Update the counters, and deliver the queued updates."""
         counts = self._scheduler.stats()
         self._stats = EngineStats(
             steps=self._steps,
@@ -482,15 +510,15 @@ class Engine:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
-            speculation=SpeculationStats() if self._guesses is None else self._guesses.stats(),
+            speculation=SpeculationStats() if self._proposer is None else self._proposer.stats(),
             kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
         )
         self._flush()
 
     def _flush(self) -> None:
-        if self._outbox:
-            news, self._outbox = self._outbox, []
-            self._deliver(news)
+        if self._outputs:
+            updates, self._outputs = self._outputs, []
+            self._deliver(updates)
 
     # ------------------------------------------------------------------------------------------------- commands
 
@@ -508,11 +536,11 @@ class Engine:
             self._admit(request)
         except Exception as error:
             told = error if isinstance(error, DSV4LiteError) else failed(error)
-            self._outbox.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=told))
+            self._outputs.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=told))
             return
         for index in ended:
             for update in self._scheduler.abort(request.request_id, index=index):
-                self._farewell(update)  # which was told when it ended
+                self._release(update)  # which was told when it ended
 
     def _admit(self, request: Request) -> None:
         """Give a request to scheduler and runner; if that raises, neither knows of it."""
@@ -525,7 +553,7 @@ class Engine:
                 self._runner.add(sequence.seq_id, request, sequence.index)
         except Exception:
             for update in self._scheduler.abort(request.request_id):
-                self._farewell(update)
+                self._release(update)
             raise
         if request.params.return_routed_experts:
             leader = self._routed[sequences[0].seq_id] = RoutedExperts()
@@ -533,8 +561,8 @@ class Engine:
             self._routed.update({s.seq_id: RoutedExperts(shared=shared) for s in sequences[1:]})
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
-        self._outbox += self._preparing.end(request_id, reason, index)
-        self._tell(self._scheduler.abort(request_id, reason, index=index))
+        self._outputs += self._preparing.end(request_id, reason, index)
+        self._notify(self._scheduler.abort(request_id, reason, index=index))
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -555,17 +583,8 @@ class Engine:
 
     def _set_paused(self, paused: bool) -> None:
         if paused:
-            self._settle()
+            self._finish_all()
         self._paused = paused
-
-    def _settle(self) -> None:
-        """Wait for the steps in flight."""
-        while self._in_flight:
-            flight = self._in_flight.popleft()
-            try:
-                self._land(flight, flight.results())
-            except Exception as error:
-                raise self._die(error) from error
 
     def _lose(self, loss: EngineDeadError) -> None:
         """Learn, from another thread, that a rank is lost. Everybody is told there: the engine's may be in a step for ever."""
@@ -583,10 +602,10 @@ class Engine:
 
     def _expire(self) -> None:
         """End requests whose deadline passed while the engine is paused."""
-        self._tell(self._scheduler.expire(time.monotonic()))
+        self._notify(self._scheduler.expire(time.monotonic()))
 
     def _close(self) -> None:
-        self._settle()
+        self._finish_all()
         self._abort(None, "abort", None)
         self._publish()
         self._closing = True
@@ -656,5 +675,5 @@ def _answer(future: Future[Any], result: object = None, *, error: BaseException 
             future.set_exception(error)
 
 
-def _nobody(news: object) -> None:
-    """Deliver to nobody: before the engine is started."""
+def _ignore(what: object) -> None:
+    """Deliver nothing: the engine has not started."""

@@ -114,7 +114,7 @@ def make_executor(
 
 
 class JointFlight:
-    """A step that runs on all ranks; see ``Flight``."""
+    """A step that runs on all ranks; see ``InFlightStep``."""
 
     def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], StepResult]]) -> None:
         self.plan = plan

@@ -16,7 +16,7 @@ _FEW = (1, 2, 4, 8)
 
 
 def apply_copies(plan: StepPlan, cache: StateCache) -> None:
-    """Bring the state to where the step's sequences expect it: fresh, restored and forked slots, copied pages."""
+    """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages."""
     device = cache.device
     if plan.resets:
         cache.reset(_ids(plan.resets, device))
@@ -31,10 +31,10 @@ def apply_copies(plan: StepPlan, cache: StateCache) -> None:
             copy(*_pairs(pairs, device))
 
 
-def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
-    """Make window rows zero that a drafter, whose layers these are, has missed.
+def zero_fill(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
+    """Zero-fill the window rows of tokens for which a drafter, which has these layers, did not run.
 
-    Such a row is a key like any other: what looks at it is led nowhere.
+    Attention reads such a row as any other key; zeros keep the drafter independent of what the page held before.
     """
     addresses = [page * WINDOW_PAGE + place for page, first, last in plan.zero_rows for place in range(first, last)]
     for layer in layers:
@@ -42,13 +42,13 @@ def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
 
 
 def apply_saves(plan: StepPlan, cache: StateCache) -> None:
-    """Keep snapshots of what the step left at cached borders."""
+    """Save snapshots of the state that the step left at the boundaries of cached prefixes."""
     if plan.saves:
         cache.save(*_pairs(plan.saves, cache.device))
 
 
 def empty_last_token(cache: StateCache) -> Tensor:
-    """Return the place of the token sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
+    """Allocate the tokens sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
     return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
 
 
@@ -59,7 +59,7 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
         plan: What to run.
         model: Whose step it is.
         last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
-        most_tokens: As many as the replica has that has the most, of those that share the experts.
+        most_tokens: Tokens of the replica with the most, of those that share experts.
     """
     sequences = [
         SequenceInput(
@@ -89,9 +89,9 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
 
 
 def padding(tokens: int, model: DeepseekV4) -> Batch:
-    """Return a step of one sequence without a single real token: it launches everything and changes nothing.
+    """Return a step that is all padding: it launches everything and changes no state.
 
-    Ranks that share experts run it with equally many.
+    Ranks that share experts run it with the same number of tokens.
     """
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))

@@ -28,9 +28,8 @@ from dsv4lite.config import (
 )
 from dsv4lite.device import choose_device, give_back_unused, installed_version, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
+from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.models.deepseek_v4.config import V4Config
@@ -144,33 +143,27 @@ class Probe:
                 rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
                 sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
             drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
-            graphs: VerifyGraphs | None = None
-            plain: DecodeGraphs | None = None
-            sequences = config.max_num_seqs
+            graphs: StepGraphs | None = None
             if device.type == "cuda":
-                longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
-                if model.capturable and most and mesh.layout.pp == 1:  # a step that checks guesses is of one stage, ids to logits
-                    graphs = VerifyGraphs(
+                # Verify steps are captured from ids to logits.
+                if model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
+                    graphs = StepGraphs(
                         model,
                         cache,
-                        max_num_seqs=sequences,
-                        max_model_len=longest,
-                        widths=verify_widths(most, adaptive=drafting.adaptive),
-                        max_tokens=tokens,
+                        max_num_seqs=config.max_num_seqs,
+                        max_model_len=plan.max_model_len,
+                        widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
+                        max_tokens=config.max_num_batched_tokens,
                         sampling=sampler,
                         drafter=drafter,
-                    )
-                if model.capturable and (not most or (graphs is not None and drafting.adaptive)):
-                    shared = None if graphs is None else graphs.shared
-                    plain = DecodeGraphs(
-                        model, cache, max_num_seqs=sequences, max_model_len=longest, sampling=sampler, shared=shared
+                        adaptive=drafting.adaptive,
                     )
                 reserve(device, self.report.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
             if extra is not None:
                 refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
-            runner = Runner(model, cache, sampler, graphs or plain, drafter, mesh, balancer, plain=plain if graphs else None)
+            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
             with torch.inference_mode():
                 cache_dir = config.compile_cache_dir or default_cache_dir()
                 runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
-from dsv4lite.engine.graphs import GraphShape
+from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.sampling.samples import Samples

@@ -1,10 +1,10 @@
-"""Executes plans: packs, runs the model, samples, and hands back what the host needs."""
+"""Executes step plans on one rank: packs a batch, runs the model, samples, drafts, and sends for the results."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -14,73 +14,46 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.graphs import DecodeGraphs, DecodeOutput
-from dsv4lite.engine.packing import apply_copies, apply_saves, blank_rows, empty_last_token, pack, padding
+from dsv4lite.engine.packing import apply_copies, apply_saves, empty_last_token, pack, padding, zero_fill
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
-from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
+from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.parallel.pipeline import Hop, TokenRelay
+from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import Logprobs, Request
-from dsv4lite.sampling.sampler import RowNeeds, Sampler
+from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
+from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
-from dsv4lite.speculation.draft_state import Chain
+from dsv4lite.speculation.draft_state import DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers
-from dsv4lite.speculation.run_ends import RunEnds
 from dsv4lite.state.cache import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
 
 _WARM_UP_TOKENS = (1, 2, 9, 16, 17, 33, 129, 513, 1025)  # one for each range of tokens that launches kernels of its own
-# Up to so many pairs of token and expert, and so many for each expert, experts have kernels of their own.
+# Experts have kernels of their own up to these numbers of pairs of token and expert, and of pairs per expert.
 _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoutedExperts:
-    """The experts that one sequence chose, as they become known.
+class InFlightStep:
+    """A step that has been launched.
 
     Attributes:
-        parts: First position, and int16 [tokens, layers, K] from there on.
-        shared: Another sequence that may have run the prompt for this one, and how many tokens of it.
-    """
-
-    parts: list[tuple[int, Tensor]] = field(default_factory=list)
-    shared: tuple[RoutedExperts, int] | None = None
-
-    def by_position(self) -> Tensor | None:
-        """Join the parts; a position that ran twice (after a preemption) counts once."""
-        if not self.parts:
-            return None
-        every = self.parts
-        if self.shared is not None:
-            leader, tokens = self.shared
-            every = [(start, part[: tokens - start]) for start, part in leader.parts if start < tokens] + every
-        length = max(start + len(part) for start, part in self.parts)
-        joined = torch.empty(length, *every[0][1].shape[1:], dtype=torch.int16, device="cpu")
-        for start, part in every:
-            joined[start : start + len(part)] = part[: max(0, length - start)]
-        return joined
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flight:
-    """A step on its way.
-
-    Attributes:
-        samples: Tokens of the sequences that sample, on the device.
-        scores: Log-probabilities of prompt tokens, by sequence, on ranks that sample.
+        plan: What runs.
+        samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
+        scores: Log-probabilities of prompt tokens, by sequence, on the rank that samples.
         routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
-        drafts: Draft tokens int64 [S, K] of what follows, on their way, ``UNKNOWN`` from where there are none.
+        drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
@@ -102,22 +75,38 @@ class Flight:
         return results
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pass:
+    """What the model left of a step.
+
+    Attributes:
+        first_rows: Row of each sequence's first token.
+        batch: The tokens of a step that ran eagerly.
+        streams_TND: Its final streams.
+        captured: Output of a captured step, on the last stage.
+    """
+
+    first_rows: Sequence[int]
+    batch: Batch | None = None
+    streams_TND: Tensor | None = None
+    captured: StepOutput | None = None
+
+
 class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        hosted: Sequences that are to be told their tokens, see ``accept``.
-        runs_ahead: Whether runs may be planned behind guesses that nobody has checked yet.
-        warmed: What ``warm_up`` has done, in words.
-        step_costs: What it has found out of how long steps take, if there are several lengths of guesses to choose from.
+        hosted: Sequences whose rules on the host need their tokens, see ``accept``.
+        runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
+        warmed: What ``warm_up`` did, and in what time, as text.
+        step_costs: The times of steps with and without draft tokens that ``warm_up`` measured, if there is a choice.
 
     Args:
         model: This rank's part of the model.
         cache: Its state.
-        sampler: ``None`` on ranks that take over what another one samples.
-        graphs: Recorded decode steps.
-        drafter: The drafter on the device.
-        plain: Recorded steps that have nothing to do with guesses, where ``graphs`` are those that have.
+        sampler: ``None`` on ranks that do not sample.
+        graphs: Captured steps.
+        drafter: The model's own, on the device.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
     """
@@ -127,24 +116,20 @@ class Runner:
         model: DeepseekV4,
         cache: StateCache,
         sampler: Sampler | None,
-        graphs: DecodeGraphs | VerifyGraphs | None = None,
+        graphs: StepGraphs | None = None,
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
-        *,
-        plain: DecodeGraphs | None = None,
     ) -> None:
-        self.model = model
-        self._balancer = balancer
-        self.cache = cache
-        self.sampler = sampler
         mesh = mesh or Mesh.single()
-        self._graphs, self._plain = graphs, plain
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self._graphs = graphs
         self._drafter = drafter
+        self._balancer = balancer
         self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
-        self._hop, self._relay = Hop(mesh.pp), TokenRelay(mesh, self._last_token)
-        self._ends: RunEnds | None = None  # of the last step, where something may be planned behind it
+        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, self._last_token)
+        self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
@@ -153,12 +138,12 @@ class Runner:
         self.step_costs: StepCosts | None = None
 
     def prepare(self, grammar: StructuredOutputs) -> None:
-        """Begin to compile a grammar of which a sequence will have need."""
+        """Start to compile a grammar that a sequence will need."""
         if self.sampler is not None:
             self.sampler.compile(grammar)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
-        """Learn of a sequence before its first step."""
+        """Take in a sequence before its first step."""
         self._requests[seq_id] = request
         if request.params.return_routed_experts:
             self._routing.add(seq_id)
@@ -168,30 +153,30 @@ class Runner:
                 self.hosted.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence; it may already be forgotten."""
+        """Forget a sequence; unknown ones are ignored."""
         self._routing.discard(seq_id)
         self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Tell a sequence the token that was sampled for it; it may be forgotten by now."""
+        """Give a sequence's rules the token that was sampled for it; unknown sequences are ignored."""
         if self.sampler is not None:
             self.sampler.accept(seq_id, token_id)
 
     def close(self) -> None:
-        """Free the graphs, which the process groups wait for; the rest goes in whatever order Python chooses."""
-        for graphs in self._every_graph():
-            graphs.forget()
+        """Free the graphs, which process groups wait for; the order in which the rest is freed is of no importance."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
-        """Make ready what steps of up to ``max_tokens`` tokens need, and record the graphs; nothing to do without kernels.
+        """Compile and run what steps of up to ``max_tokens`` tokens need, and capture the graphs; nothing to do without kernels.
 
         Args:
             max_tokens: Most tokens of a step.
             max_model_len: No sequence is longer.
             cache_dir: Where compiled kernels are kept.
-            progress: Told of kernels, then of shapes.
+            progress: Called with counts of kernels, then of shapes.
         """
         if self.cache.device.type == "cpu":
             return
@@ -202,49 +187,45 @@ class Runner:
                 progress(LoadProgress(phase="warmup", done=done, total=total, unit=unit))
 
         started = time.monotonic()
-        lengths = self._warm_up_lengths(max_tokens)
-        recordings = self._recordings()
+        lengths, graphs = self._warm_up_lengths(max_tokens), self._graphs
+        # The largest shapes first: the others fit into the memory that these took.
+        captures = [] if graphs is None else [partial(graphs.capture, shape) for shape in reversed(graphs.shapes)]
         with recording() as wanted, self.model.brief():
-            self.rehearse(max_tokens, max_model_len)
-        recorded = time.monotonic()
+            self.dry_run(max_tokens, max_model_len)
+        found = time.monotonic()
         prepare(wanted, cache_dir, partial(tell, "kernels"))
-        prepared, total = time.monotonic(), len(lengths) + len(recordings)
+        prepared, total = time.monotonic(), len(lengths) + len(captures)
         for done, length in enumerate(lengths):
             self._run_padding(length, length)
             tell("shapes", done + 1, total)
         ran = time.monotonic()
-        for done, (_, capture) in enumerate(recordings):
+        for done, capture in enumerate(captures):
             capture()
             tell("shapes", len(lengths) + done + 1, total)
         padding_place = len(self._last_token) - 1
-        self._relay.begin([padding_place])  # connects the ranks
-        self._relay.await_tokens({padding_place})
+        self._tokens.begin([padding_place])  # connects the ranks
+        self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        self.step_costs = self._time_steps()
+        if graphs is not None and self.model.share.mesh.layout.world == 1:  # several ranks would have to measure together
+            self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
         layers = self.model.share.layers
         self.warmed = (
-            f"warm-up of layers {layers.start} to {layers.stop - 1}: {recorded - started:.1f} s to find {len(wanted)} kernels, "
-            f"{prepared - recorded:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
-            f"{captured - ran:.1f} s to record {len(recordings)} graphs"
+            f"warm-up of layers {layers.start} to {layers.stop - 1}: {found - started:.1f} s to find {len(wanted)} kernels, "
+            f"{prepared - found:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
+            f"{captured - ran:.1f} s to capture {len(captures)} graphs"
         )
         if self.step_costs is not None:
             self.warmed += f", {time.monotonic() - captured:.2f} s to time steps: {self.step_costs}"
         log.info(self.warmed)
 
-    def _time_steps(self) -> StepCosts | None:
-        """Find out how long steps take, where that decides how far to guess: with others it would have to be done together."""
-        verify, plain = self._graphs, self._plain
-        if plain is None or not isinstance(verify, VerifyGraphs) or self.model.share.mesh.layout.world > 1:
-            return None
-        return measure_steps(plain, verify, self.cache, self.model.config.vocab_size)
-
-    def rehearse(self, max_tokens: int, max_model_len: int) -> None:
-        """Launch, on padding, whatever steps of up to ``max_tokens`` tokens may launch on this rank, whatever came before them."""
+    def dry_run(self, max_tokens: int, max_model_len: int) -> None:
+        """Launch, on padding, everything that steps of up to ``max_tokens`` tokens may launch on this rank."""
         for length in self._warm_up_lengths(max_tokens):
             for longest in {length, max_model_len}:
                 self._run_padding(length, longest)
-        for rehearse, _ in self._recordings():
-            rehearse()
+        if self._graphs is not None:
+            for shape in self._graphs.shapes:
+                self._graphs.dry_run(shape)
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens that launch all kernels between them."""
@@ -258,24 +239,6 @@ class Runner:
         wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
-    def _every_graph(self) -> list[DecodeGraphs | VerifyGraphs]:
-        """Return the recorded steps, those of the most rows first."""
-        return [graphs for graphs in (self._graphs, self._plain) if graphs is not None]
-
-    def _graphs_for(self, shape: StepShape) -> DecodeGraphs | VerifyGraphs | None:
-        """Return the graphs that a step can be replayed from, if there are any: without guesses those that know of none."""
-        return next((graphs for graphs in reversed(self._every_graph()) if graphs.covers(shape)), None)
-
-    def _recordings(self) -> list[tuple[Callable[[], Tensor], Callable[[], None]]]:
-        """Return how each graph is rehearsed and captured, the largest first: the others fit into the memory that it took."""
-        found: list[tuple[Callable[[], Tensor], Callable[[], None]]] = []
-        for graphs in self._every_graph():
-            if isinstance(graphs, VerifyGraphs):
-                found += [(partial(graphs.rehearse, shape), partial(graphs.capture, shape)) for shape in reversed(graphs.shapes)]
-            else:
-                found += [(partial(graphs.rehearse, each), partial(graphs.capture, each)) for each in reversed(graphs.shapes)]
-        return found
-
     def _run_padding(self, tokens: int, longest: int) -> None:
         """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
         batch = padding(tokens, self.model)
@@ -283,13 +246,13 @@ class Runner:
         streams_TND = self._forward(batch, drafts=True)
         if self.model.share.last:
             logits = self.model.logits(streams_TND[:1])
-            if self.sampler is not None and self._graphs is None:  # graphs bring their sampling along
+            if self.sampler is not None and self._graphs is None:  # graphs capture their own sampling
                 self.sampler.warm_up(logits)
         if self._drafter is not None:
             self._drafter.feed(batch, streams_TND, batch.token_ids_T)
-            nobody = Chain.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])
-            # Whatever is chosen does not count: kernels are not launched while they are looked for.
-            self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
+            none = DraftState.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])
+            # Token 0 stands for the best one, which no kernel has written in a dry run.
+            self._drafter.draft(none, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
     def _forward(self, batch: Batch, *, drafts: bool) -> Tensor:
         """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
@@ -301,37 +264,37 @@ class Runner:
         if not model.share.first:
             shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
-            self._hop.take((before_TND, *rest))
+            self._link.receive((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
         layers = self.cache.layers if drafts else self.cache.layers[: len(model.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
-            self._hop.pass_on((streams_TND, *rest))
+            self._link.send((streams_TND, *rest))
         return streams_TND
 
     def take_part(self, shape: StepShape) -> None:
         """Let this rank's experts work for replicas that have something to run, while its own has nothing.
 
         Args:
-            shape: Of the step of all.
+            shape: Of the step of all replicas.
         """
         if self._balancer is not None:
             self._balancer.step()
-        graphs = self._graphs_for(shape)
-        if graphs is None:
+        graphs, graph = self._graphs, self._graph_for(shape)
+        if graphs is None or graph is None:
             self.model.take_part(shape.tokens)
         else:
-            output = graphs.replay((), shape)
-            if isinstance(graphs, VerifyGraphs) and isinstance(output, VerifyOutput) and graphs.drafter is not None:
-                if shape.max_drafts:
-                    graphs.draft(output.out[0], shape.max_drafts)
+            output = graphs.replay((), graph)
+            if graph.drafts:
+                if shape.max_drafts and isinstance(output, StepOutput):
+                    graphs.draft((), output.out[0], shape.max_drafts)
                 return
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> Flight:
+    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> InFlightStep:
         """Start a step; on a device with a stream of its own this returns before the step ends.
 
         Args:
@@ -341,159 +304,132 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        config, numerics = self.model.config, self.model.numerics
-        if self._relay.busy:
-            self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        if plan.zero_rows and self._drafter is not None:
-            blank_rows(plan, self.cache.layers[len(self.model.layers) :])
-        apply_copies(plan, self.cache)
+        self._update_state(plan)
         shape = shape or StepShape.of((plan,), self._routing)
-        graphs = self._graphs_for(shape)
-        if not (plan.resolved or (isinstance(graphs, VerifyGraphs) and graphs.ends is self._ends)):
-            plan = self._settle(plan)
-            shape = StepShape.of((plan,), self._routing)
+        graph = self._graph_for(shape)
+        if shape.unresolved and not self._resolves_on_device(graph):
+            plan, shape = self._resolve(plan)
+            graph = self._graph_for(shape)
         if recorder is not None:
-            recorder.begin(plan, graphs.shape_for(shape) if isinstance(graphs, DecodeGraphs) else None)
-        if isinstance(graphs, VerifyGraphs):
-            return self._verify(plan, graphs, shape)
-        if graphs is not None:
-            return self._replay(plan, graphs, shape)
+            recorder.begin(plan, graph)
+        done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
+        if recorder is not None and done.streams_TND is not None:
+            recorder.watch(done.streams_TND)
+        apply_saves(plan, self.cache)
+        if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
+            plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
+        samples = self._sample(plan, shape, done)
+        self._broadcast_tokens(plan)
+        drafts = self._draft(plan, shape, done, samples)
+        return InFlightStep(
+            plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), routed=self._routed(plan, done)
+        )
+
+    def _update_state(self, plan: StepPlan) -> None:
+        """Wait for the tokens that a step starts with, and bring the state to where its sequences expect it."""
+        if self._tokens.pending:
+            self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
+        if plan.zero_rows and self._drafter is not None:
+            zero_fill(plan, self.cache.layers[len(self.model.layers) :])
+        apply_copies(plan, self.cache)
+
+    def _graph_for(self, shape: StepShape) -> GraphShape | None:
+        """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
+        return None if self._graphs is None else self._graphs.shape_for(shape)
+
+    def _resolves_on_device(self, graph: GraphShape | None) -> bool:
+        """Whether a captured step finds the accepted lengths of the step before at its own addresses."""
+        return graph is not None and self._graphs is not None and self._graphs.accepted is self._accepted
+
+    def _resolve(self, plan: StepPlan) -> tuple[StepPlan, StepShape]:
+        """Return a plan with what the step before accepted, and its shape. Waits for the device."""
+        assert self._accepted is not None
+        plan = self._accepted.resolve(plan)
+        return plan, StepShape.of((plan,), self._routing)
+
+    def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
+        """Run the model on a batch made for the plan."""
+        config, numerics = self.model.config, self.model.numerics
         batch = pack(plan, self.model, self._last_token, shape.tokens)
-        routing = [s for s in plan.sequences if s.seq_id in self._routing] if self._routing else []
-        if routing:
+        if self._routing and any(s.seq_id in self._routing for s in plan.sequences):
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
-        if recorder is not None:
-            recorder.watch(streams_TND)
-        apply_saves(plan, self.cache)
-        if not self.model.share.last:
-            self._remember(plan, [s for s in plan.sequences if s.sample])
-            return Flight(plan=plan, samples=None)
-        rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
-        first_row = {s.seq_id: row for s, row in zip(plan.sequences, rows, strict=True)}
-        samples = self._sample(plan, first_row, partial(self._logits, streams_TND))
-        return Flight(
-            plan=plan,
-            samples=samples,
-            drafts=self._draft(plan, shape, batch, streams_TND, rows, samples),
-            scores=self._scores(plan, streams_TND, first_row),
-            routed={s.seq_id: (s.start, self._routed(s, batch, first_row[s.seq_id])) for s in routing},
-        )
+        first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
+        return _Pass(batch=batch, first_rows=first_rows, streams_TND=streams_TND)
 
-    def _settle(self, plan: StepPlan) -> StepPlan:
-        """Ask the device where runs begin that were planned before anybody knew."""
-        assert self._ends is not None
-        return self._ends.settle(plan)
+    def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
+        """Run the captured step of a shape."""
+        assert self._graphs is not None
+        if not self.model.share.first:
+            self._link.receive((self._graphs.streams_before(graph),))
+        output = self._graphs.replay(plan.sequences, graph)
+        first_rows = range(0, graph.width * len(plan.sequences), graph.width)
+        if isinstance(output, Tensor):
+            self._link.send((output.clone(),))  # the next replay may start before they are sent
+            return _Pass(first_rows=first_rows)
+        return _Pass(first_rows=first_rows, captured=output)
 
-    def _logits(self, streams_TND: Tensor, rows: list[int]) -> Tensor:
-        return self.model.logits(_take(streams_TND, rows))
+    def _sample(self, plan: StepPlan, shape: StepShape, done: _Pass) -> Samples | None:
+        """Sample the next tokens of the sequences that want one; ``None`` on ranks that do not sample."""
+        captured, sampler, first_rows = done.captured, self.sampler, done.first_rows
+        if captured is not None and self._graphs is not None:
+            if sampler is None:
+                return None
+            sequences = plan.sequences  # all of them sample
+            asked = sampler.prepare(sequences)
+            rules = sampler.rules(asked, sequences, first_rows)
+            out = self._graphs.sample(asked.needs, None if rules is None else rules.masks) if asked.needs else captured.out
+            begun = Arrival(captured.placed.runs_XS[:, : len(sequences)]) if shape.unresolved else None
+            return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, rules, begun)
+        if done.streams_TND is None or not self.model.share.last:
+            return None
+        each = [(s, row + s.end - 1 - s.drafts - s.start) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
+        if not each:
+            return None
+        rows = [row + place for s, row in each for place in range(1 + s.drafts)]
+        logits = self.model.logits(_take(done.streams_TND, rows))  # every rank has a part in the logits
+        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
 
-    def _verify(self, plan: StepPlan, graphs: VerifyGraphs, shape: StepShape) -> Flight:
-        """Start a step that may check guesses from its graphs: one more samples, where it can, and others guess what follows."""
-        output, sequences = graphs.replay(plan.sequences, shape), plan.sequences
-        apply_saves(plan, self.cache)
-        begun = None if plan.resolved else Arrival(output.runs[:, : len(sequences)])
-        rows, tokens_R = [i * output.width for i in range(len(sequences))], output.out[0]
-        samples: Samples | None = None
-        if self.sampler is not None:
-            asked = self.sampler.prepare(sequences)
-            if asked.positions and begun is not None:
-                plan, begun = self._settle(plan), None
-                sequences = plan.sequences
-            samples = self._sample_replayed(self.sampler, graphs, output, asked, sequences, rows, begun)
-            tokens_R = samples.out[0]
-        self._remember(plan, sequences)
-        if graphs.drafter is None:
-            eager = self._draft(plan, shape, output.batch, output.streams, rows, samples)
-            return Flight(plan=plan, samples=samples, drafts=eager)
-        if not shape.max_drafts:
-            return Flight(plan=plan, samples=samples)
-        drafts = graphs.draft(tokens_R, plan.max_drafts)
-        self._ends = graphs.ends
-        arrival = None if samples is None else Arrival(drafts[: len(sequences)])
-        return Flight(plan=plan, samples=samples, drafts=arrival)
+    def _broadcast_tokens(self, plan: StepPlan) -> None:
+        """Send the sampled tokens to all ranks that have these sequences.
 
-    def _draft(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        batch: Batch,
-        streams_TND: Tensor,
-        first_rows: list[int],
-        samples: Samples | None,
-    ) -> Arrival | None:
+        After a step that drafts, a later step starts only with tokens that are in its plan, so there is nothing to send.
+        """
+        if not plan.max_drafts:
+            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
+
+    def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
+        """Draft what follows with the model's own drafter, if the step wants it."""
         if self._drafter is None or self._peers is None or not shape.max_drafts:
             return None
         sequences = [s for s in plan.sequences if s.sample]
-        ends = self._peers.ends(len(sequences), samples) if sequences else None
-        choose = self._peers.chooser([s.slot for s in sequences])
-        drafts = draft(self._drafter, plan, shape, batch, streams_TND, first_rows, ends, choose)
-        if self.runs_ahead and shape.decodes and ends is not None and drafts is not None:
-            self._ends = RunEnds.behind(sequences, ends, drafts)
-        return None if drafts is None or samples is None else Arrival(drafts)
+        if done.captured is not None and self._graphs is not None:
+            tokens_R = (done.captured if samples is None else samples).out[0]  # any tokens on ranks that do not sample
+            drafts_SK: Tensor | None = self._graphs.draft(sequences, tokens_R, plan.max_drafts)[: len(sequences)]
+            self._accepted = self._graphs.accepted
+        else:
+            assert done.batch is not None and done.streams_TND is not None
+            accepted = self._peers.accepted(len(sequences), samples) if sequences else None
+            choose, first_rows = self._peers.chooser([s.slot for s in sequences]), done.first_rows
+            drafts_SK = draft(self._drafter, plan, shape, done.batch, done.streams_TND, first_rows, accepted, choose)
+            if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
+                self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
+        return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, shape: StepShape) -> Flight:
-        """Start a step of single tokens from its graphs: the second one samples, where more than best tokens is wanted."""
-        sequences = plan.sequences
-        if not self.model.share.first:
-            self._hop.take((graphs.streams_before(shape),))
-        output = graphs.replay(sequences, shape)
-        apply_saves(plan, self.cache)
-        samples: Samples | None = None
-        if isinstance(output, Tensor):
-            self._hop.pass_on((output.clone(),))  # the next replay may come before they are sent
-        elif self.sampler is not None:
-            asked, rows = self.sampler.prepare(sequences), range(len(sequences))
-            samples = self._sample_replayed(self.sampler, graphs, output, asked, sequences, rows)
-        self._remember(plan, sequences)
-        return Flight(plan=plan, samples=samples)
-
-    @staticmethod
-    def _sample_replayed(
-        sampler: Sampler,
-        graphs: DecodeGraphs | VerifyGraphs,
-        output: DecodeOutput | VerifyOutput,
-        asked: RowNeeds,
-        sequences: Sequence[SequencePlan],
-        first_rows: Sequence[int],
-        begun: Arrival | None = None,
-    ) -> Samples:
-        """Sample what a replayed step has left; without needs its best tokens are the samples."""
-        rules = sampler.rules(asked, sequences, first_rows)
-        out = graphs.sample(sampler, asked.needs, None if rules is None else rules.masks) if asked.needs else output.out
-        return sampler.finish(out, output.logits, output.best, asked, sequences, first_rows, rules, begun)
-
-    def _remember(self, plan: StepPlan, sequences: Sequence[SequencePlan]) -> None:
-        """Let every rank that has these sequences have the tokens that were sampled for them.
-
-        Where guesses are wanted of what follows a step, nobody begins with a token of it that the leader does not know.
-        """
-        if sequences and not plan.max_drafts:
-            self._relay.begin([s.slot for s in sequences])
-
-    def _sample(self, plan: StepPlan, first_row: dict[int, int], logits_of: Callable[[list[int]], Tensor]) -> Samples | None:
-        """Sample from the rows that want it, whose logits ``logits_of`` returns."""
-        sampling = [s for s in plan.sequences if s.sample]
-        if not sampling:
-            return None
-        each = [(s, range(s.end - 1 - s.drafts, s.end)) for s in sampling]  # positions that sample
-        rows = [first_row[s.seq_id] + position - s.start for s, places in each for position in places]
-        logits = logits_of(rows)  # every rank has a part in the logits
-        samples = None if self.sampler is None else self.sampler.sample(logits, sampling, self._last_token)
-        self._remember(plan, sampling)
-        return samples
-
-    def _scores(self, plan: StepPlan, streams_TND: Tensor, first_row: dict[int, int]) -> dict[int, Logprobs]:
-        """Score the prompt tokens that follow positions ``score`` of each sequence; on a rank that does not sample, take part."""
-        found = {}
-        for s in plan.sequences:
+    def _scores(self, plan: StepPlan, done: _Pass) -> dict[int, Logprobs]:
+        """Score the prompt tokens that follow positions ``score`` of each sequence; ranks that do not sample take part."""
+        found: dict[int, Logprobs] = {}
+        streams_TND = done.streams_TND
+        if streams_TND is None or not self.model.share.last:
+            return found
+        for s, first_row in zip(plan.sequences, done.first_rows, strict=True):
             if s.score is None:
                 continue
             parts = []
-            for start in range(*s.score, SCORED_ROWS):  # what rows take beside the logits is in the memory plan for so many
+            for start in range(*s.score, SCORED_ROWS):  # the memory plan has room for so many rows beside the logits
                 stop = min(start + SCORED_ROWS, s.score[1])
-                row = first_row[s.seq_id] - s.start
+                row = first_row - s.start
                 logits = self.model.logits(streams_TND[row + start : row + stop])
                 if self.sampler is not None:
                     parts.append([x.cpu() for x in self._score(s, logits, start + 1, stop + 1)])
@@ -514,9 +450,15 @@ class Runner:
             return token_logprobs(logits, targets, min(params.prompt_logprobs or 0, logits.shape[1]))
         return self.sampler.score(logits, sequence, begin, token_ids)
 
-    def _routed(self, sequence: SequencePlan, batch: Batch, first_row: int) -> Tensor:
-        assert batch.routed_TLK is not None
-        return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()
+    def _routed(self, plan: StepPlan, done: _Pass) -> dict[int, tuple[int, Tensor]]:
+        """Return the experts of the sequences that want them, with the position of the first token."""
+        if done.batch is None or done.batch.routed_TLK is None or not self.model.share.last:
+            return {}
+        return {
+            s.seq_id: (s.start, done.batch.routed_TLK[row : row + len(s.token_ids)].cpu())
+            for s, row in zip(plan.sequences, done.first_rows, strict=True)
+            if s.seq_id in self._routing
+        }
 
 
 def _take(x: Tensor, rows: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How long steps take of the device, with guesses and without, found out before there is traffic by replaying their graphs."""
+"""How long steps take on the device, with draft tokens and without, measured at start by replaying captured steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.state.cache import StateCache
@@ -19,38 +18,38 @@ _REPLAYS = 2
 _ROUNDS, _ROUNDS_S = 3, 0.004  # of replays: at most so many, and no further ones after so long; the shortest counts
 
 
-def measure_steps(plain: DecodeGraphs, verify: VerifyGraphs, cache: StateCache, vocab_size: int) -> StepCosts | None:
-    """Time steps of first tokens, for a few numbers of sequences and guesses; what they leave in the state nobody reads.
+def measure_steps(graphs: StepGraphs, cache: StateCache, vocab_size: int) -> StepCosts | None:
+    """Time steps of first tokens, for a few numbers of sequences and draft tokens, on state that is reset afterwards.
 
     Args:
-        plain: Steps without guesses.
-        verify: Steps with some.
-        cache: The state of both.
-        vocab_size: Tokens that there are.
+        graphs: The captured steps.
+        cache: Their state.
+        vocab_size: Number of tokens of the vocabulary.
 
     Returns:
-        The times; ``None`` if there are no graphs of such steps.
+        The times; ``None`` unless there are both steps with draft tokens and steps in which no drafter runs.
     """
-    max_drafts, largest = max(width for _, width in verify.shapes) - 1, plain.shapes[-1]
-    ks = sorted({0, 1, max_drafts})
+    max_drafts, longest = max(s.width for s in graphs.shapes) - 1, max(s.max_model_len for s in graphs.shapes)
+    if not max_drafts or all(s.drafts for s in graphs.shapes):
+        return None
+    most, counts = max(s.sequences for s in graphs.shapes if s.width == 1), sorted({0, 1, max_drafts})
     found: dict[int, tuple[float, ...]] = {}
-    for size in sorted({min(size, largest.size) for size in _SIZES}):
+    for size in sorted({min(size, most) for size in _SIZES}):
         times = {}
-        for k in ks:
+        for k in counts:
             plan = _step(size, k, cache.sizes.window_pages, vocab_size)
-            shape = StepShape.of((plan,))._replace(longest=largest.max_model_len)  # by graphs of all lengths, as with guesses
-            graphs: DecodeGraphs | VerifyGraphs = verify if k else plain
-            if graphs.covers(shape):
+            shape = graphs.shape_for(StepShape.of((plan,))._replace(longest=longest))  # with the indexer, as verify steps
+            if shape is not None:
                 times[k] = _shortest(partial(_run, graphs, plan, shape))
         cache.reset(torch.arange(size, device=cache.device))
-        if len(times) == len(ks):
+        if len(times) == len(counts):
             slope = (times[max_drafts] - times[1]) / max(1, max_drafts - 1)
             found[size] = (times[0], *(times[1] + slope * k for k in range(max_drafts)))
     return StepCosts(seconds=found) if found else None
 
 
 def _step(size: int, k: int, pages: int, vocab_size: int) -> StepPlan:
-    """Return a step of sequences that begin with it, each with so many guesses."""
+    """Return a step of sequences that start with it, each with ``k`` draft tokens."""
     sequences = [
         SequencePlan(
             seq_id=-1 - i,
@@ -68,13 +67,10 @@ def _step(size: int, k: int, pages: int, vocab_size: int) -> StepPlan:
     return StepPlan(step=0, sequences=tuple(sequences), max_drafts=k)
 
 
-def _run(graphs: DecodeGraphs | VerifyGraphs, plan: StepPlan, shape: StepShape) -> None:
-    if isinstance(graphs, DecodeGraphs):
-        graphs.replay(plan.sequences, shape)
-        return
+def _run(graphs: StepGraphs, plan: StepPlan, shape: GraphShape) -> None:
     output = graphs.replay(plan.sequences, shape)
-    if graphs.drafter is not None:
-        graphs.draft(output.out[0], plan.max_drafts)
+    if shape.drafts and isinstance(output, StepOutput):
+        graphs.draft(plan.sequences, output.out[0], plan.max_drafts)
 
 
 def _shortest(work: Callable[[], None]) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig, LoadProgress
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
-from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
@@ -99,14 +99,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Results of a step; see ``Flight``."""
+    """Results of a step; see ``InFlightStep``."""
 
     results: dict[int, Sampled] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
     routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flight: Flight) -> StepResult:
+    def of(cls, flight: InFlightStep) -> StepResult:
         """Wait for a step and return its results."""
         return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
 
@@ -161,7 +161,7 @@ class Worker:
         self._runner: Runner | None = None
         self.mesh: Mesh | None = None
         self._reader = PlanReader()
-        self._flights: SimpleQueue[Flight | None] = SimpleQueue()
+        self._flights: SimpleQueue[InFlightStep | None] = SimpleQueue()
 
     def load(self, store: tuple[str, int]) -> ProbeReport:
         """Load together with the other ranks, and return what this one has reported.
@@ -216,7 +216,7 @@ class Worker:
             self._flights.put(None)
             apart.join()
 
-    def _run(self, step: Step) -> Flight | None:
+    def _run(self, step: Step) -> InFlightStep | None:
         runner = self._runner
         assert runner is not None
         for method, arguments in step.changes:

@@ -1,16 +1,16 @@
-"""What passes between the stages of a pipeline: streams to the stage behind, sampled tokens to all.
+"""What passes between the stages of a pipeline: streams to the next stage, sampled tokens to all stages.
 
-No stage waits for others longer than it has to. It goes on with the next step while the streams of the last one are on their way,
-and it waits for sampled tokens when a step begins with them, not when the step that samples them ends: the last stage may be as
-many steps behind as there are others before it.
+A stage waits only for what its step needs. It starts the next step while the streams of the last one are being sent, and it waits
+for sampled tokens when a step starts with them, not when the step that samples them ends: the last stage may be as many steps late
+as there are stages before it.
 
-Streams and tokens travel on groups of their own, each in the order of the steps. So whoever waits, waits for an earlier step.
+Streams and tokens have process groups of their own, each used in the order of the steps, so every wait is for an earlier step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from dsv4lite.parallel.mesh import Axis, Mesh, Transfer
 
 
-class Hop:
-    """One stage's hands in the pipeline; mutable.
+class StageLink:
+    """Receives streams from the stage before and sends them to the next one; mutable.
 
     Args:
         pp: The stages.
@@ -28,21 +28,21 @@ class Hop:
 
     def __init__(self, pp: Axis) -> None:
         self._pp = pp
-        self._leaving: list[Transfer] = []
+        self._sending: list[Transfer] = []
 
-    def take(self, into: Sequence[Tensor]) -> None:
-        """Wait for what the stage before passes on of a step, tensors of these shapes."""
+    def receive(self, into: Sequence[Tensor]) -> None:
+        """Wait for what the stage before sends of a step, tensors of these shapes."""
         for x in into:
             self._pp.receive(x, self._pp.rank - 1)
 
-    def pass_on(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to send to the stage behind, which ``take``s. Nobody may write to the tensors any more.
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Start to send to the next stage, which calls ``receive``. The tensors must not be written to any more.
 
-        What was passed on of the step before must have been taken first: that much, and no more, waits for a slow stage.
+        Waits until the next stage has received what was sent of the step before, which limits how far a stage runs ahead.
         """
-        for transfer in self._leaving:
+        for transfer in self._sending:
             transfer.wait()
-        self._leaving = [self._pp.begin_send(x, self._pp.rank + 1) for x in tensors]
+        self._sending = [self._pp.begin_send(x, self._pp.rank + 1) for x in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,8 +51,8 @@ class _Sent:
     transfer: Transfer
 
 
-class TokenRelay:
-    """Brings the token sampled last in each slot to all ranks that have the sequences; mutable.
+class TokenBroadcast:
+    """Broadcasts the token sampled last in each slot to all ranks that have the sequences; mutable.
 
     Args:
         mesh: The ranks.
@@ -65,7 +65,7 @@ class TokenRelay:
         self._source = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
         self._stages = mesh.pp.size
         self._last_token = last_token
-        self._under_way: deque[_Sent] = deque()
+        self._pending: deque[_Sent] = deque()
 
     @property
     def samples(self) -> bool:
@@ -73,24 +73,27 @@ class TokenRelay:
         return self._replica.rank == self._source
 
     @property
-    def busy(self) -> bool:
-        """Whether tokens are on their way."""
-        return bool(self._under_way)
+    def pending(self) -> bool:
+        """Whether a broadcast has started that no step has waited for."""
+        return bool(self._pending)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """Begin to send the tokens of some slots, which a step has sampled; on every rank, in the order of the steps."""
+    def begin(self, slots: Iterable[int]) -> None:
+        """Start to broadcast the tokens of some slots that a step has sampled; on every rank, in the order of the steps."""
         if self._replica.size == 1:
+            return
+        slots = tuple(slots)
+        if not slots:
             return
         index = self._index(slots)
         token_ids = self._last_token[index] if self.samples else torch.empty_like(index)
-        self._under_way.append(_Sent(slots=tuple(slots), transfer=self._replica.begin_broadcast(token_ids, self._source)))
+        self._pending.append(_Sent(slots=slots, transfer=self._replica.begin_broadcast(token_ids, self._source)))
         if self._stages == 1:
             self.await_tokens(frozenset(slots))
 
     def await_tokens(self, slots: Set[int]) -> None:
-        """Let the stream wait until the tokens of some slots are there; those of steps long past are taken in as well."""
-        while len(self._under_way) > self._stages or any(not slots.isdisjoint(sent.slots) for sent in self._under_way):
-            sent = self._under_way.popleft()
+        """Let the stream wait for the tokens of some slots, and for those of all steps before."""
+        while len(self._pending) > self._stages or any(not slots.isdisjoint(sent.slots) for sent in self._pending):
+            sent = self._pending.popleft()
             token_ids = sent.transfer.wait()
             if not self.samples:
                 self._last_token[self._index(sent.slots)] = token_ids

@@ -127,11 +127,6 @@ class StepPlan:
         return not self.sequences[-1].decodes
 
     @property
-    def resolved(self) -> bool:
-        """Whether no span is unresolved."""
-        return not [s for s in self.sequences if s.unresolved is not None]
-
-    @property
     def decodes(self) -> bool:
         """Whether all spans are one known token, and drafts, and sample."""
         return not [s for s in self.sequences if not s.sample or len(s.token_ids) != 1 + s.drafts]
@@ -147,8 +142,8 @@ class StepShape(NamedTuple):
         decodes: All spans are one token and drafts, and sample, without scores or routed experts.
         in_flight: The token of a span is in flight.
         max_drafts: Drafts that are wanted after each span.
-        after_drafts: A span starts from another copy of its compressor state than the first, as those after drafts do.
         longest: Length of the longest sequence after the step, if all drafts are accepted.
+        unresolved: Some sequence continues from accepted lengths that only the device knows.
     """
 
     tokens: int
@@ -157,8 +152,8 @@ class StepShape(NamedTuple):
     decodes: bool
     in_flight: bool
     max_drafts: int = 0
-    after_drafts: bool = False
     longest: int = 0
+    unresolved: bool = False
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
@@ -169,23 +164,23 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, after_drafts = True, False, False
+        decodes, in_flight, unresolved = True, False, False
         for plan in plans:
             if plan is None:
                 continue
             # By columns: a loop over the sequences would cost several times as much.
-            _, _, starts, token_ids, _, _, _, samples, scores, drafts, copies, _, unresolved = zip(*plan.sequences, strict=True)
+            _, _, starts, token_ids, _, _, _, samples, scores, drafts, _, _, ahead = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
             longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, unresolved), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids
-            after_drafts = after_drafts or any(copies)
+            unresolved = unresolved or ahead.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, after_drafts, longest)
+        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, longest, unresolved)
 
 
 class Sampled(NamedTuple):

@@ -1,4 +1,4 @@
-"""The model's own drafter, which guesses on the device right behind a step's samples: the MTP block (``mtp.py``), or DSpark."""
+"""The model's own drafter, which runs on the device right after a step is sampled: the MTP block (``mtp.py``), or DSpark."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
-from dsv4lite.speculation.draft_state import Chain, Choose
+from dsv4lite.speculation.draft_state import Choose, DraftState
 from dsv4lite.speculation.mtp import MtpDrafter
 from dsv4lite.state.cache import LayerCache, StateCache
 
 
 class DeviceDrafter(Protocol):
-    """What guesses on the device: on every rank that has a part of it, at the same time.
+    """A drafter on the device; every rank that has a part of it runs it at the same time.
 
-    It never waits for the device, so that it can be captured in a graph.
+    It reads nothing on the host, so that it can be captured.
 
     Attributes:
-        most: Most guesses in a row.
-        round: How many come of one ``guess``.
+        most: Most draft tokens in a row.
+        per_pass: Draft tokens of one ``draft``.
     """
 
     most: int
-    round: int
+    per_pass: int
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Keep what the drafter itself wants to know of a step later.
+        """Store the drafter's own rows of a step.
 
         Args:
             batch: The step's tokens.
             streams_TND: The main model's final streams.
-            next_T: int64, the token that follows each; any where a later step runs the same position again.
+            next_T: int64, the token that follows each; any token where a later step runs the same position again.
         """
         ...
 
-    def guess(self, chain: Chain, choose: Choose) -> Tensor:
-        """Guess what follows each sequence, and go on behind it.
+    def draft(self, state: DraftState, choose: Choose) -> Tensor:
+        """Draft what follows each sequence, and advance the state.
 
         Returns:
-            int64 [S, round], ``UNKNOWN`` from where there are none.
+            int64 [S, per_pass], ``UNKNOWN`` where there are none.
         """
         ...
 
     def take_part(self, shape: StepShape) -> None:
-        """Let this rank's experts work for replicas that guess, while its own has nothing to guess for.
+        """Let this rank's experts work for replicas that draft, while its own has nothing to draft.
 
         Args:
-            shape: Of the step of all.
+            shape: Of the step of all replicas.
         """
         ...
 
@@ -73,25 +73,25 @@ def draft(
     batch: Batch,
     streams_TND: Tensor,
     first_rows: Sequence[int],
-    ends: tuple[Tensor, Tensor] | None,
+    accepted: tuple[Tensor, Tensor] | None,
     choose: Choose,
 ) -> Tensor | None:
-    """Guess what follows a step.
+    """Draft what follows a step that ran eagerly.
 
     Args:
-        drafter: Who guesses.
+        drafter: The drafter.
         plan: The step.
         shape: Of the step of all replicas, where they share experts.
         batch: Its tokens.
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
-        ends: Of the sequences that sampled, if there are any: how many drafts were right, and the token behind them, int64 [S]
-            twice.
-        choose: Of these sequences.
+        accepted: Of the sequences that sampled, if there are any: number of accepted draft tokens, and the token that follows
+            them, int64 [S] twice.
+        choose: Chooses their draft tokens.
 
     Returns:
-        int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` from where there are none; ``None`` if
-        none are wanted. They count on the rank that samples.
+        int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there are none; ``None`` if none are
+        wanted. They are valid on the rank that samples.
     """
     next_T = batch.token_ids_T.roll(-1)
     rows = zip(plan.sequences, first_rows, strict=True)
@@ -100,47 +100,47 @@ def draft(
         places, token_ids = send(torch.tensor(known, dtype=torch.int64, device="cpu"), next_T.device).unbind(dim=1)
         next_T[places] = token_ids
     every = [(s, row + len(s.token_ids) - 1 - s.drafts) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
-    if ends is not None:
+    if accepted is not None:
         begins = torch.tensor([begin for _, begin in every], dtype=torch.int64, device="cpu")
-        next_T[send(begins, next_T.device) + ends[0]] = ends[1]
+        next_T[send(begins, next_T.device) + accepted[0]] = accepted[1]
     drafter.feed(batch, streams_TND, next_T)
     count = min(plan.max_drafts, drafter.most)
-    if ends is None or not count:
+    if accepted is None or not count:
         drafter.take_part(shape)
         return None
-    chain = Chain.behind([s for s, _ in every], [begin for _, begin in every], streams_TND, ends, shape.sequences)
-    return torch.cat([drafter.guess(chain, choose) for _ in range(0, count, drafter.round)], dim=1)[:, :count]
+    state = DraftState.after([s for s, _ in every], [begin for _, begin in every], streams_TND, accepted, shape.sequences)
+    return torch.cat([drafter.draft(state, choose) for _ in range(0, count, drafter.per_pass)], dim=1)[:, :count]
 
 
 class BlockDrafter:
-    """Guesses with DSpark; see ``DeviceDrafter``. The rows that it looks at come from the main model's own pass.
+    """Drafts with DSpark; see ``DeviceDrafter``. The rows that it reads are written by the main model's own pass.
 
-    Its window reaches one position farther back than the main model's, from the position after the step's last token that counts:
-    just as far as the pages go that the step was given.
+    Its window, counted from the position after the last accepted token, reaches one position farther back than the main model's:
+    exactly as far as the window pages of the step.
     """
 
     def __init__(self, model: DeepseekV4, caches: Sequence[LayerCache], settings: DSpark) -> None:
         assert model.dspark is not None
         self.most = settings.k
-        self.round = model.dspark.block
+        self.per_pass = model.dspark.block
         self._model, self._drafter = model, model.dspark
         self._caches = caches
         self._least = settings.min_confidence
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Nothing is left to keep."""
+        """Do nothing: the main model's pass has stored the rows."""
 
-    def guess(self, chain: Chain, choose: Choose) -> Tensor:
-        """Guess a block."""
-        next_S = torch.where(chain.positions_S < 0, -1, chain.positions_S + 1)
+    def draft(self, state: DraftState, choose: Choose) -> Tensor:
+        """Draft a block."""
+        next_S = torch.where(state.positions_S < 0, -1, state.positions_S + 1)
         frequencies = self._model.rotary.main
-        where = DraftBlock.of(next_S, chain.window_SP, chain.window_first_S, self.round, frequencies)
+        where = DraftBlock.of(next_S, state.window_SP, state.window_first_S, self.per_pass, frequencies)
 
         def pick(logits_SV: Tensor, place: int) -> Tensor:
             return choose(logits_SV.contiguous(), (next_S + place).int())
 
         weights = (self._model.embedded, self._model.project)
-        out: Drafts = self._drafter(chain.tokens_S, where, self._caches, *weights, pick, chain.most)
+        out: Drafts = self._drafter(state.tokens_S, where, self._caches, *weights, pick, state.most)
         if not self._least:
             return out.token_ids_SG
         holds_SG = (out.confidence_SG >= self._least).long().cumprod(1).bool()

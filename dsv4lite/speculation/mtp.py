@@ -1,9 +1,9 @@
-"""Guesses of the model's own multi-token prediction block, made on the device right behind a step's samples.
+"""Draft tokens of the model's own multi-token prediction block, made on the device right after a step is sampled.
 
-The block sees the main model's final streams at a position and the token that follows, and a window of its own rows. Its rows are
-kept for every token of a step; the rest of it runs where a guess is wanted: at the last position whose token counts, where it
-foretells the token after the next. Further guesses are chained, each from the block's own streams and the guess before, one
-position on. What a chain writes into the window is overwritten when its positions run for good.
+The block reads the main model's final streams at a position and the token that follows, and a window of its own rows. Its rows are
+stored for every token of a step; the rest of it runs where a draft token is wanted: at the last accepted position, where it
+predicts the token after the next. Each further draft token comes from the block's own streams and the draft token before, one
+position later. The rows that drafting writes into the window are overwritten when the main model runs these positions.
 """
 
 from __future__ import annotations
@@ -17,63 +17,63 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepShape
-from dsv4lite.speculation.draft_state import Chain, Choose
+from dsv4lite.speculation.draft_state import Choose, DraftState
 from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
 
 
 class MtpDrafter:
-    """Guesses with the MTP block of a model; see ``drafters.DeviceDrafter``.
+    """Drafts with the MTP block of a model; see ``drafters.DeviceDrafter``.
 
     Args:
         model: With its MTP block.
         cache: The block's window.
-        most: Most guesses in a row.
+        most: Most draft tokens in a row.
     """
 
     def __init__(self, model: DeepseekV4, cache: LayerCache, most: int) -> None:
         assert len(model.mtp) > 0 and most > 0
         self.most = most
-        self.round = 1
+        self.per_pass = 1
         self._model = model
         self._cache = cache
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Keep the block's rows of a step."""
+        """Store the block's rows of a step."""
         self._model.mtp_feed(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
 
-    def guess(self, chain: Chain, choose: Choose) -> Tensor:
+    def draft(self, state: DraftState, choose: Choose) -> Tensor:
         """Run the block once, where the window pages reach that far; int64 [S, 1]."""
-        page_S, pages = chain.positions_S // WINDOW_PAGE - chain.window_first_S, chain.window_SP.shape[1]
-        held_S = chain.window_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
-        room_S = (chain.positions_S >= 0) & (page_S < pages) & held_S
-        streams_SND = self._run(chain, room_S)
-        tokens_S = choose(self._model.mtp_logits(streams_SND), (chain.positions_S + 1).int())
-        chain.advance(streams_SND, tokens_S)
+        page_S, pages = state.positions_S // WINDOW_PAGE - state.window_first_S, state.window_SP.shape[1]
+        held_S = state.window_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
+        room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
+        streams_SND = self._run(state, room_S)
+        tokens_S = choose(self._model.mtp_logits(streams_SND), (state.positions_S + 1).int())
+        state.advance(streams_SND, tokens_S)
         return torch.where(room_S, tokens_S, UNKNOWN)[:, None]
 
-    def _run(self, chain: Chain, room_S: Tensor) -> Tensor:
+    def _run(self, state: DraftState, room_S: Tensor) -> Tensor:
         """Run the block at one position of each sequence that has room; return the streams [S, N, D]."""
         every = torch.arange(len(room_S), dtype=torch.int32, device=room_S.device)
-        nothing, places_S = torch.zeros_like(every), torch.where(room_S, chain.positions_S, -1).int()
+        nothing, places_S = torch.zeros_like(every), torch.where(room_S, state.positions_S, -1).int()
         paging = Paging(
             positions_T=places_S,
             sequence_T=every,
-            slots_S=chain.slots_S,
+            slots_S=state.slots_S,
             first_S=places_S,
             rows_S=every,
             lens_S=torch.ones_like(every),
             drafts_S=nothing,
             carry_S=nothing,
             grow_SP=nothing[:, None],
-            window_SP=chain.window_SP,
-            window_first_S=chain.window_first_S,
+            window_SP=state.window_SP,
+            window_first_S=state.window_first_S,
             singles=True,
         )
         model = self._model
         most, deterministic = model.config.max_positions, model.numerics.deterministic
-        batch = Batch.of(chain.tokens_S, paging, model.rotary, max_tokens=most, deterministic=deterministic)
-        batch.most_tokens = chain.most
-        return model.mtp_forward(chain.streams_SND, batch, self._cache)
+        batch = Batch.of(state.tokens_S, paging, model.rotary, max_tokens=most, deterministic=deterministic)
+        batch.most_tokens = state.most
+        return model.mtp_forward(state.streams_SND, batch, self._cache)
 
     def take_part(self, shape: StepShape) -> None:
         """See ``drafters.DeviceDrafter``."""

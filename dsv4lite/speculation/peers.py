@@ -1,7 +1,7 @@
-"""The ranks that draft together: all of them run the drafter, and one of them samples and chooses.
+"""The ranks that draft together: all of them run the drafter, and one of them samples.
 
-A model's own drafter lives on the last pipeline stage, shared as the model's layers are. What it begins with, the tokens that a
-step sampled, and what it chains on, the drafts, are known to the rank that samples; the others are told.
+A model's own drafter belongs to the last pipeline stage and is sharded as the model's layers are. It starts from the tokens that a
+step sampled and continues with its draft tokens; the rank that samples knows both and broadcasts them.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ class Peers:
         self._sampler = sampler
         self._device = device
 
-    def ends(self, count: int, samples: Samples | None) -> tuple[Tensor, Tensor]:
-        """Tell or learn how many drafts of each sequence were right, and the token behind them, int64 [S] twice.
+    def accepted(self, count: int, samples: Samples | None) -> tuple[Tensor, Tensor]:
+        """Return the number of accepted draft tokens of each sequence and the token that follows them, int64 [S] twice.
 
         Args:
             count: Sequences that sampled.
             samples: On the rank that has them.
         """
-        ends = self._unknown(2, count) if samples is None else torch.stack(samples.ends())
-        behind_S, tokens_S = self.told(ends)
-        return behind_S, tokens_S
+        known = self._empty(2, count) if samples is None else torch.stack(samples.ends())
+        accepted_S, tokens_S = self.broadcast(known)
+        return accepted_S, tokens_S
 
     def chooser(self, slots: Sequence[int]) -> Choose:
-        """Return how drafts of the sequences in some slots are chosen: by ``Sampler.draft`` of the rank that samples."""
+        """Return what chooses draft tokens of the sequences in some slots: ``Sampler.draft`` of the rank that samples, for all."""
         sampler, slots_S = self._sampler, send(torch.tensor(slots, dtype=torch.int32, device="cpu"), self._device)
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-            return self.told(self._unknown(len(slots)) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S))
+            return self.broadcast(self._empty(len(slots)) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S))
 
         return choose
 
-    def told(self, token_ids: Tensor) -> Tensor:
-        """Return what the rank that samples gives."""
+    def broadcast(self, token_ids: Tensor) -> Tensor:
+        """Return the tokens of the rank that samples."""
         return self._axis.broadcast(token_ids, 0)
 
-    def _unknown(self, *shape: int) -> Tensor:
+    def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=self._device)

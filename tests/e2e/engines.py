@@ -125,7 +125,7 @@ def opened(model: Path | str, *, overlap: bool | None = None, **settings: Any) -
 
 def assert_idle(engine: Engine) -> None:
     """Assert that nothing is left of any request."""
-    engine._settle()
+    engine._finish_all()
     scheduler, runner = engine._scheduler, engine._runner
     # What a finished step still held is released when the next one is planned.
     assert not scheduler.has_work() and scheduler.schedule(0.0) is None
@@ -136,7 +136,7 @@ def assert_idle(engine: Engine) -> None:
         assert pool.free + pool.cached == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    assert not engine._routed and not engine._seq_ids and not engine._outbox and not engine._in_flight
+    assert not engine._routed and not engine._seq_ids and not engine._outputs and not engine._in_flight
 
 
 def pools_of(engine: Engine) -> tuple[IdPool, ...]:

@@ -625,11 +625,11 @@ def test_news_are_delivered_while_nothing_waits_for_the_engine(model: Path, over
 
     with opened(model, overlap=overlap) as llm:
         engine = engine_of(llm)
-        engine._deliver, engine._land = logged("deliver", engine._deliver), logged("land", engine._land)  # type: ignore[method-assign]
+        engine._deliver, engine._process = logged("deliver", engine._deliver), logged("process", engine._process)  # type: ignore[method-assign]
         engine._runner.launch = logged("launch", engine._runner.launch)  # type: ignore[method-assign]
         assert len(llm.generate(PROMPT, seeded()).token_ids) == LENGTH
         assert llm.stats().generated_tokens == LENGTH
-    turn = ["launch", "deliver", "land"] if overlap else ["launch", "land", "deliver"]
+    turn = ["launch", "deliver", "process"] if overlap else ["launch", "process", "deliver"]
     middle = events[6:36]
     assert middle == turn * 10
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from dsv4lite.config import tiny_model
 from dsv4lite.debug.replay import RebuiltStep, load_model, rebuild, replay
 from dsv4lite.engine.dump import StepDump
-from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.kernels.qk_norm_rope import triton as heads_triton
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.model import DeepseekV4

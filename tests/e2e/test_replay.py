@@ -26,8 +26,8 @@ from dsv4lite.debug.replay import replay
 from dsv4lite.engine import rank, runner
 from dsv4lite.engine import recorder as recorder_file
 from dsv4lite.engine.dump import StepDump
-from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError, EngineDeadError, RequestFailedError
 from dsv4lite.kernels import compress
 from dsv4lite.kernels import qk_norm_rope as heads
@@ -133,7 +133,9 @@ def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) 
 
 def test_recorded_steps_run_as_they_were_recorded(paged: dict[str, Path], tmp_path: Path) -> None:
     """A graph has padding, and chooses entries at any length."""
-    report = replay(edit(paged["decode"], tmp_path / "graph", graph=[4, 1024]))
+    report = replay(
+        edit(paged["decode"], tmp_path / "graph", graph={"sequences": 4, "width": 1, "max_model_len": 1024, "drafts": False})
+    )
     assert report.first is None
     assert [op.place for op in report.ops if op.op == "choose_paged"] == ["layers.2.attn", "layers.4.attn"]
     assert next(op for op in report.ops if op.op == "head_norms").differences[0].count == 2 * 8 * 128, "padding is not looked at"

@@ -16,13 +16,13 @@ import torch
 
 from dsv4lite.config import MTP, EngineConfig, NGram, Speculator
 from dsv4lite.engine import runner
-from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
+from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput, graph_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
-from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import DraftProposer
 from dsv4lite.state.cache import LayerCache
@@ -141,26 +141,27 @@ def test_steps_are_saved_by_right_guesses(model: Path) -> None:
         assert llm.stats().speculation.mean_accepted_length == 5 and llm.stats().generated_tokens == 41
 
 
-class EagerGraphs(VerifyGraphs):
+class EagerGraphs(StepGraphs):
     """Graphs on a CPU: work that is done again instead of replayed, into the tensors of the first time."""
 
-    steps = rounds = behind = 0
+    steps = drafting = rounds = behind = 0
 
     def _record(self, work: Callable[[], Any]) -> Any:
         result = work()
         return Recording(work, result), result
 
-    def replay(self, sequences: Sequence[SequencePlan], step: StepShape) -> VerifyOutput:
+    def replay(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> StepOutput | torch.Tensor:
         self.steps += 1
+        self.drafting += shape.drafts
         self.behind += sum(s.unresolved is not None for s in sequences)
-        return super().replay(sequences, step)
+        return super().replay(sequences, shape)
 
-    def draft(self, tokens_R: torch.Tensor, count: int) -> torch.Tensor:
+    def draft(self, sequences: Sequence[SequencePlan], tokens_R: torch.Tensor, count: int) -> torch.Tensor:
         self.rounds += count
-        return super().draft(tokens_R, count)
+        return super().draft(sequences, tokens_R, count)
 
 
-def record(engine: Any, widths: Sequence[int]) -> EagerGraphs:
+def record(engine: Any, widths: Sequence[int], *, adaptive: bool = False) -> EagerGraphs:
     """Let an engine on pages run its steps from graphs."""
     runner = engine._runner
     runner._graphs = EagerGraphs(
@@ -171,6 +172,7 @@ def record(engine: Any, widths: Sequence[int]) -> EagerGraphs:
         widths=widths,
         max_tokens=32,
         drafter=runner._drafter,
+        adaptive=adaptive,
     )
     runner._last_token = runner._graphs.last_token
     return runner._graphs  # type: ignore[no-any-return]
@@ -183,7 +185,7 @@ def test_guesses_on_pages_change_no_token(
 ) -> None:
     """The references of the ops that a GPU runs, eagerly and in the form in which they are recorded: both drafters at once."""
     oracle = Oracle(expected, k=2, share=0.6)
-    widths = verify_widths(max(k, 2), adaptive=k == 1)
+    widths = graph_widths(max(k, 2), adaptive=k == 1)
     for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
         with opened(model, deterministic=True, speculative=speculative, overlap=recorded) as llm:
             graphs = engine_of(llm).call(partial(record, widths=widths)).result() if recorded else None

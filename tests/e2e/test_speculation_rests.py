@@ -16,7 +16,6 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.request import SamplingParams
@@ -25,7 +24,7 @@ from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
 from tests.e2e.test_speculation import EagerGraphs, record
-from tests.recorded import Recording, without_device
+from tests.recorded import without_device
 
 VOCAB = SMALL["vocab_size"]
 PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -41,14 +40,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Ops(TorchDispatchMode):
-    """Lists the ops that run."""
+    """Lists the ops that compute; views launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        if not func.is_view:
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -69,31 +69,9 @@ def listed() -> Iterator[list[list[str]]]:
         yield found
 
 
-class EagerDecodes(DecodeGraphs):
-    """Graphs of single tokens on a CPU."""
-
-    steps = 0
-
-    def _record(self, work: Any) -> Any:
-        result = work()
-        return Recording(work, result), result
-
-    def replay(self, *args: Any) -> Any:
-        self.steps += 1
-        return super().replay(*args)
-
-
-def record_all(engine: Any) -> tuple[EagerGraphs | None, EagerDecodes]:
-    """Let an engine on pages run its steps from graphs: those with guesses, if it guesses, and those without."""
-    runner = engine._runner
-    guessing = None if runner._drafter is None else record(engine, (1, 2, 3))
-    shared = None if guessing is None else guessing.shared
-    plain = EagerDecodes(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, shared=shared)
-    if guessing is None:
-        runner._graphs, runner._last_token = plain, plain.last_token
-    else:
-        runner._plain = plain
-    return guessing, plain
+def record_all(engine: Any) -> EagerGraphs:
+    """Let an engine on pages run its steps from graphs: those with its drafter, if it has one, and those without."""
+    return record(engine, (1,) if engine._runner._drafter is None else (1, 2, 3), adaptive=True)
 
 
 @pytest.mark.parametrize(("drafter", "form"), [("mtp", "recorded"), ("dspark", "references")])
@@ -110,8 +88,7 @@ def test_steps_without_guesses_are_those_of_no_speculation(
             with listed() as ops:
                 tokens = [llm.generate(prompt, params).token_ids for prompt in (*prompts, prompts[1])]
             stats = llm.stats()
-        assert graphs is None or graphs[1].steps == 12
-        assert graphs is None or graphs[0] is None or graphs[0].steps == 0
+        assert graphs is None or (graphs.steps, graphs.drafting) == (12, 0)
         assert stats.speculation.length == stats.speculation.drafted == 0 and stats.cached_tokens == 256
         runs.append((tokens, ops))
     assert len(runs[0][1]) == 16
@@ -142,7 +119,7 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
         with opened(models[drafter], speculative=MTP(2) if drafter == "mtp" else DSpark(2), **settings) as llm:
             engine, said = engine_of(llm), []
             if form != "references":
-                guessing, plain = engine.call(record_all).result()
+                graphs = engine.call(record_all).result()
             for layer in engine._runner.cache.layers[len(engine._runner.model.layers) :]:
                 layer.window.memory.fill_(filler)
             for prompt in (*prompts, prompts[2]):  # the last one from a cached prefix
@@ -151,7 +128,7 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
             assert llm.stats().speculation.drafted > 20
         found.append((said, list(checked)))
         checked.clear()
-        assert form == "references" or min(guessing.steps, guessing.rounds, plain.steps) > 4
+        assert form == "references" or min(graphs.drafting, graphs.rounds, graphs.steps - graphs.drafting) > 4
     assert found[0] == found[1]
     with opened(models[drafter]) as llm:
         assert found[0][0] == [llm.generate(prompt, PARAMS).token_ids for prompt in (*prompts, prompts[2])]
@@ -163,13 +140,13 @@ def test_steps_that_are_timed_leave_nothing_behind(models: dict[str, Path], monk
     prompts, said = prompts_of((5, 70), VOCAB, seed=3), []
     for timed in (False, True):
         with opened(models["mtp"], speculative=MTP(2, adaptive=False)) as llm:
-            guessing, plain = engine_of(llm).call(record_all).result()
+            graphs = engine_of(llm).call(record_all).result()
             if timed:
                 cache = engine_of(llm)._runner.cache
-                work = partial(measure_steps, plain, guessing, cache, VOCAB)
+                work = partial(measure_steps, graphs, cache, VOCAB)
                 costs = engine_of(llm).call(lambda engine, work=work: work()).result()
                 assert list(costs.seconds) == [1, 8] and all(len(times) == 3 and min(times) > 0 for times in costs.seconds.values())
-                assert min(guessing.steps, guessing.rounds, plain.steps) > 2
+                assert min(graphs.drafting, graphs.rounds, graphs.steps - graphs.drafting) > 2
             said.append([output.token_ids for output in llm.generate_batch(prompts, PARAMS)] + [llm.stats().speculation.accepted])
     assert said[0] == said[1]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from dsv4lite.config import tiny_model
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.packing import padding
+from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels import dispatch, warmup
 from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
@@ -123,7 +123,7 @@ def _steps(
     model = DeepseekV4(config, Numerics.choose(**{"dtype": torch.bfloat16, "deterministic": False, **numerics}, device=META))
     sizes = StateSizes(grow_pages=16, window_pages=16, slots=max(decodes), snapshots=0)
     cache = StateCache.allocate(model.layout, sizes, META)
-    graphs = DecodeGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
+    graphs = StepGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
 
     def prefill(tokens: int, longest: int) -> None:
         batch = padding(tokens, model)
@@ -135,8 +135,8 @@ def _steps(
     for tokens in (prefills[0], prefills[-1]):
         yield partial(prefill, tokens, tokens)
     for shape in graphs.shapes:
-        if shape.size in decodes:
-            yield partial(graphs.rehearse, shape)
+        if shape.sequences in decodes:
+            yield partial(graphs.dry_run, shape)
 
 
 def _selection() -> None:

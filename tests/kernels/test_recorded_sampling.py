@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4lite.engine.graph_set import GraphSet
-from dsv4lite.engine.graphs import DecodeGraphs
-from dsv4lite.engine.runner import Flight, Runner
-from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.engine.runner import InFlightStep, Runner
+from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Request, SamplingParams
@@ -45,7 +43,7 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Do the work once for its results, and undo what else it did."""
     sequences = () if graphs.sampling is None else graphs.sampling._sequences.values()
     kept = [graphs.last_token, *(x for s in sequences if s.line is not None for x in s.line.held)]
@@ -59,7 +57,7 @@ def record(graphs: DecodeGraphs | VerifyGraphs, work: Callable[[], Any]) -> tupl
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     without_device(monkeypatch)
-    monkeypatch.setattr(GraphSet, "_record", record)
+    monkeypatch.setattr(StepGraphs, "_record", record)
     with torch.inference_mode():
         yield
 
@@ -72,8 +70,8 @@ def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh 
     rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "sampling": sampler}
     if drafts:
         drafter = rows["drafter"] = MtpDrafter(model, cache.layers[-1], drafts) if own else None
-        return Runner(model, cache, sampler, VerifyGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16), drafter)
-    return Runner(model, cache, sampler, DecodeGraphs(model, cache, **rows), mesh=mesh)
+        return Runner(model, cache, sampler, StepGraphs(model, cache, **rows, widths=(1, 1 + drafts), max_tokens=16), drafter)
+    return Runner(model, cache, sampler, StepGraphs(model, cache, **rows), mesh=mesh)
 
 
 def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: int = 1) -> dict[str, list[Any]]:
@@ -109,7 +107,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         scheduler.add(request)
         runner.add(scheduler.sequences_of(name)[0].seq_id, request, 0)
     seq_ids = {name: scheduler.sequences_of(name)[0].seq_id for name in SETTINGS}
-    flights, most = deque[Flight](), 0 if known is not None else stages
+    flights, most = deque[InFlightStep](), 0 if known is not None else stages
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
         if plan is not None:
@@ -146,12 +144,12 @@ def test_runs_after_unchecked_drafts_sample_as_others_do() -> None:
         runner = runner_of(model, recorded=drafts > 0, drafts=drafts, own=True)
         scheduler.add(request)
         runner.add(0, request, 0)
-        flights, updates = deque[Flight](), []
+        flights, updates = deque[InFlightStep](), []
         while scheduler.has_work():
             plan = scheduler.schedule(0.0) if not flights or scheduler.foresees(drafts) else None
             if plan is not None:
                 flights.append(runner.launch(plan))
-                behind.append(not flights[-1].plan.resolved)
+                behind.append(any(s.unresolved is not None for s in flights[-1].plan.sequences))
             if plan is None or len(flights) > 1:
                 landing = flights.popleft()
                 updates += scheduler.update(landing.plan, landing.results())

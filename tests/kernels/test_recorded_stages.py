@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.runner import Flight, Runner
+from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.scheduling.step_plan import StepPlan
@@ -79,8 +79,8 @@ class Line:
 
     def __init__(self, stages: list[Runner]) -> None:
         self.stages, self.hosted = stages, stages[1].hosted
-        self.work: SimpleQueue[Callable[[], Flight | None] | None] = SimpleQueue()
-        self.flights: SimpleQueue[Flight] = SimpleQueue()
+        self.work: SimpleQueue[Callable[[], InFlightStep | None] | None] = SimpleQueue()
+        self.flights: SimpleQueue[InFlightStep] = SimpleQueue()
         self.thread = threading.Thread(target=self.follow)
         self.thread.start()
 

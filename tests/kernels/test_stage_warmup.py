@@ -16,11 +16,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
 
 import dsv4lite.kernels  # noqa: E402
-from dsv4lite.engine.graph_set import GraphSet  # noqa: E402
-from dsv4lite.engine.graphs import DecodeGraphs  # noqa: E402
+from dsv4lite.engine import step_graphs  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
-from dsv4lite.engine.verify_graphs import VerifyGraphs  # noqa: E402
+from dsv4lite.engine.step_graphs import StepGraphs  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
+from dsv4lite.kernels.runs import place_runs, place_runs_ref  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
@@ -65,7 +65,7 @@ class Deaf:
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ops on the CPU take the way of a GPU."""
+    """Let ops on the CPU take the way of a GPU; no kernel runs, so that a step finds its rows by the reference."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
@@ -73,7 +73,8 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setattr(module, "use_triton", lambda x: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
-    monkeypatch.setattr(GraphSet, "_record", lambda graphs, work: (Recording(work, result := work()), result))
+    monkeypatch.setattr(step_graphs, "place_runs", lambda *read: (place_runs(*read), place_runs_ref(*read))[1])
+    monkeypatch.setattr(StepGraphs, "_record", lambda graphs, work: (Recording(work, result := work()), result))
     with torch.inference_mode():
         yield
 
@@ -84,7 +85,7 @@ def runner_of(mesh: Mesh) -> Runner:
     cache, vocab_size, sampler = StateCache.allocate(model.layout, SIZES, CPU), OFFICIAL.vocab_size, None
     if model.share.last:
         sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=4)
-    graphs = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
+    graphs = StepGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
     runner = Runner(model, cache, sampler, graphs, mesh=mesh)
     for i in range(4):
         params = SamplingParams(max_tokens=9, temperature=0.5 * i, top_p=1 - 0.1 * i)
@@ -98,7 +99,7 @@ def unwritten(*args: Any, **kwargs: Any) -> torch.Tensor:
     return out.fill_(torch.iinfo(out.dtype).max) if out.dtype in (torch.int32, torch.int64) else out
 
 
-def test_rehearsal_of_guesses_needs_nothing_that_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_of_draft_tokens_needs_nothing_that_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A regression: rows of a step whose kernels did not run were looked up wherever the memory said."""
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, with_mtp=True).requires_grad_(False)
@@ -106,11 +107,11 @@ def test_rehearsal_of_guesses_needs_nothing_that_kernels_write(monkeypatch: pyte
     sampler = Sampler(OFFICIAL.vocab_size, CPU, 0, slots=SIZES.slots, rows=12)
     drafter = MtpDrafter(model, cache.layers[-1], 2)
     most: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_LENGTH, "max_tokens": 12}
-    graphs = VerifyGraphs(model, cache, **most, widths=(1, 3), sampling=sampler, drafter=drafter)
+    graphs = StepGraphs(model, cache, **most, widths=(1, 3), sampling=sampler, drafter=drafter)
     monkeypatch.setattr(torch, "empty", unwritten)
     with recording() as wanted:
         for shape in graphs.shapes:
-            graphs.rehearse(shape)
+            graphs.dry_run(shape)
     assert sum(one.specialization.name == "_place_kernel" for one in wanted) >= 2
 
 
@@ -139,7 +140,7 @@ def test_steps_launch_what_warm_up_asked_for(layout: Layout, rank: int) -> None:
     axes = {name: Axis(name, rank if size > 1 else 0, size, Deaf() if size > 1 else None) for name, size in sizes.items()}
     runner = runner_of(Mesh(layout=layout, rank=rank, **axes))
     with recording() as wanted:
-        runner.rehearse(MAX_TOKENS, MAX_LENGTH)
+        runner.dry_run(MAX_TOKENS, MAX_LENGTH)
     known = {repr(one.specialization) for one in wanted}
     missing = []
     for number, runs in enumerate(STEPS):

@@ -63,7 +63,7 @@ def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
     cache = StateCache.allocate(model.layout, sizes, CPU)
     runner = Runner(model, cache, None)
     with recording() as wanted:
-        runner.rehearse(MOST, MOST)
+        runner.dry_run(MOST, MOST)
     ready = {repr(one.specialization) for one in wanted}
     assert len(ready) > 40
     late: dict[str, int] = {}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.step_graphs import GraphShape, StepGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
@@ -31,25 +31,25 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
     """Let engines run on pages, and record their decode steps."""
     without_device(patch)
 
-    def record(graphs: DecodeGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+    def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
         result = work()
         return Recording(work, result), result
 
-    def replay(graphs: DecodeGraphs, sequences: Any, shape: StepShape) -> Any:
-        replays.append((len(sequences), graphs.shape_for(shape).size))
+    def replay(graphs: StepGraphs, sequences: Any, shape: GraphShape) -> Any:
+        replays.append((len(sequences), shape.sequences))
         return replaying(graphs, sequences, shape)
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
         if runner.model.capturable:
-            runner._graphs = DecodeGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
+            runner._graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
             runner._last_token = runner._graphs.last_token
         return runner
 
-    building, replaying = Probe.build, DecodeGraphs.replay
+    building, replaying = Probe.build, StepGraphs.replay
     patch.setattr(Probe, "build", build)
-    patch.setattr(DecodeGraphs, "_record", record)
-    patch.setattr(DecodeGraphs, "replay", replay)
+    patch.setattr(StepGraphs, "_record", record)
+    patch.setattr(StepGraphs, "replay", replay)
 
 
 def requests(llm: LLM) -> list[RequestOutput]:
@@ -115,7 +115,11 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
         ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, True, longest=10)),
-        ([[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]], (), StepShape(3, 1, 3, True, False, longest=16)),
+        (
+            [[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]],
+            (),
+            StepShape(3, 1, 3, True, False, longest=16, unresolved=True),
+        ),
     ],
 )
 def test_shape_of_a_step_is_that_of_all_replicas(plans: Any, routed: Any, shape: StepShape) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP
-from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
-from dsv4lite.engine.verify_graphs import VerifyGraphs
+from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -32,24 +31,24 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
     """Let engines run on pages, and record their steps that check guesses."""
     without_device(patch)
 
-    def record(graphs: VerifyGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+    def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
         result = work()
         return Recording(work, result), result
 
-    def replay(graphs: VerifyGraphs, sequences: Any, shape: Any) -> Any:
+    def replay(graphs: StepGraphs, sequences: Any, shape: Any) -> Any:
         replays.append(len(sequences))
         return replaying(graphs, sequences, shape)
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "widths": (1, 3), "max_tokens": 24}
-        runner._graphs = VerifyGraphs(runner.model, runner.cache, **sizes, drafter=runner._drafter)
+        runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, drafter=runner._drafter)
         return runner
 
-    building, replaying = Probe.build, VerifyGraphs.replay
+    building, replaying = Probe.build, StepGraphs.replay
     patch.setattr(Probe, "build", build)
-    patch.setattr(GraphSet, "_record", record)
-    patch.setattr(VerifyGraphs, "replay", replay)
+    patch.setattr(StepGraphs, "_record", record)
+    patch.setattr(StepGraphs, "replay", replay)
 
 
 def run(model: Path, settings: Job, patch: pytest.MonkeyPatch, *, leads: bool = True) -> tuple[list[RequestOutput], Guessed]:

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.engine.verify_graphs import verify_batch, verify_inputs, verify_widths
+from dsv4lite.engine.step_graphs import graph_widths
+from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.kernels.runs import place_runs
 from dsv4lite.models.deepseek_v4.batch import Rotary
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
-from dsv4lite.speculation.draft_state import Chain
-from dsv4lite.speculation.run_ends import RunEnds
+from dsv4lite.speculation.accepted_lengths import AcceptedLengths
+from dsv4lite.speculation.draft_state import DraftState
 
 CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
@@ -49,9 +50,9 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     plans, sampled, size, width = step
     tables = torch.zeros(SLOTS + 1, 1, dtype=torch.int32)
     nothing = torch.zeros(SLOTS + 1, dtype=torch.int64)
-    inputs = verify_inputs(plans, size, width, PAGES, {})
+    inputs = step_inputs(plans, size, width, PAGES, {})
     placed = place_runs(inputs, width, nothing, *NO_ENDS)
-    batch = verify_batch(inputs, placed, tables, MODEL, max_model_len=512)
+    batch = step_batch(inputs, placed, tables, MODEL, max_model_len=512)
     assert placed.places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
     rows = [i * width + place for i, plan in enumerate(plans) for place in range(1 + plan.drafts)]
     assert batch.paging.positions_T[rows].tolist() == [p for plan in plans for p in range(plan.start, plan.end)]
@@ -62,24 +63,24 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     streams_TND = torch.randn(size * width, 2, 3, generator=generator)
     tokens_T = torch.randint(0, 3, (size * width,), generator=generator)
     tokens_T[rows] = torch.tensor([token for some in sampled for token in some])
-    places = Chain.empty(size + 1, PAGES, streams_TND[0])
-    chain = places.first(size)
-    chain.begin(batch, streams_TND, tokens_T.view(size, width))
+    places = DraftState.empty(size + 1, PAGES, streams_TND[0])
+    state = places.first(size)
+    state.start(batch, streams_TND, tokens_T.view(size, width))
 
     first_rows = [0, *accumulate(len(plan.token_ids) for plan in plans)][:-1]
     ends = Samples.of(tokens_T[None, rows].int(), tuple(plan.seq_id for plan in plans), plans, first_rows).ends()
-    wanted = Chain.behind(plans, first_rows, streams_TND[rows], ends, most=size)
+    wanted = DraftState.after(plans, first_rows, streams_TND[rows], ends, most=size)
     count, pages = len(plans), wanted.window_SP.shape[1]
-    assert torch.equal(chain.streams_SND[:count], wanted.streams_SND)
-    assert torch.equal(chain.tokens_S[:count], wanted.tokens_S)
-    assert torch.equal(chain.positions_S[:count], wanted.positions_S)
-    assert torch.equal(chain.slots_S[:count], wanted.slots_S)
-    assert torch.equal(chain.window_SP[:count, :pages], wanted.window_SP) and (chain.window_SP[:count, pages:] < 0).all()
-    assert torch.equal(chain.window_first_S[:count], wanted.window_first_S)
+    assert torch.equal(state.streams_SND[:count], wanted.streams_SND)
+    assert torch.equal(state.tokens_S[:count], wanted.tokens_S)
+    assert torch.equal(state.positions_S[:count], wanted.positions_S)
+    assert torch.equal(state.slots_S[:count], wanted.slots_S)
+    assert torch.equal(state.window_SP[:count, :pages], wanted.window_SP) and (state.window_SP[:count, pages:] < 0).all()
+    assert torch.equal(state.window_first_S[:count], wanted.window_first_S)
     for missing in (*range(count, size), size):
         assert places.positions_S[missing] == places.slots_S[missing] == -1
     before = places.positions_S.clone()
-    chain.advance(2 * chain.streams_SND, chain.tokens_S + 1)
+    state.advance(2 * state.streams_SND, state.tokens_S + 1)
     assert places.positions_S.tolist() == [p + 1 if p >= 0 else p for p in before.tolist()]
     assert torch.equal(places.streams_SND[:count], 2 * wanted.streams_SND)
 
@@ -92,14 +93,14 @@ def test_runs_begin_where_those_before_them_ended(
     """The device finds what the host would have said."""
     plans, _, size, width = step
     most, columns = data.draw(st.integers(max(1, width - 1), 6)), data.draw(st.permutations(range(8)))
-    ends = RunEnds(
+    ends = AcceptedLengths(
         columns={plan.seq_id: columns[i] for i, plan in enumerate(plans)},
-        heads=torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 4), min_size=8, max_size=8), min_size=3, max_size=3))),
-        drafts=torch.tensor(
+        next_3S=torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 4), min_size=8, max_size=8), min_size=3, max_size=3))),
+        drafts_KS=torch.tensor(
             data.draw(st.lists(st.lists(st.integers(-1, 4), min_size=8, max_size=8), min_size=most, max_size=most))
         ),
     )
-    ends.heads[0] += 200
+    ends.next_3S[0] += 200
     behind = [data.draw(st.booleans()) for _ in plans]
     asked = [
         plan._replace(start=200, unresolved=4, token_ids=(IN_FLIGHT,) * width, drafts=width - 1) if flag and width > 1 else plan
@@ -107,10 +108,10 @@ def test_runs_begin_where_those_before_them_ended(
     ]
     asked[0] = asked[0] if asked[0].unresolved is not None else asked[0]._replace(token_ids=(IN_FLIGHT,), drafts=0)
     plan = StepPlan(step=0, sequences=tuple(asked))
-    known = ends.settle(plan).sequences
+    known = ends.resolve(plan).sequences
     last_token = torch.arange(7, 8 + SLOTS)
-    inputs = verify_inputs(asked, size, width, PAGES, ends.columns)
-    runs = place_runs(inputs, width, last_token, ends.heads, ends.drafts).runs_XS
+    inputs = step_inputs(asked, size, width, PAGES, ends.columns)
+    runs = place_runs(inputs, width, last_token, ends.next_3S, ends.drafts_KS).runs_XS
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size * width, max_size=size * width)), dtype=torch.int32)
     usable = torch.ones_like(ids)
     ill = data.draw(st.none() | st.integers(0, size * width - 1))
@@ -125,7 +126,7 @@ def test_runs_begin_where_those_before_them_ended(
     results = samples(sequences=asked, begun=Arrival(runs[:, : len(asked)])).to_host()
     assert repr(results) == repr(samples(sequences=known).to_host())  # errors, which name positions, are no equals
     assert [one.drafted for one in results.values()] == [s.drafts for s in known]
-    told = verify_inputs(
+    told = step_inputs(
         [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
         size,
         width,
@@ -139,7 +140,7 @@ def test_runs_begin_where_those_before_them_ended(
 
 
 def test_widths_of_graphs_are_few_and_cover_all_guesses() -> None:
-    assert verify_widths(1, adaptive=True) == (1, 2)
-    assert verify_widths(4, adaptive=True) == (1, 2, 3, 4, 5)
-    assert verify_widths(4, adaptive=False) == (1, 5)
-    assert verify_widths(16, adaptive=True) == (1, 2, 3, 4, 5, 9, 17)
+    assert graph_widths(1, adaptive=True) == (1, 2)
+    assert graph_widths(4, adaptive=True) == (1, 2, 3, 4, 5)
+    assert graph_widths(4, adaptive=False) == (1, 5)
+    assert graph_widths(16, adaptive=True) == (1, 2, 3, 4, 5, 9, 17)

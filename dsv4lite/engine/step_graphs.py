@@ -1,0 +1,367 @@
+"""Captured steps: CUDA graphs of steps in which every sequence runs one known token and the same number of draft tokens.
+
+A decode step is the shape of width 1; a verify step of width W runs one known token and up to W - 1 draft tokens of each sequence.
+A step takes the smallest shape that it fits in: missing sequences and missing draft tokens are padding. Sequences so short that a
+token attends to all compressed entries it sees have graphs of their own, which skip the indexer.
+
+The graph of a shape covers the model and the best token of each row; that of a pipeline stage covers its layers, from the streams
+of the stage before to its own. Further graphs run after it on the same stream:
+
+* a sampling graph, one for each combination of settings that needs kernels of its own, captured when it is first needed;
+* with a drafter on the device, a graph that counts the accepted draft tokens, gives the drafter its rows of the step and writes the
+  draft state (``speculation/draft_state.py``) that the next step and the drafter start from;
+* a graph of one drafter pass, replayed until there are enough draft tokens.
+
+The host is not asked between these graphs. All of them read and write tensors at fixed addresses: the inputs of each shape
+(``step_inputs.py``), the KV page tables by slot, the token sampled last in each slot, logits, streams and draft state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.packing import empty_last_token, graph_sizes
+from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs, window_pages
+from dsv4lite.kernels.runs import PlacedRuns, place_runs, place_runs_ref
+from dsv4lite.kernels.sampling import argmax_finite
+from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
+from dsv4lite.models.deepseek_v4.batch import Batch
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.speculation.accepted_lengths import AcceptedLengths
+from dsv4lite.speculation.draft_state import DraftState
+from dsv4lite.speculation.drafters import DeviceDrafter
+from dsv4lite.state.cache import StateCache
+
+T = TypeVar("T")
+
+_WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphShape:
+    """The shape of a captured step.
+
+    Attributes:
+        sequences: Number of sequences, padding included.
+        width: Rows of each sequence: one known token, and draft tokens.
+        max_model_len: Longest sequence.
+        drafts: Whether the drafter on the device runs after the step.
+    """
+
+    sequences: int
+    width: int
+    max_model_len: int
+    drafts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutput:
+    """What a replay leaves on the last stage, of R = sequences x width rows; valid on the same stream until the next replay.
+
+    Attributes:
+        placed: Positions, tokens and spans of the sequences, as the device has resolved them.
+        logits: float32 [R, V].
+        best: Of these: the largest, its token, and whether the row is finite.
+        out: int32 [3, R]: the best token of each row, and twice whether the row is finite, as ``sample_rows`` returns it.
+        batch: For the drafter, the step's tokens.
+        streams: For the drafter, final streams [R, N, D].
+    """
+
+    placed: PlacedRuns
+    logits: Tensor
+    best: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+    batch: Batch | None = None
+    streams: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Captured:
+    """The graphs of one shape.
+
+    Attributes:
+        graph: The step without sampling.
+        inputs: int32, from ``step_inputs``; written before each replay.
+        output: What ``graph`` leaves; of stages but the last one, their streams [B, N, D].
+        start_drafts: Writes the draft state after the step.
+        samplings: Sampling graphs and their results, by what the sequences ask for.
+    """
+
+    shape: GraphShape
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    output: StepOutput | Tensor
+    start_drafts: torch.cuda.CUDAGraph | None
+    samplings: dict[Needs, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+
+
+class StepGraphs:
+    """Captured steps of one model and one state; mutable, owned by the engine's thread, captured on its stream.
+
+    Args:
+        model: Runs on paged state.
+        cache: The state.
+        max_num_seqs: Most sequences of a step.
+        max_model_len: Longest sequence.
+        widths: Most tokens of a sequence, ascending; see ``graph_widths``. A pipeline stage has width 1 alone.
+        max_tokens: Most rows of a step; larger ones run eagerly. Default: no limit.
+        sampling: Samples after the steps, on the rank that does.
+        drafter: Drafts after them, together with those of the ranks that work on the same tokens.
+        adaptive: Whether there are decode steps without the drafter as well, where there is one.
+
+    Attributes:
+        shapes: Ascending; a step runs in the first one that it fits in.
+        last_token: int64 [slots + 1], the token sampled last in each slot.
+        accepted: Accepted lengths of the last step that drafted. A plan may leave it to the device to start from these.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4,
+        cache: StateCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        widths: Sequence[int] = (1,),
+        max_tokens: int | None = None,
+        sampling: Sampler | None = None,
+        drafter: DeviceDrafter | None = None,
+        adaptive: bool = False,
+    ) -> None:
+        self.sampling, self.drafter = sampling, drafter
+        self.last_token = empty_last_token(cache)
+        self._model, self._cache = model, cache
+        self._peers = model.share.peers
+        self._max_model_len = max_model_len
+        self._tables = PageTables(cache, max_model_len)
+        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._passes: dict[int, torch.cuda.CUDAGraph] = {}  # of the drafter, by number of sequences
+        self._last: _Captured | None = None
+        self._most_pages = window_pages(model, widths[-1] + (0 if drafter is None else drafter.most))
+        lengths = sorted({min(model.config.most_unselected, max_model_len), max_model_len})
+        every = [(False, 1, lengths)] if drafter is None or adaptive else []
+        every += [(drafter is not None, width, lengths[-1:]) for width in widths if width > 1 or drafter is not None]
+        sizes = graph_sizes(max_num_seqs if max_tokens is None else min(max_num_seqs, max_tokens))
+        self.shapes = [
+            GraphShape(sequences=size, width=width, max_model_len=length, drafts=drafts)
+            for drafts, width, longest in every
+            for size in sizes
+            for length in longest
+            if max_tokens is None or size * width <= max_tokens
+        ]
+        self._allocate(max_num_seqs)
+
+    def _allocate(self, max_num_seqs: int) -> None:
+        """Allocate what a step leaves to later graphs, at addresses that all shapes share."""
+        share, config, device, dtype = self._model.share, self._model.config, self._cache.device, self._model.numerics.dtype
+        rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), (config.streams, config.hidden_size)
+        self._before = None if share.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
+        self._streams = None
+        if not share.last or self.drafter is not None:
+            self._streams = torch.empty(rows, *streams, dtype=dtype, device=device)
+        if share.last:
+            self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
+        num_drafts = 0
+        if self.drafter is not None:
+            num_drafts = -(-self.drafter.most // self.drafter.per_pass) * self.drafter.per_pass
+            like_ND = torch.empty(streams, dtype=dtype, device=device)
+            self._draft_state = DraftState.empty(max_num_seqs, self._most_pages, like_ND)
+            self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+            self._places = torch.arange(self.drafter.per_pass, device=device)  # rows of ``_drafts`` that the next pass writes
+        self._next = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(num_drafts, max_num_seqs, dtype=torch.int64, device=device)
+        self.accepted = AcceptedLengths(columns={}, next_3S=self._next, drafts_KS=self._drafts)
+
+    def shape_for(self, step: StepShape) -> GraphShape | None:
+        """Return the first shape that a step fits in; ``None`` if it runs eagerly."""
+        if not step.decodes:
+            return None
+        drafts, longest = step.max_drafts > 0 and self.drafter is not None, min(step.longest, self._max_model_len)
+        for shape in self.shapes:
+            large_enough = shape.sequences >= step.sequences and shape.width >= step.width and shape.max_model_len >= longest
+            if large_enough and (shape.drafts or not drafts):
+                return shape
+        return None
+
+    def streams_before(self, shape: GraphShape) -> Tensor:
+        """Return where a step finds the streams [B, N, D] of the stage before, those of padding included."""
+        assert self._before is not None, "the first stage begins with tokens"
+        return self._before[: shape.sequences * shape.width]
+
+    def forget(self) -> None:
+        """Free the graphs: the process groups whose collectives they contain end after them. Nothing can be captured any more."""
+        self._last = None
+        self._captured.clear()
+        self._passes.clear()
+
+    def dry_run(self, shape: GraphShape) -> Tensor:
+        """Run a step that is all padding, and everything that may run after it; return its inputs. Kernels may be held back."""
+        inputs = self._inputs((), shape).to(self._cache.device)
+        output = self._forward(inputs, shape, held_back=True)
+        if isinstance(output, StepOutput):
+            if self.sampling is not None:
+                self._sample(self.sampling, inputs, output, EVERYTHING)
+            if shape.drafts:
+                self._start_drafts(output)
+                self._draft(shape.sequences, held_back=True)
+        return inputs
+
+    def capture(self, shape: GraphShape) -> None:
+        """Capture the graphs of a shape; runs them once before, so that everything they need is compiled and loaded."""
+        inputs = self.dry_run(shape)
+        if self._cache.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        graph, output = self._record(partial(self._forward, inputs, shape))
+        start_drafts = None
+        if shape.drafts and isinstance(output, StepOutput):
+            start_drafts, _ = self._record(partial(self._start_drafts, output))
+            if shape.sequences not in self._passes:
+                self._passes[shape.sequences], _ = self._record(partial(self._draft, shape.sequences))
+        self._captured[shape] = _Captured(shape=shape, graph=graph, inputs=inputs, output=output, start_drafts=start_drafts)
+
+    def replay(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> StepOutput | Tensor:
+        """Run a step; stages but the last one return their streams [B, N, D].
+
+        Args:
+            sequences: Rows follow their order, ``shape.width`` of each; the rest is padding.
+            shape: From ``shape_for``.
+        """
+        if shape not in self._captured:
+            following, drafts = self._next.clone(), self._drafts.clone()
+            self.capture(shape)
+            self._next.copy_(following)  # this step may start from these
+            self._drafts.copy_(drafts)
+        captured = self._last = self._captured[shape]
+        self._tables.update(sequences)
+        inputs = self._inputs(sequences, shape)
+        captured.inputs.copy_(inputs.pin_memory() if captured.inputs.is_cuda else inputs, non_blocking=True)
+        captured.graph.replay()
+        return captured.output
+
+    def sample(self, needs: Needs, masks: RowMasks | None = None) -> Tensor:
+        """Sample from the rows of the last replay, without a graph if there are masks; return what ``sample_rows`` returns."""
+        captured, sampling = self._last, self.sampling
+        assert captured is not None and sampling is not None and isinstance(captured.output, StepOutput)
+        work = partial(self._sample, sampling, captured.inputs, captured.output, needs, masks)
+        if masks is not None:
+            return work()
+        if needs not in captured.samplings:
+            captured.samplings[needs] = self._record(work)
+        graph, out = captured.samplings[needs]
+        graph.replay()
+        return out
+
+    def draft(self, sequences: Sequence[SequencePlan], tokens_R: Tensor, count: int) -> Tensor:
+        """Draft tokens that follow the last replay.
+
+        Args:
+            sequences: Of that replay; their accepted lengths become ``accepted``.
+            tokens_R: The tokens sampled from its rows, any integers; ignored on ranks that do not sample.
+            count: Most draft tokens of a sequence.
+
+        Returns:
+            int64 [B, count], ``UNKNOWN`` where there are none.
+        """
+        captured, drafter = self._last, self.drafter
+        assert captured is not None and captured.start_drafts is not None and drafter is not None
+        self._tokens[: len(tokens_R)].copy_(tokens_R)
+        captured.start_drafts.replay()
+        size, count = captured.shape.sequences, min(count, drafter.most)
+        for _ in range(0, count, drafter.per_pass):
+            self._passes[size].replay()
+        self.accepted = replace(self.accepted, columns={s.seq_id: column for column, s in enumerate(sequences)})
+        return self._drafts[:count, :size].t().contiguous()
+
+    def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture what ``work``, which runs once, launches on the current stream; return the graph, and what ``work`` returns."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+        return graph, result
+
+    def _inputs(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> Tensor:
+        pages = self._most_pages if shape.drafts else window_pages(self._model, shape.width)
+        return step_inputs(sequences, shape.sequences, shape.width, pages, self.accepted.columns)
+
+    def _forward(self, inputs: Tensor, shape: GraphShape, *, held_back: bool = False) -> StepOutput | Tensor:
+        """Run one step; if kernels are ``held_back``, indices come from a reference, since no kernel has written them."""
+        model, read = self._model, (inputs, shape.width, self.last_token, self._next, self._drafts)
+        placed = place_runs(*read)
+        if held_back:
+            placed = place_runs_ref(*read)
+        batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
+        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.layers)]
+        streams: Tensor = model(batch, layers, None if self._before is None else self._before[:rows])
+        if self._streams is not None and (shape.drafts or not model.share.last):
+            streams = self._streams[:rows].copy_(streams)
+        if not model.share.last:
+            return streams
+        logits = model.logits(streams, out=self._logits[:rows])
+        best = argmax_finite(logits)
+        _, token_ids, finite = best
+        if shape.width == 1:  # a wider step leaves its last tokens in the draft state, or to the host
+            self.last_token.index_copy_(0, placed.places_S, token_ids)
+        usable = finite.int()
+        out = torch.stack([token_ids.int(), usable, usable])
+        left = StepOutput(placed=placed, logits=logits, best=best, out=out)
+        return replace(left, batch=batch, streams=streams) if shape.drafts else left  # what is kept takes memory in every graph
+
+    def _sample(self, sampling: Sampler, inputs: Tensor, output: StepOutput, needs: Needs, masks: RowMasks | None = None) -> Tensor:
+        slots_T, positions_T, size = inputs[1], output.placed.positions_T, inputs.shape[1]
+        width = len(positions_T) // size
+        run = None
+        if width > 1:
+            slots_T = torch.where(positions_T.view(-1, width) < 0, -1, slots_T[:, None]).flatten()
+            place_T = torch.arange(width, dtype=torch.int32, device=inputs.device).repeat(size)
+            run = (output.placed.tokens_T.int(), place_T)
+        return sampling.run(output.logits, output.best, slots_T, positions_T, self.last_token, needs, run, masks)
+
+    def _start_drafts(self, output: StepOutput) -> None:
+        """Give the drafter its rows of a step whose sampled tokens are in ``_tokens``, and write where drafting starts."""
+        assert self.drafter is not None and output.batch is not None and output.streams is not None
+        streams, size = output.streams, len(output.placed.rows_S)
+        tokens_T = self._peers.broadcast(self._tokens[: len(streams)], 0)
+        self.drafter.feed(output.batch, streams, tokens_T)
+        state = self._draft_state.first(size)
+        state.start(output.batch, streams, tokens_T.view(size, -1))
+        accepted_S = state.positions_S - output.batch.paging.first_S
+        self._next[:, :size].copy_(torch.stack((state.positions_S + 1, accepted_S, state.tokens_S)))
+        self._places.copy_(torch.arange(self.drafter.per_pass, device=tokens_T.device))
+
+    def _draft(self, size: int, *, held_back: bool = False) -> None:
+        """Run the drafter once; if kernels are ``held_back``, it continues with token 0, since no kernel has chosen one."""
+        assert self.drafter is not None
+        state, sampling = self._draft_state.first(size), self.sampling
+
+        def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+            tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.draft(logits_SV, state.slots_S, positions_S)
+            chosen_S = self._peers.broadcast(tokens_S, 0)
+            return torch.zeros_like(chosen_S) if held_back else chosen_S
+
+        drafts_SG = self.drafter.draft(state, choose)
+        self._drafts[:, :size].index_copy_(0, self._places, drafts_SG.t())
+        self._places.add_(self.drafter.per_pass)
+
+
+def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
+    """Return the most tokens of a sequence in captured steps, ascending.
+
+    Args:
+        max_drafts: Most draft tokens of a sequence.
+        adaptive: Whether steps often have fewer.
+    """
+    if not max_drafts:
+        return (1,)
+    return (*(width for width in (_WIDTHS if adaptive else _WIDTHS[:1]) if width <= max_drafts), 1 + max_drafts)
