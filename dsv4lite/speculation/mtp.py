@@ -1,9 +1,9 @@
-"""Guesses of the model's own multi-token prediction block, made on the device right behind a step's samples.
+"""Drafts of the model's own multi-token prediction block, computed on the device right after a step's samples.
 
-The block sees the main model's final streams at a position and the token that follows, and a window of its own rows. Its rows are
-kept for every token of a step; the rest of it runs where a guess is wanted: at the last position whose token counts, where it
-foretells the token after the next. Further guesses are chained, each from the block's own streams and the guess before, one
-position on. What a chain writes into the window is overwritten when its positions run for good.
+The block reads the main model's final streams at a position, the embedding of the token that follows, and a window of its own kv
+rows. It stores its kv rows for every token of a step. The rest of it runs only where a draft is wanted: at the last accepted
+position, where it predicts the token after the next. Each further draft starts from the block's own streams and the draft before,
+one position on. The window rows of drafts are overwritten when the main model runs their positions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
 
 
 class MtpDrafter:
-    """Guesses with the MTP block of a model; see ``drafters.DeviceDrafter``.
+    """Drafts with the MTP block of a model; see ``drafters.DeviceDrafter``.
 
     Args:
         model: With its MTP block.
         cache: The block's window.
-        most: Most guesses in a row.
+        most: Most draft tokens of a sequence.
     """
 
     def __init__(self, model: DeepseekV4, cache: LayerCache, most: int) -> None:
@@ -38,7 +38,7 @@ class MtpDrafter:
         self._cache = cache
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Keep the block's rows of a step."""
+        """Store the block's kv rows of a step."""
         self._model.mtp_feed(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
 
     def guess(self, chain: Chain, choose: Choose) -> Tensor:
