@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,36 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     if also is not None:
         part = part + also
     return axis.all_reduce(part).to(dtype)
+
+
+def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -> Tensor:
+    """Return rows [T, D] of a table that ranks share: each comes from the rank that has it, and zeros from the others.
+
+    Args:
+        axis: The ranks.
+        table_VD: This rank's rows.
+        vocab: Which token ids they are of.
+        token_ids_T: int64.
+    """
+    if axis.size == 1:
+        return table_VD[token_ids_T]
+    row_T = token_ids_T - vocab.start
+    found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
+    return axis.all_reduce(torch.where(found_T1, table_VD[row_T.clamp(0, len(vocab) - 1)], 0))
+
+
+def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Tensor | None) -> Tensor:
+    """Return the columns that the ranks compute, in the order of the ranks.
+
+    Args:
+        axis: The ranks.
+        product: Returns this rank's columns [T, V / ranks], in the given tensor unless that is ``None``.
+        out: Receives the result [T, V], unless it is ``None``.
+    """
+    if axis.size == 1:
+        return product(out)
+    columns = axis.all_gather(product(None), dim=1)
+    return columns if out is None else out.copy_(columns)
 
 
 def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:

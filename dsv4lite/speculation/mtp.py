@@ -38,7 +38,7 @@ class MtpDrafter:
         self._cache = cache
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Store the block's rows of a step."""
+        """Store the block's kv rows of a step."""
         self._model.mtp_feed(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:

@@ -5,8 +5,8 @@ row. A draft is one pass over a block: the newest token and noise in place of th
 window before it and to all of the block; row k foretells the token after it. A bias that each token gives to the next one is then
 added from left to right, and another head estimates whether the drafts will hold.
 
-Kv rows are addressed by position: what a wrong draft of the main model left behind is written again before anyone reads it. The
-block's own rows are kept nowhere.
+Kv rows are addressed by position: the rows of rejected drafts are overwritten before they are read. The block's own rows are not
+stored.
 
 Shape suffixes: S sequences, G rows of a block, T = S G tokens, otherwise those of ``deepseek_v4.py``.
 """
@@ -139,7 +139,7 @@ class DSparkDrafter(nn.Module):
         self.confidence = parameter(1, d + rank, numerics=numerics)
 
     def feed(self, taps_TK: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        """Keep the kv rows of a step's tokens.
+        """Store the kv rows of a step's tokens.
 
         Args:
             taps_TK: Averaged streams behind the target layers, side by side.

@@ -27,7 +27,7 @@ from dsv4lite.models.deepseek_v4.batch import Batch, Rotary, one_pass
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.moe import MoE
-from dsv4lite.models.partial_sums import total
+from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
@@ -415,13 +415,8 @@ class DeepseekV4(nn.Module):
         return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
-        """Return embeddings [T, D]; each comes from the rank that has its row, and nothing from the others."""
-        tp, vocab = self.share.mesh.tp, self.share.vocab
-        if tp.size == 1:
-            return self.embed[token_ids_T]
-        row_T = token_ids_T - vocab.start
-        found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
-        return tp.all_reduce(torch.where(found_T1, self.embed[row_T.clamp(0, len(vocab) - 1)], 0))
+        """Return embeddings [T, D]."""
+        return embedding(self.share.mesh.tp, self.embed, self.share.vocab, token_ids_T)
 
     def _streams(self, value_TND: Tensor) -> Streams:
         return Streams(value_TND, self.config, self.numerics)
@@ -470,12 +465,8 @@ class DeepseekV4(nn.Module):
         return self.project(y_TD, out)
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [T, V], in ``out`` if given; each comes from the rank that has its row of the head."""
-        tp = self.share.mesh.tp
-        if tp.size == 1:
-            return linear(normed_TD, self.head, torch.float32, out=out)
-        logits = tp.all_gather(linear(normed_TD, self.head, torch.float32), dim=1)
-        return logits if out is None else out.copy_(logits)
+        """Return float32 logits [T, V], in ``out`` if given."""
+        return side_by_side(self.share.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
