@@ -1,14 +1,16 @@
-"""The poison suite: one bad request beside good ones, on every kind of executor, plain and with speculation.
+"""The poison suite: bad requests beside good ones, on every kind of executor, plain and with speculation.
 
-Whatever the bad request is, the good requests of the same batch give the bits that they give alone, the bad one fails with a typed
-error of its own or succeeds, the engine stays ready, and everything the request held is returned.
+Whatever the bad requests are, the good requests of the same batch give the bits that they give alone, each bad one fails with a
+typed error of its own or succeeds, the engine stays ready, and everything the requests held is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ VOCAB = SHARED["vocab_size"]
 NAN_TOKEN = VOCAB - 1
 FINITE: Mapping[str, Any] = {"seed": 1, "bad_words_ids": ((NAN_TOKEN,),)}
 A, B, C, D = prompts_of((5, 40, 130, 70), NAN_TOKEN, seed=11)
-SETTINGS: Mapping[str, Any] = {"max_model_len": 512, "deterministic": True, "max_num_seqs": 8}
+SETTINGS: Mapping[str, Any] = {"max_model_len": 512, "deterministic": True, "max_num_seqs": 12}
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "thread": {},
     "thread-mtp": {"speculative": MTP(2, adaptive=False)},
@@ -124,6 +126,8 @@ def option(error: type[DSV4LiteError] | None = InvalidRequestError, **values: An
 
 
 HUGE = 10**400
+GROUPS = 5
+"""Number of groups of bad requests that run at once, about eleven each, of all kinds."""
 POISONS: Mapping[str, Poison] = {
     # Grammars that do not compile.
     "regex-unclosed": structured(regex="(a"),
@@ -235,36 +239,30 @@ def assert_equal(found: Sequence[RequestOutput], expected: Sequence[RequestOutpu
                 assert torch.equal(x.logprobs.values, y.logprobs.values)
 
 
-def outcome(
-    llm: LLM, bad_prompt: Any, params: SamplingParams, options: Mapping[str, Any]
-) -> tuple[list[RequestOutput], RequestOutput | DSV4LiteError]:
-    """Run the good requests with a bad one in their midst; return the outputs of the good ones, and what the bad one brought."""
-    found: RequestOutput | DSV4LiteError
-    with ExitStack() as stack:
-        streams = [stack.enter_context(llm.stream(p, s)) for p, s in GOOD]
-        try:
-            found = llm.generate(bad_prompt, params, **options)
-        except DSV4LiteError as error:
-            found = error
-        return [stream.final() for stream in streams], found
-
-
-@pytest.mark.parametrize("name", POISONS)
-def test_bad_request_hurts_no_other(subject: Subject, name: str) -> None:
-    poison = POISONS[name]
-    found: RequestOutput | DSV4LiteError
+def result_of(llm: LLM, poison: Poison) -> RequestOutput | DSV4LiteError:
+    """Return what a bad request brought: its output or its error."""
     try:
         bad_prompt, params = poison.make()
-    except DSV4LiteError as error:  # the caller is told at once, whatever the engine
-        found = error
-    else:
-        good, found = outcome(subject.llm, bad_prompt, params, poison.options)
-        assert_equal(good, subject.expected)
-        assert_equal([subject.llm.generate(*GOOD[0])], subject.expected[:1])  # the request after it
+        return llm.generate(bad_prompt, params, **poison.options)
+    except DSV4LiteError as error:
+        return error
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_bad_requests_hurt_no_other(subject: Subject, group: int) -> None:
+    """The bad requests of a group run at once, between the good ones; each still ends with its own error or output."""
+    poisons = {name: POISONS[name] for name in [*POISONS][group::GROUPS]}
+    with ThreadPoolExecutor(len(poisons)) as threads, ExitStack() as stack:
+        streams = [stack.enter_context(subject.llm.stream(p, s)) for p, s in GOOD]
+        found = dict(zip(poisons, threads.map(partial(result_of, subject.llm), poisons.values()), strict=True))
+        assert_equal([stream.final() for stream in streams], subject.expected)
+    assert_equal([subject.llm.generate(*GOOD[0])], subject.expected[:1])  # the request after them
     assert subject.llm.state is Phase.READY
-    if poison.error is None:
-        assert isinstance(found, RequestOutput), found
-        assert poison.text is None or found.text == poison.text
-    else:
-        assert isinstance(found, poison.error), found
-        assert len(str(found)) < 2000  # an error names the value, shortened
+    for name, poison in poisons.items():
+        if poison.error is None:
+            output = found[name]
+            assert isinstance(output, RequestOutput), (name, output)
+            assert poison.text is None or output.text == poison.text, name
+        else:
+            assert isinstance(found[name], poison.error), (name, found[name])
+            assert len(str(found[name])) < 2000, name  # an error names the value, shortened

@@ -13,8 +13,8 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, prompts_of, room_for
 
 VOCAB = SMALL["vocab_size"]
-PROMPTS = prompts_of((5, 250, 506, 506), VOCAB, seed=3)  # most pass the border of a page
-PROMPTS[3][:490] = PROMPTS[2][:490]  # a cached prefix
+PROMPTS = prompts_of((5, 250, 262, 262), VOCAB, seed=3)  # most pass the boundary of a page
+PROMPTS[3][:258] = PROMPTS[2][:258]  # a cached prefix
 # What four ranks share divides by four.
 SHARED = {**SMALL, "num_attention_heads": 8, "o_groups": 4}
 

@@ -61,10 +61,9 @@ class Repeat:
         {"executor": "process"},
         {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
         {"expert_parallel_size": 2, "executor": "thread"},
-        {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"},
         {"pipeline_parallel_size": 2, "executor": "thread"},
     ],
-    ids=["process", "tp", "ep", "dp-ep", "pp"],
+    ids=["process", "tp", "ep", "pp"],
 )
 def test_ranks_give_what_one_rank_gives(
     model: Path,
