@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import tiny_model
-from dsv4lite.errors import CheckpointError, InvalidRequestError, RequestFailedError
+from dsv4lite.errors import CheckpointError, RequestFailedError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import Logprobs, SamplingParams
@@ -262,14 +262,6 @@ def test_structured_outputs_have_their_structure(model: Path, overlap: bool) -> 
             out = llm.generate(PROMPT, SamplingParams(seed=5, n=3, max_tokens=200, structured_outputs=wanted))
             for completion in out.outputs:
                 assert completion.finish_reason == "stop" and check(completion.text), completion.text
-
-
-def test_grammar_that_does_not_compile_fails_its_request_alone(llm: LLM) -> None:
-    pytest.importorskip("llguidance")
-    for wanted in ({"regex": "("}, {"grammar": "start: missing"}, {"json": {"type": "nothing"}}):
-        with pytest.raises(InvalidRequestError, match="cannot be compiled"):
-            llm.generate(PROMPT, SamplingParams(n=2, max_tokens=5, structured_outputs=wanted))
-    assert len(llm.generate(PROMPT, seeded()).token_ids) == LENGTH
 
 
 @pytest.mark.parametrize("overlap", [False, True])

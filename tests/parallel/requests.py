@@ -30,7 +30,9 @@ def all_kinds(llm: LLM) -> list[RequestOutput]:
     ]
     outputs = [
         *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], [replace(kind) for kind in kinds]),
-        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(max_tokens=8, temperature=0, logprobs=3)),
+        *llm.generate_batch(
+            [{"prompt_token_ids": p} for p in PROMPTS[2:]], SamplingParams(max_tokens=4, temperature=0, logprobs=3)
+        ),
     ]
     late = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy, deadline=1e-6)
     assert late.outputs[0].finish_reason == "deadline"
