@@ -38,7 +38,7 @@ from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.text import structured
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, SMALL, engine_of, opened, overlapping, prompts_of, room_for, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, nan_embedding, opened, overlapping, prompts_of, room_for, write_model
 
 VOCAB = SMALL["vocab_size"]
 POISON = VOCAB - 1
@@ -52,17 +52,9 @@ def some(**settings: Any) -> SamplingParams:
     )
 
 
-def poisoned(name: str, tensor: Tensor) -> Tensor:
-    """Make one token's embedding a NaN."""
-    if name == "embed.weight":
-        tensor = tensor.clone()
-        tensor[POISON] = float("nan")
-    return tensor
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"), change=poisoned)
+    return write_model(tmp_path_factory.mktemp("small"), change=nan_embedding)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.config import tiny_model
+from dsv4lite.config import MTP, tiny_model
 from dsv4lite.errors import CheckpointError, RequestFailedError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.memory import plan_memory
@@ -559,7 +559,7 @@ def test_memory_plan_is_what_is_held_to_the_byte(model: Path, tmp_path: Path, wh
     if which == "dummy":
         write_tokenizer(tmp_path, VOCAB)
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "torch_dtype": "bfloat16"}))
-        settings["load_format"] = "dummy"
+        settings |= {"load_format": "dummy", "speculative": MTP(3)}
     plan = plan_memory(str(folder), **settings)
     with opened(folder, **settings) as llm:
         assert llm.memory().per_device[0].state == plan.per_device[0].state
