@@ -67,30 +67,6 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "settings", "message"),
-    [
-        ([], {}, "the prompt is empty"),
-        ("", {}, "the prompt is empty"),
-        ([3, VOCAB], {}, rf"{VOCAB} is outside the vocabulary \[0, {VOCAB}\)"),
-        ([-1], {}, "-1 is outside the vocabulary"),
-        ([1.5], {}, "must be a str, token ids"),
-        (["a", "b"], {}, "not list with 'a' in it; generate_batch takes several prompts"),
-        (b"abc", {}, "decode it to a str"),
-        ({"prompt_tokens": [1]}, {}, "prompt_token_ids"),
-        (SHORT, {"stop_token_ids": (VOCAB,)}, "stop_token_ids=.*outside the vocabulary"),
-        (SHORT, {"allowed_token_ids": (3, VOCAB)}, "allowed_token_ids=.*outside the vocabulary"),
-        (SHORT, {"logit_bias": {VOCAB: 1.0}}, "logit_bias=.*outside the vocabulary"),
-        (SHORT, {"bad_words_ids": ((3, VOCAB),)}, "bad_words_ids=.*outside the vocabulary"),
-        (SHORT, {"logprobs": VOCAB + 1}, f"logprobs={VOCAB + 1}: must be at most 64"),
-        (SHORT, {"prompt_logprobs": VOCAB + 1}, "prompt_logprobs"),
-    ],
-)
-def test_bad_requests_are_refused(llm: LLM, prompt: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        llm.generate(prompt, some(**settings))
-
-
-@pytest.mark.parametrize(
     ("length", "settings"),
     [(400, {"max_tokens": None}), (401, {"max_tokens": None}), (1000, {}), (389, {}), (20, {"max_tokens": 381})],
 )

@@ -187,7 +187,7 @@ def test_engine_that_never_drafts_takes_the_steps_of_one_without_a_drafter(
         found = []
         for speculative in (None, "auto"):
             with opened(models["mtp"], speculative=speculative, overlap=True) as llm:
-                outputs = [llm.generate(prompt, replace(PARAMS, n=n)) for prompt in (*prompts, prompts[1])]
+                outputs = [llm.generate(prompt, replace(PARAMS, max_tokens=10, n=n)) for prompt in (*prompts, prompts[1])]
                 stats = llm.stats()
             assert stats.speculation.drafted == 0
             found.append(([output.token_ids for output in outputs], stats.steps, stats.generated_tokens, stats.cached_tokens))

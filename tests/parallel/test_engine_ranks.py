@@ -96,6 +96,7 @@ def test_dispatcher_may_be_the_users_own_and_ranks_of_one_machine_listen_at_loop
                 found = mine.union(*map(listening, processes(llm).values()))
     assert_same(*outputs)
     assert all(isinstance(one, Marked) and one.calls == 4 and one.ranks.ep.size == 2 for one in used)
+    del crew, used  # they hold the store
     assert len(mine) >= 1 and {address for address, _ in found} == {"0100007F"}
     assert listening() <= before
 
