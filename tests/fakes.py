@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import queue
 import threading
 import time
@@ -293,11 +295,16 @@ class FakeEngine:
         self._closed = True
 
 
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model())
+
+
 class Lab:
     """Makes the engines of one test."""
 
     def __init__(self) -> None:
-        self.tokenizer = Tokenizer.from_folder(tiny_model())
+        self.tokenizer = copy.copy(_tokenizer())  # a test may replace its methods
         self.engines: list[FakeEngine] = []
         self.model: Model = echo
         self.held = False

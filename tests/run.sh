@@ -21,8 +21,9 @@ phase() {
 
 phase ruff "$python" -m ruff check .
 phase mypy "$python" -m mypy
-# As many processes as cores, each with one thread for arithmetic: the tests' models are too small for more.
-phase pytest env OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist loadfile "$@"
+# As many processes as cores, each with one thread for arithmetic: the tests' models are too small for more. Files run in the order of
+# their names, in which the last ones are short, and not by their number of tests, in which the longest ones would come last.
+phase pytest env OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
 if [ $# -eq 0 ] && "$python" -c "import triton" 2>/dev/null; then # arguments have named all tests that are wanted
     phase "kernels, interpreted" env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest -n auto -m kernel tests/kernels
 fi

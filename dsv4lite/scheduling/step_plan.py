@@ -171,7 +171,7 @@ class StepShape(NamedTuple):
             # By columns: a loop over the sequences would cost several times as much.
             _, _, starts, token_ids, _, _, _, samples, scores, drafts, _, _, ahead = zip(*plan.sequences, strict=True)
             lengths = list(map(len, token_ids))
-            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, unresolved), default=0))
+            longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, ahead), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
             in_flight = in_flight or (IN_FLIGHT,) in token_ids

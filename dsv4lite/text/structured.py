@@ -221,6 +221,8 @@ class GrammarCompiler:
             compiled.compute_bitmask()  # the first mask takes longest; copies take over what it has found out
         if compiled.is_error():
             reason = compiled.get_error().strip().partition("\n<state>")[0]
+            if len(reason) > 1000:  # the library repeats the grammar
+                reason = f"{reason[:500]} ... {reason[-500:]}"
             raise _malformed(f"the grammar cannot be compiled: {reason}", spec)
         return compiled
 

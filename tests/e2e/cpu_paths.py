@@ -101,7 +101,7 @@ def model() -> Tensor:
 
 def requests() -> Tensor:
     """Return log-probabilities of requests that run alone, which have to be those of the same in company."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=1, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1, logprobs=2, prompt_logprobs=1)
     prompts = [[(7 * i * i + 3 * n) % SMALL["vocab_size"] for i in range(n)] for n in (3, 90, 17, 5)]
     # As wide as products must be for the matrix library to divide them among threads.
     sizes = {**SMALL, "hidden_size": 128, "o_lora_rank": 96, "moe_intermediate_size": 64}

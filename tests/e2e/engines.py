@@ -77,6 +77,14 @@ def float32(tensors: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.float() if tensor.is_floating_point() else tensor
 
 
+def nan_embedding(name: str, tensor: Tensor) -> Tensor:
+    """Make the embedding of the last token NaN: a change for ``write_model``."""
+    if name == "embed.weight":
+        tensor = tensor.clone()
+        tensor[-1] = float("nan")
+    return tensor
+
+
 def write_model(
     folder: Path,
     config: Mapping[str, Any] = SMALL,

@@ -150,8 +150,8 @@ def be_unusual() -> None:
     logging.basicConfig(level=logging.DEBUG, stream=open(os.devnull, "w"))  # noqa: SIM115
     sys.excepthook = lambda *error: traceback.print_exception(*error)
     threading.excepthook = lambda arguments: None
-    sys.setswitchinterval(0.001)
-    gc.set_threshold(500, 5, 5)
+    sys.setswitchinterval(0.004)
+    gc.set_threshold(5000, 11, 9)
     os.umask(0o077)
     os.chdir("/")
     if sys.version_info < (3, 14):

@@ -1,9 +1,9 @@
 """A host program that leaves its engines behind while they generate; see test_leaving.py.
 
-python leave.py end|exit|raise|interrupt ENGINE...      ends so, with engines of the kinds llm, async, process
-python leave.py rank RANK PORT                          two hosts' ranks share an engine; rank 1 leaves while rank 0 generates
-python leave.py drop ENGINE...                          forgets engines and streams, and ends when their threads have
-python leave.py fork ENGINE                             uses and drops the engine in a fork, and then in this process
+python leave.py FOLDER end|exit|raise|interrupt ENGINE...   ends so, with engines of the kinds llm, async, process
+python leave.py FOLDER rank RANK PORT                       two hosts' ranks share an engine; rank 1 leaves while rank 0 generates
+python leave.py FOLDER drop ENGINE...                       forgets engines and streams, and ends when their threads have
+python leave.py FOLDER fork ENGINE...                       uses and drops the engine in a fork, and then in this process
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ kept: list[Any] = []
 
 def config(kind: str) -> dsv4lite.EngineConfig:
     return dsv4lite.EngineConfig(
-        model=dsv4lite.tiny_model(),
+        model=sys.argv[1],
         device="cpu",
         max_model_len=4096,
         max_num_seqs=4,
@@ -98,7 +98,12 @@ def refused(call: Any) -> None:
         raise AssertionError("a fork has no engine")
 
 
-def fork(kind: str) -> None:
+def fork(*kinds: str) -> None:
+    for kind in kinds:
+        use_in_a_fork(kind)
+
+
+def use_in_a_fork(kind: str) -> None:
     llm = dsv4lite.LLM.create(config(kind))
     short = dsv4lite.SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
     expected = llm.generate(PROMPT, short).token_ids
@@ -146,4 +151,4 @@ def main(ending: str, *kinds: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a program that is started in the background ignores it
-    main(*sys.argv[1:])
+    main(*sys.argv[2:])

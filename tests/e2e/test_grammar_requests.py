@@ -1,4 +1,4 @@
-"""Requests whose grammars or settings are wrong, beside others: on one rank, in another process, and on two ranks."""
+"""Requests with grammars, and with settings that no check has seen, beside others: on one rank and on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP
-from dsv4lite.errors import InvalidRequestError, RequestFailedError
+from dsv4lite.errors import RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
@@ -21,7 +21,6 @@ from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, writ
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)
 ENGINES: dict[str, dict[str, Any]] = {
     "thread": {},
-    "process": {"executor": "process"},
     "tp-mtp": {"tensor_parallel_size": 2, "executor": "thread", "speculative": MTP(2)},
 }
 ENOUGH_S = 120.0
@@ -62,17 +61,6 @@ def beside_others(llm: LLM, bad: list[SamplingParams]) -> list[RequestOutput]:
     return outputs[1::3]
 
 
-def test_grammar_that_cannot_be_compiled_is_an_error_of_its_request(llm: LLM) -> None:
-    wrong = [
-        *({"regex": "a("}, {"regex": "(?=a)b"}, {"grammar": "start: missing"}, {"grammar": "start: ~~~"}),
-        *({"json": {"type": "nonsense"}}, {"json": {"type": "array", "uniqueItems": True}}, {"json": {"$ref": "#/nowhere"}}),
-        *({"json": {"minimum": 10**400}}, {"json": {"$ref": "#"}}, {"regex": "(" * 1000 + "a" + ")" * 1000}),
-    ]
-    for output in beside_others(llm, [some(structured_outputs=one, n=n) for n, one in enumerate(wrong, 1)]):
-        assert isinstance(output.error, InvalidRequestError), output.error
-        assert output.error.parameter == "structured_outputs" and "cannot be compiled" in str(output.error)
-
-
 FORGED: tuple[dict[str, Any], ...] = (
     {"min_tokens": 10**400},
     {"seed": 10**5000, "temperature": 1.0},
@@ -105,26 +93,6 @@ def test_whatever_goes_wrong_with_a_request_is_an_error_of_that_request(llm: LLM
     for output in beside_others(llm, [some(seed=first + i, min_tokens=1, stop_token_ids=(9,)) for i in range(len(FORGED))]):
         assert isinstance(output.error, RequestFailedError) and output.token_ids == (), (output.index, output.error)
         assert output.error.__cause__ is not None
-
-
-def test_added_tokens_in_a_grammar_are_text(llm: LLM) -> None:
-    grammars = [
-        {"json": {"const": "a </think> b"}},
-        {"choice": ["<think>!"]},
-        {"regex": "x<think>y</think>z"},
-        {
-            "json": {
-                "properties": {"<think>": {"const": 1}},
-                "type": "object",
-                "required": ["<think>"],
-                "additionalProperties": False,
-            }
-        },
-        {"grammar": 'start: "</think>"'},
-    ]
-    texts = [llm.generate(PROMPTS[0], SamplingParams(max_tokens=300, structured_outputs=one)).text for one in grammars]
-    assert texts[:3] == ['"a </think> b"', "<think>!", "x<think>y</think>z"]
-    assert "".join(texts[3].split()) == '{"<think>":1}' and texts[4] == "</think>"
 
 
 def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:

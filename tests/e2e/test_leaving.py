@@ -13,15 +13,27 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import leave
+from tests.e2e.engines import write_model
+from tests.parallel.requests import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ran(*arguments: str) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), SHARED)
+
+
+def ran(model: Path, *arguments: str) -> tuple[int, str]:
     """Return the exit status of a program and what it wrote to standard error."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, leave.__file__, *arguments], capture_output=True, text=True, check=False, timeout=600, env=environment
+        [sys.executable, leave.__file__, str(model), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=environment,
     )
     return done.returncode, done.stderr
 
@@ -36,30 +48,29 @@ def ran(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_interpreter_that_ends_with_open_engines_keeps_its_exit_status(
-    ending: str, kinds: list[str], status: int, last_line: str
+    model: Path, ending: str, kinds: list[str], status: int, last_line: str
 ) -> None:
     """The engine's thread, inside torch while the interpreter finalized, once aborted the process: status 134."""
-    found, errors = ran(ending, *kinds)
+    found, errors = ran(model, ending, *kinds)
     assert (found, errors.strip().rpartition("\n")[2]) == (status, last_line), errors
     assert not last_line or errors.startswith("Traceback")
 
 
-def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_is_missed() -> None:
+def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_is_missed(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     with ThreadPoolExecutor(2) as pool:
-        (lead, told), (status, errors) = pool.map(lambda rank: ran("rank", rank, port), "01")
+        (lead, told), (status, errors) = pool.map(lambda rank: ran(model, "rank", rank, port), "01")
     assert (lead, status) == (4, 3), told + errors
 
 
-def test_engines_and_streams_that_are_dropped_end() -> None:
+def test_engines_and_streams_that_are_dropped_end(model: Path) -> None:
     """They once generated to the end of each request, and the engines' threads and memory stayed for good."""
-    status, errors = ran("drop", "llm", "async", "process")
+    status, errors = ran(model, "drop", "llm", "async", "process")
     assert status == 0, errors
     assert errors.count("ResourceWarning: an engine of") == 3 and errors.count("ResourceWarning: the stream of") == 3
 
 
-@pytest.mark.parametrize("kind", ["llm", "process"])
-def test_fork_of_the_process_has_no_engine_and_leaves_it_alone(kind: str) -> None:
+def test_fork_of_the_process_has_no_engine_and_leaves_it_alone(model: Path) -> None:
     """Calls in the fork once waited for ever for a thread that is not there."""
-    assert ran("fork", kind) == (0, "")
+    assert ran(model, "fork", "llm", "process") == (0, "")

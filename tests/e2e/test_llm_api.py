@@ -9,7 +9,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -154,32 +154,22 @@ async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> N
     assert prompt.sampled.tolist() == [-t for t in ids[1:]] and prompt.token_ids.shape == (len(ids) - 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "parameter"),
-    [
-        ("", "prompt"),
-        ([], "prompt"),
-        (7, "prompt"),
-        (None, "prompt"),
-        (b"bytes", "prompt"),
-        ([1.5], "prompt"),
-        (["a"], "prompt"),
-        ([4096], "prompt"),
-        ([-1], "prompt"),
-        ({"prompt_ids": [1]}, "prompt"),
-        ({"prompt_token_ids": None}, "prompt"),
-    ],
-)
-@LOOPS
-def test_generate_refuses_what_is_no_prompt(backend: str, lab: Lab, prompt: Any, parameter: str) -> None:
-    async def main() -> None:
-        async with AsyncLLM("m") as llm:
-            with pytest.raises(InvalidRequestError) as error:
+@both_loops
+async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
+    several = "not list with 'a' in it; generate_batch takes several prompts"
+    wrong: tuple[tuple[Any, str], ...] = (
+        *((empty, "the prompt is empty") for empty in ("", [])),
+        *((other, "must be a str, token ids") for other in (7, None, [1.5])),
+        *((b"bytes", "decode it to a str"), (["a", "b"], several)),
+        *(([4096], r"4096 is outside the vocabulary \[0, 4096\)"), ([-1], "-1 is outside the vocabulary")),
+        *(({"prompt_ids": [1]}, "prompt_token_ids"), ({"prompt_token_ids": None}, "prompt")),
+    )
+    async with AsyncLLM("m") as llm:
+        for prompt, message in wrong:
+            with pytest.raises(InvalidRequestError, match=message) as error:
                 await llm.generate(prompt, SamplingParams())
-            assert error.value.parameter == parameter
-            assert lab.engine.submitted == []
-
-    anyio.run(main, backend=backend)
+            assert error.value.parameter == "prompt", prompt
+        assert lab.engine.submitted == []
 
 
 @both_loops
@@ -589,25 +579,25 @@ async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) 
         results: list[Any] = []
         llm = await AsyncLLM.create("m", max_num_seqs=1, max_queued_requests=1)
         async with anyio.create_task_group() as group:
-            for _ in range(1000):
+            for _ in range(500):
                 await spawn(group, lambda llm=llm: llm.generate("x", SamplingParams()), results)  # type: ignore[misc]
-            await until(lambda llm=llm: len(llm._session._queue) == 998)  # type: ignore[misc]
+            await until(lambda llm=llm: len(llm._session._queue) == 498)  # type: ignore[misc]
             if end == "abort":
                 llm.abort()
-                assert len(llm._session._visible) > 900
+                assert len(llm._session._visible) > 400
             elif end == "die":
                 lab.engine.die(MemoryError("no more"))
             else:
                 group.start_soon(llm.aclose)
             most = 0
-            while len(results) < 1000:
+            while len(results) < 500:
                 before = len(results)
                 await anyio.lowlevel.checkpoint()
                 most = max(most, len(results) - before)
             # A loop that is closed hears from a thread, at the thread's pace.
             assert most <= 200 or end == "aclose"
         if end == "die":
-            assert {type(error) for error in results} == {EngineDeadError} and len(set(map(id, results))) == 1000
+            assert {type(error) for error in results} == {EngineDeadError} and len(set(map(id, results))) == 500
         else:
             assert {out.outputs[0].finish_reason for out in results} == {"abort"}
         await llm.aclose()
@@ -1511,38 +1501,56 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
     return llm
 
 
-@pytest.mark.parametrize("method", [*SERVING_ONLY, *ALWAYS, "start"])
-@pytest.mark.parametrize("phase", ["new", "starting", "ready", "paused", "failed", "closed"])
+@pytest.mark.parametrize("phase", Phase, ids=str)
 @LOOPS
-def test_state_allows_or_refuses_the_call(backend: str, lab: Lab, phase: str, method: str) -> None:
-    allowed = method in ALWAYS or (phase == "new" if method == "start" else phase in ("ready", "paused"))
-    call = {**SERVING_ONLY, **ALWAYS, "start": lambda llm: llm._start()}[method]
-    proceed = threading.Event()
+def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase) -> None:
+    """Calls that a state refuses change nothing and meet one engine; each call that it allows has an engine of its own."""
+    calls = {**SERVING_ONLY, **ALWAYS, "start": lambda llm: llm._start()}
+
+    def is_allowed(method: str) -> bool:
+        return method in ALWAYS or phase in ((Phase.NEW,) if method == "start" else (Phase.READY, Phase.PAUSED))
+
+    async def outcome_of(llm: AsyncLLM, method: str) -> Exception | None:
+        try:
+            result = calls[method](llm)
+            if isinstance(result, Awaitable):
+                await result
+        except DSV4LiteError as error:
+            return error
+        return None
 
     async def main() -> None:
-        with anyio.fail_after(20):
-            async with anyio.create_task_group() as group:
-                llm = await in_phase(lab, Phase(phase), proceed, group)
-                if allowed and method in ("score", "score_batch"):
-                    group.start_soon(abort_soon, llm)
-                try:
-                    result = call(llm)
-                    if isinstance(result, Awaitable):
-                        await result
-                    outcome: Exception | None = None
-                except DSV4LiteError as error:
-                    outcome = error
-                proceed.set()
-                if allowed:
-                    assert outcome is None or method in ("score", "score_batch")
-                elif phase == "failed":
-                    assert isinstance(outcome, EngineDeadError) and isinstance(outcome.__cause__, MemoryError)
+        with anyio.fail_after(30):
+            for method in filter(is_allowed, calls):
+                await allowed(method)
+            await refused([method for method in calls if not is_allowed(method)])
+
+    async def allowed(method: str) -> None:
+        proceed = threading.Event()
+        async with anyio.create_task_group() as group:
+            llm = await in_phase(lab, phase, proceed, group)
+            scores = method in ("score", "score_batch")
+            if scores:
+                group.start_soon(abort_soon, llm)
+            outcome = await outcome_of(llm, method)
+            assert outcome is None or scores, (method, outcome)
+            proceed.set()
+        await llm.aclose()
+
+    async def refused(methods: Iterable[str]) -> None:
+        proceed = threading.Event()
+        async with anyio.create_task_group() as group:
+            llm = await in_phase(lab, phase, proceed, group)
+            for method in methods:
+                outcome = await outcome_of(llm, method)
+                if phase is Phase.FAILED:
+                    assert isinstance(outcome, EngineDeadError) and isinstance(outcome.__cause__, MemoryError), method
                 else:
-                    assert isinstance(outcome, EngineStateError)
-                    assert outcome.state == phase and phase not in outcome.allowed
-                if phase == "starting":
-                    await until(lambda: llm.state is Phase.READY)
-            await llm.aclose()
+                    assert isinstance(outcome, EngineStateError), method
+                    assert outcome.state == phase and phase not in outcome.allowed, method
+            assert llm.state is phase
+            proceed.set()
+        await llm.aclose()
 
     async def abort_soon(llm: AsyncLLM) -> None:
         await until(lambda: bool(llm._session._visible))

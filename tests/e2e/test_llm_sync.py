@@ -288,8 +288,12 @@ def test_failed_start_leaves_no_thread(lab: Lab) -> None:
     assert threading.active_count() == before and lab.engine.closes == 1
 
 
-def test_not_started_engine_refuses_calls(lab: Lab) -> None:
+@pytest.mark.parametrize("state", ["new", "closed"])
+def test_engine_that_does_not_run_refuses_calls(lab: Lab, state: str) -> None:
     llm = LLM("m")
+    if state == "closed":
+        with llm:
+            pass
     for call in (
         lambda: llm.generate("x"),
         lambda: llm.stream("x"),
@@ -307,8 +311,9 @@ def test_not_started_engine_refuses_calls(lab: Lab) -> None:
     ):
         with pytest.raises(EngineStateError) as error:
             call()
-        assert (error.value.state, error.value.allowed) == ("new", ("ready", "paused"))
+        assert (error.value.state, error.value.allowed) == (state, ("ready", "paused"))
     llm.abort()
+    llm.close()
     llm.close()
     with pytest.raises(EngineStateError), llm:
         pytest.fail("entered")

@@ -42,7 +42,7 @@ from dsv4lite.scheduling.step_plan import StepPlan
 from dsv4lite.speculation import drafters
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
-from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, nan_embedding, opened, prompts_of, write_model
 
 VOCAB = SMALL["vocab_size"]
 POISON = VOCAB - 1
@@ -56,17 +56,9 @@ def some(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 4, "temperature": 0, "ignore_eos": True, **settings})
 
 
-def poisoned(name: str, tensor: Tensor) -> Tensor:
-    """Make one token's embedding a NaN."""
-    if name == "embed.weight":
-        tensor = tensor.clone()
-        tensor[POISON] = float("nan")
-    return tensor
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"), change=poisoned)
+    return write_model(tmp_path_factory.mktemp("small"), change=nan_embedding)
 
 
 def recorder_of(llm: LLM) -> StepRecorder:
@@ -436,7 +428,7 @@ def test_nothing_is_recorded_unless_it_is_wanted(model: Path, monkeypatch: pytes
 
 
 def test_engines_do_not_see_each_others_dumps(model: Path, tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other", seed=1, change=poisoned)
+    other = write_model(tmp_path / "other", seed=1, change=nan_embedding)
     shared = tmp_path / "dumps"
     with opened(model, dump_dir=shared) as one, opened(other, dump_dir=shared) as two, opened(model) as three:
         for llm in (one, three, two):

@@ -39,33 +39,36 @@ def same(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
     return ours.mode == theirs.mode and all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
 
 
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.6},
-        {"top_k": 9},
-        {"top_p": 0.8},
-        {"min_p": 0.05},
-        {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
-        {"repetition_penalty": 1.3},
-        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
-        {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "top_p": 0.95},
-        {"logit_bias": dict.fromkeys(LETTERS[:20], 3.5)},
-        {"allowed_token_ids": LETTERS[3:60:2]},
-        {"min_tokens": 10, "stop_token_ids": LETTERS[:30], "top_k": 50},
-        {"bad_words_ids": ((LETTERS[0],), *((a, b) for a in LETTERS[:20] for b in LETTERS[:20])), "top_k": 20},
-        {"thinking_budget": 4},
-    ],
-    ids=str,
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"top_k": 9},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "top_p": 0.95},
+    {"logit_bias": dict.fromkeys(LETTERS[:20], 3.5)},
+    {"allowed_token_ids": LETTERS[3:60:2]},
+    {"min_tokens": 10, "stop_token_ids": LETTERS[:30], "top_k": 50},
+    {"bad_words_ids": ((LETTERS[0],), *((a, b) for a in LETTERS[:20] for b in LETTERS[:20])), "top_k": 20},
+    {"thinking_budget": 4},
 )
-def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: str, settings: dict[str, Any]) -> None:
-    params = SamplingParams(**{**NEUTRAL, **settings}, logprobs_mode=mode)  # type: ignore[arg-type]
-    prompt = [*PROMPT, llm.tokenizer.token_id("<think>") or 0] if "thinking_budget" in settings else PROMPT
-    completion = llm.generate(prompt, params).outputs[0]
-    assert same(llm.score(prompt, completion.token_ids, params), completion.logprobs)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: str) -> None:
+    """Requests of all settings are decoded in one batch and scored in another; each has its own bits."""
+    params = [SamplingParams(**{**NEUTRAL, **settings}, logprobs_mode=mode) for settings in SETTINGS]  # type: ignore[arg-type]
+    think = llm.tokenizer.token_id("<think>") or 0
+    prompts = [[*PROMPT, think] if "thinking_budget" in settings else PROMPT for settings in SETTINGS]
+    completions = [output.outputs[0] for output in llm.generate_batch(prompts, params)]
+    pairs = [(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions, strict=True)]
+    for settings, score, completion in zip(SETTINGS, llm.score_batch(pairs, params), completions, strict=True):
+        assert same(score, completion.logprobs), settings
+    assert same(llm.score(*pairs[6], params[6]), completions[6].logprobs)  # alone, too
 
 
 def test_rollout_is_reproduced_whatever_else_runs(llm: LLM) -> None:

@@ -178,23 +178,24 @@ def record(engine: Any, widths: Sequence[int], *, adaptive: bool = False) -> Eag
     return runner._graphs  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("k", [1, 3])
-def test_guesses_on_pages_change_no_token(
-    model: Path, expected: Mapping[str, RequestOutput], k: int, recorded: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("k", "both", "recorded"), [(3, False, False), (1, True, False), (1, False, True), (3, True, True)], ids=str
+)
+def test_drafts_on_pages_change_no_token(
+    model: Path, expected: Mapping[str, RequestOutput], k: int, both: bool, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The references of the ops that a GPU runs, eagerly and in the form in which they are recorded: both drafters at once."""
+    """The references of the ops that a GPU runs, eagerly and as captured: the model's own drafter, alone or after another one."""
     oracle = Oracle(expected, k=2, share=0.6)
     widths = graph_widths(max(k, 2), adaptive=k == 1)
-    for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
-        with opened(model, deterministic=True, speculative=speculative, overlap=recorded) as llm:
-            graphs = engine_of(llm).call(partial(record, widths=widths)).result() if recorded else None
-            outputs = ask_all(llm, asks())
-            stats = llm.stats().speculation
-        for name, output in expected.items():
-            assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
-        assert stats.drafted > 20 and (graphs is None or graphs.steps > 4 < graphs.rounds)
-    assert stats.accepted > 20
+    own = MTP(k, adaptive=False)
+    with opened(model, deterministic=True, speculative=(oracle, own) if both else own, overlap=recorded) as llm:
+        graphs = engine_of(llm).call(partial(record, widths=widths)).result() if recorded else None
+        outputs = ask_all(llm, asks())
+        stats = llm.stats().speculation
+    for name, output in expected.items():
+        assert [c.token_ids for c in outputs[name].outputs] == [c.token_ids for c in output.outputs]
+    assert stats.drafted > 20 and (graphs is None or graphs.steps > 4 < graphs.rounds)
+    assert stats.accepted > 15 or not both
 
 
 @pytest.mark.parametrize("recorded", [False, True])

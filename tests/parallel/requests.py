@@ -13,8 +13,8 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, prompts_of, room_for
 
 VOCAB = SMALL["vocab_size"]
-PROMPTS = prompts_of((5, 250, 506, 506), VOCAB, seed=3)  # most pass the border of a page
-PROMPTS[3][:490] = PROMPTS[2][:490]  # a cached prefix
+PROMPTS = prompts_of((5, 250, 262, 262), VOCAB, seed=3)  # most pass the boundary of a page
+PROMPTS[3][:258] = PROMPTS[2][:258]  # a cached prefix
 # What four ranks share divides by four.
 SHARED = {**SMALL, "num_attention_heads": 8, "o_groups": 4}
 
@@ -30,7 +30,9 @@ def all_kinds(llm: LLM) -> list[RequestOutput]:
     ]
     outputs = [
         *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], [replace(kind) for kind in kinds]),
-        *llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(max_tokens=8, temperature=0, logprobs=3)),
+        *llm.generate_batch(
+            [{"prompt_token_ids": p} for p in PROMPTS[2:]], SamplingParams(max_tokens=4, temperature=0, logprobs=3)
+        ),
     ]
     late = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy, deadline=1e-6)
     assert late.outputs[0].finish_reason == "deadline"

@@ -72,9 +72,8 @@ def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str
         ({"expert_parallel_size": 4}, {"dimensions": {"dp": 2, "tp": 2}}),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}),
         ({}, {"dimensions": {"ep": 4}}),
-        ({"tensor_parallel_size": 4}, {}),
     ],
-    ids=["dp-tp-ep", "tp-pp", "ep", "tp"],
+    ids=["dp-tp-ep", "tp-pp", "ep"],
 )
 def test_ranks_of_the_host_give_what_one_rank_gives(
     ranks: Ranks, model: Path, expected: list[RequestOutput], settings: Job, more: Job

@@ -57,21 +57,14 @@ def on_one_rank(ranks: Ranks, job: Job) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("layout", "dispatchers"),
     [
-        (Layout(tp=2), ["auto"]),
         (Layout(tp=4), ["auto"]),
         (Layout(tp=4, ep=2), ["local"]),
-        (Layout(tp=2, ep=2), ANY),
         (Layout(tp=2, ep=4), ANY),
         (Layout(ep=2), ANY),
-        (Layout(ep=4), ANY),
-        (Layout(dp=2), ["auto"]),
         (Layout(dp=2, tp=2), ["auto"]),
         (Layout(dp=2, tp=2, ep=2), ["local"]),
-        (Layout(dp=2, ep=2), TRAVEL),
         (Layout(dp=2, tp=2, ep=4), TRAVEL),
-        (Layout(pp=2), ["auto"]),
         (Layout(tp=2, pp=2), ["auto"]),
-        (Layout(ep=2, pp=2), ["all_to_all"]),
     ],
     ids=str,
 )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -24,18 +26,23 @@ def sizes(cut: Cut) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in cut)
 
 
+@functools.cache
+def shapes_of(config: Callable[[], V4Config]) -> dict[str, Any]:
+    """One layer of each kind, the MTP block and the top: the others repeat them, and so do most experts."""
+    shapes = official_shapes(config())
+    repeated = {n for n in shapes if n.startswith("layers.") and int(n.split(".")[1]) not in (0, 2, 3)}
+    repeated |= {n for n in shapes if ".experts." in n and not n.startswith("layers.2.")}
+    return {name: spec for name, spec in shapes.items() if name not in repeated}
+
+
 @pytest.mark.parametrize(("tp", "ep"), list(product((1, 2, 4), (1, 2, 4))))
 @pytest.mark.parametrize("config", [flash, pro])
 def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config], tp: int, ep: int) -> None:
-    c = config()
+    c, shapes = config(), shapes_of(config)
     layout = Layout(tp=tp, ep=ep)
     ranks = [shards_of(c, layout, rank) for rank in range(layout.world)]
-    shapes = official_shapes(c)
-    # One layer of each kind, the MTP block and the top: the others repeat them, and so do most experts.
-    repeated = {n for n in shapes if n.startswith("layers.") and int(n.split(".")[1]) not in (0, 2, 3)}
-    repeated |= {n for n in shapes if ".experts." in n and not n.startswith("layers.2.")}
-    for name in shapes.keys() - repeated:
-        spec, rule = shapes[name], V4_SHARDING[pattern_of(name)]
+    for name, spec in shapes.items():
+        rule = V4_SHARDING[pattern_of(name)]
         cuts = [rank.cut(name, spec.shape, BLOCKS.get(spec.kind, ())) for rank in ranks]
         parts = 1 if isinstance(rule, Replicate) else tp if isinstance(rule, Split) else max(1, tp // ep)
         dim = 0 if isinstance(rule, Replicate) else rule.dim
@@ -49,7 +56,7 @@ def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config]
 def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Config], tp: int) -> None:
     c = config()
     shards = Shards(table=V4_SHARDING, axes={"tp": (1, tp)}, num_experts=c.num_experts)
-    shapes = official_shapes(c)
+    shapes = shapes_of(config)
     units = {
         "attn.wq_b": c.head_dim * (c.num_attention_heads // c.o_groups),
         "attn.wo_a": c.o_lora_rank,

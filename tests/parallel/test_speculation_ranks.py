@@ -1,4 +1,4 @@
-"""Guessing ahead on several ranks: the tokens of one rank without it, and the guesses of one rank with it."""
+"""Speculation on several ranks: the tokens of one rank without it, and the drafts of one rank with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from dsv4lite.config import MTP, Drafter, DSpark, NGram, tiny_model
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.errors import EngineDeadError
+from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.moe import MoE
@@ -23,19 +24,22 @@ from dsv4lite.speculation.mtp import MtpDrafter
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
+from tests.parallel.ranks import Ranks
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
+from tests.parallel.test_external import Job, job_of, on_ranks
 
 ENOUGH_S = 60.0
 TWO = MTP(2, adaptive=False)
 FOUR = MTP(4, adaptive=False)
 BOTH = (NGram(2, min_n=1, adaptive=False), MTP(3, adaptive=False))
-# One sequence: what is guessed then depends on nothing but the text.
+# One sequence: what is drafted then depends on nothing but the text.
 (PROBE,) = prompts_of((70,), SMALL["vocab_size"], seed=5)
+Drafted = tuple[tuple[int, ...], int, int]
 PROBING = SamplingParams(max_tokens=24, seed=1, temperature=0.6, ignore_eos=True, allowed_token_ids=(9, 10, 11))
 
 
-def guessed(llm: LLM) -> tuple[tuple[int, ...], int, int]:
-    """Return the first text of an engine, and how many guesses it took and how many were right."""
+def drafted(llm: LLM) -> Drafted:
+    """Return the first text of an engine, and how many tokens were drafted and how many accepted."""
     output = llm.generate({"prompt_token_ids": PROBE}, PROBING)
     usage, stats = output.usage, llm.stats().speculation
     assert (usage.drafted_tokens, usage.accepted_tokens) == (stats.drafted, stats.accepted)
@@ -52,72 +56,96 @@ def experts_of_drafter(llm: LLM) -> MoE:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> dict[Any, tuple[tuple[int, ...], int, int]]:
-    """What one rank guesses."""
+def alone(model: Path) -> dict[Any, Drafted]:
+    """What one rank drafts."""
     found = {}
     for speculative in (TWO, FOUR, BOTH):
         with LLM(str(model), **MODEST, speculative=speculative) as llm:
-            found[speculative] = guessed(llm)
+            found[speculative] = drafted(llm)
         assert found[speculative][1] > found[speculative][2] > 0
     return found
 
 
+def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Drafted, list[RequestOutput]] | None:
+    """One request by itself; then all kinds, some of which are preempted, some aborted, and some find their prefix cached."""
+    with LLM(str(model), **settings) as llm:
+        if rank > 0:
+            return None
+        alone, outputs = drafted(llm), all_kinds(llm)
+        assert llm.stats().cached_tokens > 0
+        engine_of(llm).check().result(ENOUGH_S)
+        return alone, outputs
+
+
 @pytest.mark.parametrize(
-    ("settings", "speculative"),
+    ("settings", "speculative", "size"),
     [
-        ({"tensor_parallel_size": 2, "executor": "process"}, TWO),
-        ({"expert_parallel_size": 2, "executor": "thread"}, BOTH),
-        ({"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}, FOUR),
-        ({"pipeline_parallel_size": 2, "executor": "thread"}, TWO),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "thread"}, FOUR),
+        ({"tensor_parallel_size": 2, "executor": "process"}, TWO, 0),
+        ({"expert_parallel_size": 2}, BOTH, 2),
+        ({"data_parallel_size": 2, "expert_parallel_size": 2}, FOUR, 2),
+        ({"pipeline_parallel_size": 2}, TWO, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, FOUR, 4),
     ],
     ids=["tp-process", "ep", "dp-ep", "pp", "tp-pp"],
 )
-def test_block_on_several_ranks_guesses_as_on_one_and_changes_no_token(
+def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
+    ranks: Ranks,
     model: Path,
     expected: list[RequestOutput],
-    alone: dict[Any, tuple[tuple[int, ...], int, int]],
+    alone: dict[Any, Drafted],
     settings: dict[str, Any],
     speculative: Drafter | tuple[Drafter, ...],
+    size: int,
 ) -> None:
-    """One request by itself; then all kinds, of which some give way, some are aborted, and some find their prefix cached."""
-    with LLM(str(model), **tight(model, **settings, speculative=speculative)) as llm:
-        assert guessed(llm) == alone[speculative]
-        assert_same(all_kinds(llm), expected)
-        assert llm.stats().cached_tokens > 0
-        engine_of(llm).check().result(ENOUGH_S)
+    """On ranks of a host of so many processes, or, without one, on ranks that the engine starts."""
+    settings = tight(model, **settings, speculative=speculative)
+    if size:
+        job = job_of(ranks, model, draft_and_run_all_kinds, settings, size)
+        found, *others = ranks.run(on_ranks, job, layout=Layout(dp=size))
+        assert not any(others)
+    else:
+        found = draft_and_run_all_kinds(model, settings, 0)
+    assert found[0] == alone[speculative]
+    assert_same(found[1], expected)
+
+
+def complete(model: str, settings: Job, rank: int) -> tuple[list[RequestOutput], int] | None:
+    """Return outputs of the shipped checkpoint, and how many drafts were accepted."""
+    prompts = ["def add(a, b):\n    return", "The quick brown fox. The quick brown"]
+    params = [SamplingParams(max_tokens=8, temperature=0, logprobs=3), SamplingParams(max_tokens=8, seed=1, logprobs=3)]
+    with LLM(model, **MODEST, **settings, deterministic=True) as llm:
+        return (llm.generate_batch(prompts, params), llm.stats().speculation.accepted) if rank == 0 else None
 
 
 @pytest.mark.parametrize(
-    ("baseline", "settings", "speculative"),
+    ("baseline", "settings"),
     [
-        ({"tensor_parallel_size": 2, "executor": "thread"}, {"tensor_parallel_size": 2, "executor": "thread"}, TWO),
-        ({}, {"data_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}, "auto"),  # which changes no sum
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "speculative": TWO}),
+        ({}, {"data_parallel_size": 2, "expert_parallel_size": 2, "speculative": "auto"}),  # changes no sum
     ],
     ids=["tp", "dp-ep"],
 )
-def test_trained_block_changes_no_bit_in_deterministic_mode(
-    baseline: dict[str, Any], settings: dict[str, Any], speculative: Any
-) -> None:
-    """In the official formats, where many guesses are right."""
-    prompts = ["def add(a, b):\n    return", "The quick brown fox. The quick brown"]
-    params = [SamplingParams(max_tokens=8, temperature=0, logprobs=3), SamplingParams(max_tokens=8, seed=1, logprobs=3)]
-    outputs = []
-    for layout, setting in ((baseline, None), (settings, speculative)):
-        with LLM(tiny_model(), **MODEST, **layout, deterministic=True, speculative=setting) as llm:
-            outputs.append(llm.generate_batch(prompts, params))
-            stats = llm.stats().speculation
-    assert_same(*outputs, tolerance=0)
-    assert stats.accepted > 1
+def test_trained_block_changes_no_bit_in_deterministic_mode(ranks: Ranks, baseline: Job, settings: Job) -> None:
+    """In the official formats, where many drafts are right."""
+
+    def completed(layout: Job) -> tuple[list[RequestOutput], int]:
+        job = job_of(ranks, tiny_model(), complete, layout, 2)  # type: ignore[arg-type]
+        return ranks.run(on_ranks, job, layout=Layout(dp=2))[0]  # type: ignore[no-any-return]
+
+    plain = completed(baseline) if baseline else complete(tiny_model(), {}, 0)
+    assert plain is not None
+    found, accepted = completed(settings)
+    assert_same(found, plain[0], tolerance=0)
+    assert accepted > 1
 
 
 @pytest.mark.parametrize(
     "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
 )
-def test_ranks_plan_ahead_while_nobody_guesses(
+def test_ranks_plan_ahead_in_steps_without_drafts(
     model: Path, expected: list[RequestOutput], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses come and go; tokens in flight reach the other ranks in between."""
+    """Steps with and without drafts alternate; tokens in flight reach the other ranks in between."""
     lengths, ahead, inner = itertools.cycle([0] * 3 + [2] * 3), 0, Scheduler.schedule
 
     def spy(scheduler: Scheduler, now: float, most: int | None = None) -> Any:
@@ -133,7 +161,7 @@ def test_ranks_plan_ahead_while_nobody_guesses(
 
 
 def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
-    model: Path, expected: list[RequestOutput], alone: dict[Any, tuple[tuple[int, ...], int, int]]
+    model: Path, expected: list[RequestOutput], alone: dict[Any, Drafted]
 ) -> None:
     settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
@@ -141,7 +169,7 @@ def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
         assert isinstance(ranks, MultiRankExecutor) and ranks._local is not None
         experts = [block, *(layer.ffn for layer in ranks._local.model.layers)]
         before = [one.placement for one in experts]
-        assert guessed(llm) == alone[TWO]
+        assert drafted(llm) == alone[TWO]
         assert block.placement != before[0]
         assert_same(all_kinds(llm), expected)
         assert [one.placement for one in experts] != before
@@ -166,13 +194,13 @@ def refreshed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["tp-pp", "dp-ep"],
 )
-def test_block_drafter_on_several_ranks_guesses_as_on_one(refreshed: Path, settings: dict[str, Any]) -> None:
+def test_block_drafter_on_several_ranks_drafts_as_on_one(refreshed: Path, settings: dict[str, Any]) -> None:
     prompts, params = PROMPTS[:2], SamplingParams(max_tokens=6, temperature=0, logprobs=3)
     found, outputs = [], []
     for layout in ({}, {**settings, "executor": "thread"}):
         with LLM(str(refreshed), **MODEST, **layout, speculative=DSpark(4, adaptive=False)) as llm:
             before = experts_of_drafter(llm).placement
-            found.append(guessed(llm))
+            found.append(drafted(llm))
             assert (experts_of_drafter(llm).placement != before) == ("rebalance_steps" in layout)
             outputs.append(llm.generate_batch([{"prompt_token_ids": p} for p in prompts], params))
     assert found[0] == found[1] and 0 < found[0][2] < found[0][1]
@@ -182,7 +210,7 @@ def test_block_drafter_on_several_ranks_guesses_as_on_one(refreshed: Path, setti
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"tensor_parallel_size": 2, "executor": "thread", "speculative": TWO}
     with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, guess, calls = engine_of(llm)._executor, MtpDrafter.guess, iter(range(3))
+        ranks, draft, calls = engine_of(llm)._executor, MtpDrafter.draft, iter(range(3))
         assert isinstance(ranks, MultiRankExecutor)
         pid = ranks._processes[1].pid
 
@@ -190,9 +218,9 @@ def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: 
             if next(calls, None) is None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            return guess(*args)
+            return draft(*args)
 
-        monkeypatch.setattr(MtpDrafter, "guess", interrupted)
+        monkeypatch.setattr(MtpDrafter, "draft", interrupted)
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL") as caught:
                 llm.generate({"prompt_token_ids": PROBE}, PROBING)
