@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.paging import Paging
 
 
@@ -21,6 +22,19 @@ class Recording:
 
     def replay(self) -> None:
         put(self._work(), self._result)
+
+
+def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
+    """Stand for ``StepGraphs._record``: do the work once for its results, and undo what else it did."""
+    kept = [graphs.last_token]
+    if graphs.sampling is not None:
+        lines = [s.line for s in graphs.sampling._sequences.values() if s.line is not None]
+        kept += [graphs._logits, *(x for line in lines for x in line.held)]
+    before = [x.clone() for x in kept]
+    result = work()
+    for x, old in zip(kept, before, strict=True):
+        x.copy_(old)
+    return Recording(work, result), result
 
 
 def put(source: Any, target: Any) -> None:

@@ -26,9 +26,9 @@ from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import DraftProposer
 from dsv4lite.state.cache import LayerCache
+from tests import recorded
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
-from tests.recorded import Recording
 
 VOCAB = SMALL["vocab_size"]
 
@@ -147,8 +147,7 @@ class EagerGraphs(StepGraphs):
     steps = drafting = rounds = behind = 0
 
     def _record(self, work: Callable[[], Any]) -> Any:
-        result = work()
-        return Recording(work, result), result
+        return recorded.record(self, work)
 
     def replay(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> StepOutput | torch.Tensor:
         self.steps += 1
@@ -171,6 +170,7 @@ def record(engine: Any, widths: Sequence[int], *, adaptive: bool = False) -> Eag
         max_model_len=1024,
         widths=widths,
         max_tokens=32,
+        sampling=runner.sampler,
         drafter=runner._drafter,
         adaptive=adaptive,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from dsv4lite.speculation.mtp import MtpDrafter
 from dsv4lite.state.cache import StateCache, StateSizes
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
-from tests.recorded import Recording, without_device
+from tests.recorded import record, without_device
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -41,17 +41,6 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
     "worded": {"bad_words_ids": ((9, 10), (3, 4)), "temperature": 2.0},
     "listed": {"logprobs": 3, "logprobs_mode": "processed", "presence_penalty": 1.0},
 }
-
-
-def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
-    """Do the work once for its results, and undo what else it did."""
-    sequences = () if graphs.sampling is None else graphs.sampling._sequences.values()
-    kept = [graphs.last_token, *(x for s in sequences if s.line is not None for x in s.line.held)]
-    before = [x.clone() for x in kept]
-    result = work()
-    for x, old in zip(kept, before, strict=True):
-        x.copy_(old)
-    return Recording(work, result), result
 
 
 @pytest.fixture(autouse=True)

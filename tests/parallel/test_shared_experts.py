@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same
 from tests.parallel.test_external import Job, job_of, on_ranks
-from tests.recorded import Recording, without_device
+from tests.recorded import record, without_device
 
 LENGTHS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
 Replays = list[tuple[int, int]]
@@ -31,10 +31,6 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
     """Let engines run on pages, and record their decode steps."""
     without_device(patch)
 
-    def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
-        result = work()
-        return Recording(work, result), result
-
     def replay(graphs: StepGraphs, sequences: Any, shape: GraphShape) -> Any:
         replays.append((len(sequences), shape.sequences))
         return replaying(graphs, sequences, shape)
@@ -42,7 +38,7 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
         if runner.model.capturable:
-            runner._graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024)
+            runner._graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, sampling=runner.sampler)
             runner._last_token = runner._graphs.last_token
         return runner
 

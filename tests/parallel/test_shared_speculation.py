@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.e2e.engines import MODEST, SMALL, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same
 from tests.parallel.test_external import Job, job_of, on_ranks
-from tests.recorded import Recording, without_device
+from tests.recorded import record, without_device
 
 PROMPTS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
 Guessed = list[tuple[int, tuple[int, ...]]]
@@ -31,10 +30,6 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
     """Let engines run on pages, and record their steps that check guesses."""
     without_device(patch)
 
-    def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
-        result = work()
-        return Recording(work, result), result
-
     def replay(graphs: StepGraphs, sequences: Any, shape: Any) -> Any:
         replays.append(len(sequences))
         return replaying(graphs, sequences, shape)
@@ -42,7 +37,7 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "widths": (1, 3), "max_tokens": 24}
-        runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, drafter=runner._drafter)
+        runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler, drafter=runner._drafter)
         return runner
 
     building, replaying = Probe.build, StepGraphs.replay
