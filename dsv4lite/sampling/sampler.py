@@ -599,7 +599,8 @@ def _line_of(state: SequenceState, num_logprobs: int, vocab_size: int, device: t
     if state.holds_back:
         line[Column.STOPS] = hold(send(torch.tensor(state.stop_ids, dtype=torch.int32, device="cpu"), device))
         line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
-    return _Line(line, drafting, tuple(held), occurrences)
+    # What is no number of a float64 fails here, where only the request is concerned.
+    return _Line([float(x) for x in line], [float(x) for x in drafting], tuple(held), occurrences)
 
 
 def _edits(state: SequenceState, vocab_size: int, device: torch.device) -> Tensor:

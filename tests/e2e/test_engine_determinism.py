@@ -34,7 +34,7 @@ class Ask:
     params: SamplingParams
 
 
-def asks(vocab_size: int = VOCAB, generated: int = 16) -> tuple[Ask, ...]:
+def asks(vocab_size: int = VOCAB, generated: int = 20) -> tuple[Ask, ...]:
     """Return requests around the borders of pages, groups and windows, with all kinds of sampling."""
     short, middle, long, single = prompts_of((130, 243, 300, 1), vocab_size, seed=5)
     some = {"max_tokens": generated, "ignore_eos": True}

@@ -25,7 +25,7 @@ from dsv4lite.debug import replay as replay_file
 from dsv4lite.debug.replay import replay
 from dsv4lite.engine import rank, runner
 from dsv4lite.engine import recorder as recorder_file
-from dsv4lite.engine.dump import StepDump
+from dsv4lite.engine.dump import VERSION, StepDump
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError, EngineDeadError, RequestFailedError
@@ -523,7 +523,10 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
         save_file({"a": torch.zeros(3)}, folder / name, metadata)
         yield folder / name, "no step that dsv4lite has saved"
-    yield edit(good, folder / "newer", version=3, sequences=None), "has version 3, this dsv4lite reads 2"
+    yield (
+        edit(good, folder / "newer", version=VERSION + 1, sequences=None),
+        f"has version {VERSION + 1}, this dsv4lite reads {VERSION}",
+    )
     (folder / "text").write_bytes(content.replace(b'{\\"version\\"', b'(\\"version\\"', 1))
     yield folder / "text", "damaged"
     header = json.loads(header_of(good))

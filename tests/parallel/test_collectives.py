@@ -107,6 +107,7 @@ def overheard(model: Path, settings: Job, rank: int) -> tuple[Said, list[str]]:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_ranks_say_the_same_in_the_same_order_and_free_graphs_before_groups(ranks: Ranks, model: Path, deterministic: bool) -> None:
     settings = {**MODEST, "data_parallel_size": 2, "expert_parallel_size": 2, "deterministic": deterministic}
+    settings["dispatcher"] = "all_gather"  # that of CUDA devices
     job = job_of(ranks, model, overheard, settings, 2)
     (first, first_ends), (second, second_ends) = ranks.run(on_ranks, job, layout=Layout(dp=2))
     assert first == second and {name for name, _ in first} == {"_allgather_base", "_reduce_scatter_base"}

@@ -86,7 +86,8 @@ def _keys(
         factor = bits.to(tl.float32, bitcast=True)[:, :, None]
         low = _e2m1(codes.to(tl.int32) & 15, factor)
         high = _e2m1(codes.to(tl.int32) >> 4, factor)
-    return tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32))
+    # Triton 3.6 fails to compile a product for compute capability 10.0 whose operand is a reshaped tensor; a sum is none.
+    return tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)) + 0.0
 
 
 @triton.jit
