@@ -19,15 +19,17 @@ from torch import Tensor
 from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
-from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
-from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs, most_window_pages
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
+from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs
 from dsv4lite.engine.packing import empty_last_token, pack
 from dsv4lite.errors import ConfigError
 from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
-from dsv4lite.state.cache import GROW_PAGE, StateCache, StateSizes
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -162,20 +164,20 @@ def _home(saved: torch.device) -> str:
 def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> PagedBatch:
     """Return the step that a graph has recorded, padding included."""
     last_token, device = empty_last_token(cache), cache.device
-    tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)
+    tables = torch.zeros(len(last_token), -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
     for sequence in plan.sequences:
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
-    inputs = decode_inputs(plan.sequences, graph.size, most_window_pages(model)).to(device)
+    inputs = decode_inputs(plan.sequences, graph.size, window_pages(model.config.window)).to(device)
     return decode_batch(inputs, tables, last_token, model, graph.max_model_len)[0]
 
 
 def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:
     """Return a state that holds the rows of a dump, and nothing else."""
     sizes = StateSizes(grow_pages=len(places.pages), window_pages=max(1, len(places.windows)), slots=len(places.slots), snapshots=0)
-    cache = StateCache.allocate(replace(model.layout, copies=dump.copies), sizes, model.numerics.device)
+    cache = StateCache.allocate(replace(model.state_spec, copies=dump.copies), sizes, model.numerics.device)
     if not dump.rows:
         return cache
-    homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache.layers, places)} | carries(cache.layers)
+    homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache, places)} | cache.slots()
     shapes, saved = ({name: tuple(x.shape) for name, x in rows.items()} for rows in (homes, dump.rows))
     if wrong := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
         named = "; ".join(f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong[:3])

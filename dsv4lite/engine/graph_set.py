@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling.rows import Needs
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import SequencePlan
-from dsv4lite.state.cache import GROW_PAGE, StateCache
+from dsv4lite.state.store import StateCache
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class PageTables:
     """
 
     def __init__(self, cache: StateCache, max_model_len: int) -> None:
-        pages = -(-max_model_len // GROW_PAGE)
+        pages = -(-max_model_len // PAGE_TOKENS)
         self.tensor = torch.zeros(cache.sizes.slots + 1, pages, dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
         self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and grow pages of the step that ran last

@@ -30,9 +30,10 @@ from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
 from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.paging import window_pages
 from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
-from dsv4lite.state.cache import WINDOW_PAGE, StateCache
+from dsv4lite.state.store import StateCache
 
 _COLUMNS = 4  # token, position, slot, first window page
 
@@ -107,7 +108,7 @@ class DecodeGraphs(GraphSet):
         super().__init__(cache, max_model_len, last_token, sampling, pool)
         self._model = model
         self._layers = cache.layers[: len(model.layers)]  # a drafter has no part in these steps
-        self._window_pages = most_window_pages(model)
+        self._window_pages = window_pages(model.config.window)
         self._captured: dict[GraphShape, Captured[DecodeOutput | Tensor]] = {}
         self._last: Captured[DecodeOutput | Tensor] | None = None
         sizes, lengths = graph_sizes(max_num_seqs), sorted({min(model.config.most_unselected, max_model_len), max_model_len})
@@ -194,11 +195,6 @@ class DecodeGraphs(GraphSet):
     def _sample(self, sampling: DeviceSampler, inputs: Tensor, output: DecodeOutput, needs: Needs) -> Tensor:
         _, positions, slots, _ = inputs[:_COLUMNS]
         return sampling.run(output.logits, output.best, slots, positions, self.last_token, needs)
-
-
-def most_window_pages(model: DeepseekV4) -> int:
-    """Return how many window pages a step of one token may read or write."""
-    return (model.config.window - 2) // WINDOW_PAGE + 2
 
 
 def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: int) -> Tensor:

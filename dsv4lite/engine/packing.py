@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache, StateCache
+from dsv4lite.state.store import StateCache
 
 _FEW = (1, 2, 4, 8)
 
@@ -25,22 +25,22 @@ def apply_copies(plan: StepPlan, cache: StateCache) -> None:
         cache.restore(*_pairs(plan.restores, device))
     for pairs, copy in (
         (plan.slot_copies, cache.copy_slots),
-        (plan.grow_copies, cache.copy_grow_pages),
-        (plan.window_copies, cache.copy_window_pages),
+        (plan.grow_copies, partial(cache.copy_pages, "grow")),
+        (plan.window_copies, partial(cache.copy_pages, "window")),
     ):
         if pairs:
             copy(*_pairs(pairs, device))
 
 
-def blank_rows(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
-    """Make window rows zero that a drafter, whose layers these are, has missed.
+def blank_rows(plan: StepPlan, cache: StateCache, drafter: int) -> None:
+    """Make window rows zero that a drafter has missed; the layers of its state begin at ``drafter``.
 
     Such a row is a key like any other: what looks at it is led nowhere.
     """
-    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.blanks for place in range(first, last)]
-    for layer in layers:
-        assert isinstance(layer.window, RowStore)
-        layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
+    addresses = [page * WINDOW_PAGE_TOKENS + place for page, first, last in plan.blanks for place in range(first, last)]
+    for _, part, store in cache.stores(drafter):
+        if part.lifetime == "window":
+            store.clear(_ids(tuple(addresses), cache.device))
 
 
 def apply_saves(plan: StepPlan, cache: StateCache) -> None:

@@ -43,7 +43,7 @@ from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import make_drafter
 from dsv4lite.speculation.speculator import make_speculators
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
@@ -139,7 +139,7 @@ class Prospect:
                 progress=report,
             )
             give_back_unused(device)
-            cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
+            cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler = Sampler(vocab_size, device, config.seed, grammars) if samples else None
             drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)

@@ -35,7 +35,7 @@ from dsv4lite.speculation.draft_state import Chain, Choose
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers
 from dsv4lite.speculation.run_ends import RunEnds
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
@@ -348,7 +348,7 @@ class Runner:
         if self._relay.busy:
             self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         if plan.blanks and self._drafter is not None:
-            blank_rows(plan, self.cache.layers[len(self.model.layers) :])
+            blank_rows(plan, self.cache, len(self.model.layers))
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
         graphs = self._graphs_for(shape)

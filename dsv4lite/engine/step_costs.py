@@ -12,7 +12,7 @@ from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.draft_policy import StepCosts
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 
 _SIZES = (1, 8, 64)
 _REPLAYS = 2

@@ -30,13 +30,14 @@ from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
 from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.paging import window_pages
 from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation.draft_state import Chain
 from dsv4lite.speculation.drafters import DeviceDrafter
 from dsv4lite.speculation.run_ends import RunEnds
-from dsv4lite.state.cache import WINDOW_PAGE, StateCache
+from dsv4lite.state.store import StateCache
 
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
@@ -105,7 +106,7 @@ class VerifyGraphs(GraphSet):
         self._model = model
         self._peers = model.share.peers
         most_later = 0 if drafter is None else drafter.most  # than the host knows: where runs follow others that are on their way
-        self._window_pages = window_pages(model, widths[-1] + most_later)
+        self._window_pages = window_pages(model.config.window, widths[-1] + most_later)
         self._captured: dict[tuple[int, int], _Verified] = {}
         self._rounds: dict[int, torch.cuda.CUDAGraph] = {}
         self._last: _Verified | None = None
@@ -273,11 +274,6 @@ def verify_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
         adaptive: Whether steps often have fewer.
     """
     return (*(width for width in (_WIDTHS if adaptive else _WIDTHS[:1]) if width <= max_drafts), 1 + max_drafts)
-
-
-def window_pages(model: DeepseekV4, width: int) -> int:
-    """Return how many window pages a step of ``width`` tokens of a sequence may read or write."""
-    return (model.config.window + width - 3) // WINDOW_PAGE + 2
 
 
 def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:

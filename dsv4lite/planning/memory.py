@@ -15,13 +15,15 @@ from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_floor
 from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
 from dsv4lite.speculation.speculator import make_speculators
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
+from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -229,14 +231,14 @@ def _working(
 
 
 def plan_state(
-    config: EngineConfig, model: V4Config, layout: StateLayout, budget: int, *, longest: int | None
+    config: EngineConfig, model: V4Config, spec: StateSpec, budget: int, *, longest: int | None
 ) -> tuple[StateSizes, int, tuple[str, ...]]:
     """Divide a budget of bytes between the stores.
 
     Returns:
         The sizes, the longest sequence that fits, and advice if it is shorter than wanted.
     """
-    span = (model.window - 2) // WINDOW_PAGE + 2
+    span = window_pages(model.window)
     snapshots = max(16, config.max_num_seqs) if config.enable_prefix_caching else 0
     fixed = StateSizes(
         grow_pages=0,
@@ -244,21 +246,19 @@ def plan_state(
         slots=config.max_num_seqs,
         snapshots=snapshots,
     )
-    left = budget - layout.bytes(fixed)
+    left = budget - spec.bytes(fixed)
     wanted = longest or model.max_positions
     # No more than all sequences at full length could use, and as much again for cached prefixes.
-    useful = 2 * config.max_num_seqs * -(-wanted // GROW_PAGE)
-    page = layout.grow_page_bytes
+    useful = 2 * config.max_num_seqs * -(-wanted // PAGE_TOKENS)
+    page = spec.grow_page_bytes
     pages = useful if page == 0 else max(0, min(useful, left // page))
-    length = min(wanted, pages * GROW_PAGE)
+    length = min(wanted, pages * PAGE_TOKENS)
     advice = []
     if length < wanted and longest is not None:
-        needed = layout.bytes(fixed) + -(-longest // GROW_PAGE) * page
+        needed = spec.bytes(fixed) + -(-longest // PAGE_TOKENS) * page
         advice.append(f"max_model_len={longest} needs {_gib(needed)} of state; there are {_gib(budget)}")
     if left < 0:
-        advice.append(
-            f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(layout.bytes(fixed))} before the first token"
-        )
+        advice.append(f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(spec.bytes(fixed))} before the first token")
     return replace(fixed, grow_pages=pages), length, tuple(advice)
 
 
@@ -342,29 +342,27 @@ def make_plan(
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
     share, extra = Share.of(model, mesh), config.redundant_experts
-    drafts, dtype, quantized = drafting.own is not None and share.last, numerics.dtype, numerics.quantized
-    layout = StateLayout.of(
-        model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
-    )
+    drafts = drafting.own is not None and share.last
+    spec = replace(state_spec(model, numerics, share.layers, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
-    sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
-    per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
-    used = weights + workspace + graphs + layout.bytes(sizes)
+    sizes, length, advice = plan_state(config, model, spec, budget, longest=longest)
+    per_sequence = spec.slot_bytes + window_pages(model.window) * spec.window_page_bytes
+    used = weights + workspace + graphs + spec.bytes(sizes)
     notes = list(advice)
     if room < 0:
         notes = [_too_large(weights, workspace + graphs, usable)]
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
     elif used > available:
-        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * layout.grow_page_bytes))
+        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
     if room >= 0 and length < 1:
         notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
-    pages_each = -(-max(1, length) // GROW_PAGE)
+    pages_each = -(-max(1, length) // PAGE_TOKENS)
     return MemoryPlan(
         model=config.model,
         planned_for=f"{target or f'the {numerics.device} of this machine'}: {_formats(numerics)}",
@@ -374,19 +372,19 @@ def make_plan(
                 total=total,
                 available=available,
                 weights=weights,
-                grow_pages=sizes.grow_pages * layout.grow_page_bytes,
-                window_pages=sizes.window_pages * layout.window_page_bytes,
-                slots=sizes.slots * layout.slot_bytes,
-                snapshots=sizes.snapshots * layout.snapshot_bytes,
+                grow_pages=sizes.grow_pages * spec.grow_page_bytes,
+                window_pages=sizes.window_pages * spec.window_page_bytes,
+                slots=sizes.slots * spec.slot_bytes,
+                snapshots=sizes.snapshots * spec.snapshot_bytes,
                 workspace=workspace,
                 graphs=graphs,
             ),
         ),
         sizes=sizes,
-        kv_tokens=sizes.grow_pages * GROW_PAGE,
+        kv_tokens=sizes.grow_pages * PAGE_TOKENS,
         max_model_len=length,
         max_concurrency=min(sizes.slots, sizes.grow_pages // pages_each),
-        bytes_per_token=layout.grow_page_bytes / GROW_PAGE,
+        bytes_per_token=spec.grow_page_bytes / PAGE_TOKENS,
         bytes_per_sequence=per_sequence,
         fits=not notes,
         advice=tuple(notes),
@@ -532,8 +530,7 @@ def _best_plan(
 
 
 def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
-    form = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False, layers=share.layers)
-    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences, chip)
+    return stage_floor(model, numerics, share, plan.per_device[0].weights, sequences, chip)
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

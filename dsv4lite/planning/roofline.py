@@ -15,8 +15,8 @@ from math import pow
 from dsv4lite.device import Chip
 from dsv4lite.kernels.rows import page_bytes
 from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.state import kv_format
 from dsv4lite.models.share import Share
-from dsv4lite.state.cache import StateLayout
 from dsv4lite.weights.quant import Numerics
 
 HOP_S = 10e-6
@@ -24,22 +24,19 @@ _FLOAT = 4
 _EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
 
 
-def stage_floor(
-    model: V4Config, numerics: Numerics, share: Share, layout: StateLayout, weights: int, sequences: int, chip: Chip
-) -> float:
+def stage_floor(model: V4Config, numerics: Numerics, share: Share, weights: int, sequences: int, chip: Chip) -> float:
     """Return the seconds that one rank needs at least for its layers, where every sequence has one token.
 
     Args:
         model: Sizes of the whole model.
         numerics: How weights lie in memory.
         share: What the rank has.
-        layout: Formats of its state.
         weights: Bytes of its weights.
         sequences: Of its replica.
         chip: What it runs on.
     """
     layers = len(share.layers)
-    state = sequences * layers * (model.window + model.index_topk) * page_bytes(layout.kv, 1)
+    state = sequences * layers * (model.window + model.index_topk) * page_bytes(kv_format(model, numerics), 1)
     read = weights_read(model, numerics, share, weights, sequences) + state
     return read / chip.memory_bytes_s + layers * _collectives(model, share, sequences, chip)
 

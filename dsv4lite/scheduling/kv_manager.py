@@ -5,13 +5,13 @@ Who gets anything, and who has to give, is up to the scheduler.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.pages import (
-    PAGE_TOKENS,
-    WINDOW_PAGE_TOKENS,
     Checkpoint,
     Pools,
     PrefixCache,
@@ -89,7 +89,7 @@ class Holdings:
     Args:
         pools: Where ids come from.
         cache: Prefixes that sequences begin with and leave behind; whatever it holds gives way to sequences.
-        window: Tokens that sliding-window attention sees, the token itself included.
+        window: Tokens that sliding-window attention sees, the token itself included; 0 if no layer has a window.
     """
 
     def __init__(self, pools: Pools, cache: PrefixCache, *, window: int) -> None:
@@ -159,7 +159,7 @@ class Holdings:
             return False
         if partly_page:
             moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
-        if partly_window:
+        if self._window and partly_window:
             moves.window_copies.append((leader.window[full_window], child.window[full_window]))
         moves.slot_copies.append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
@@ -194,6 +194,8 @@ class Holdings:
                 return False
             seq.pages += pages
             seq.page_tuple = None
+        if not self._window:
+            return True
         known_end = seq.window_first + len(seq.window)
         first = max(known_end, max(seq.num_computed, end - self._window) // WINDOW_PAGE_TOKENS)
         missing = (end - 1) // WINDOW_PAGE_TOKENS + 1 - first
@@ -211,11 +213,12 @@ class Holdings:
 
     def slides_at(self, seq: Sequence) -> int:
         """Return how many tokens must have run for the window to have passed the first window page."""
-        return (seq.window_first + 1) * WINDOW_PAGE_TOKENS + self._window - 1
+        return (seq.window_first + 1) * WINDOW_PAGE_TOKENS + self._window - 1 if self._window else sys.maxsize
 
     def steady_until(self, seq: Sequence) -> int:
         """Return the position before which runs end on no border, need no page, leave none behind, and are not the last."""
-        next_page = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
+        held = (seq.window_first + len(seq.window)) * WINDOW_PAGE_TOKENS  # a border of grow pages is one of these too
+        next_page = held if self._window else len(seq.pages) * PAGE_TOKENS
         return min(next_page, self.slides_at(seq), seq.last_run)
 
     def slide(self, seq: Sequence) -> None:

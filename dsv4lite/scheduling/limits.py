@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4lite.scheduling.pages import WINDOW_PAGE_TOKENS, PoolStats
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.scheduling.pages import PoolStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,7 @@ class SchedulerLimits:
     """The scheduler's settings; see ``EngineConfig`` for those of the same name.
 
     Attributes:
-        window: Tokens that sliding-window attention sees, the token itself included.
+        window: Tokens that sliding-window attention sees, the token itself included; 0 if no layer has a window.
         max_drafts: Most guesses in one run.
         drafter_rows: Whether a drafter of the model's own keeps rows of the tokens of steps with guesses.
         stages: Of the pipeline that runs the steps: so many are worked on at a time.
@@ -31,7 +32,7 @@ class SchedulerLimits:
     @property
     def window_pages(self) -> int:
         """Most window pages that one run of tokens reads and writes."""
-        return 2 * (1 + -(-self.window // WINDOW_PAGE_TOKENS))
+        return 2 * (1 + -(-self.window // WINDOW_PAGE_TOKENS)) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-PAGE_TOKENS = 256
-"""Tokens of one grow page; prefixes are cached at multiples of it."""
-WINDOW_PAGE_TOKENS = 64
-"""Tokens of one window page; divides ``PAGE_TOKENS``, so that a cached border is also a border of window pages."""
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 
 _KEY_BYTES = 16
 
@@ -32,8 +29,13 @@ def pages_for(num_tokens: int) -> int:
 
 
 def first_window_page(position: int, window: int) -> int:
-    """Return the first logical window page that the token at ``position`` attends to; pages before it have slid away."""
-    return max(0, position - window + 1) // WINDOW_PAGE_TOKENS
+    """Return the first logical window page that the token at ``position`` attends to; pages before it have slid away.
+
+    Args:
+        position: Of the token.
+        window: Tokens that sliding-window attention sees; 0 if no layer has a window, and so no pages.
+    """
+    return max(0, position - window + 1) // WINDOW_PAGE_TOKENS if window else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

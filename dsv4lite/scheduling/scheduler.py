@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import CapacityError, InvalidRequestError
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.scheduling.intake import append
 from dsv4lite.scheduling.kv_manager import Holdings, StepDraft
 from dsv4lite.scheduling.limits import SchedulerLimits, SchedulerStats
 from dsv4lite.scheduling.micro_batches import choose_group, tokens_of_step
-from dsv4lite.scheduling.pages import PAGE_TOKENS, Pools, PrefixCache, pages_for
+from dsv4lite.scheduling.pages import Pools, PrefixCache, pages_for
 from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 

@@ -16,7 +16,7 @@ from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Chain, Choose
 from dsv4lite.speculation.mtp import MtpDrafter
-from dsv4lite.state.cache import LayerCache, StateCache
+from dsv4lite.state.store import LayerCache, StateCache
 
 
 class DeviceDrafter(Protocol):

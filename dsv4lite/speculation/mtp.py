@@ -16,9 +16,10 @@ from torch import Tensor
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan, StepShape
 from dsv4lite.speculation.draft_state import Chain, Choose
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
+from dsv4lite.state.store import LayerCache
 
 
 class MtpDrafter:
@@ -43,7 +44,7 @@ class MtpDrafter:
 
     def guess(self, chain: Chain, choose: Choose) -> Tensor:
         """Run the block once, where the window pages reach that far; int64 [S, 1]."""
-        page_S, pages = chain.positions_S // WINDOW_PAGE - chain.window_first_S, chain.window_SP.shape[1]
+        page_S, pages = chain.positions_S // WINDOW_PAGE_TOKENS - chain.window_first_S, chain.window_SP.shape[1]
         held_S = chain.window_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
         room_S = (chain.positions_S >= 0) & (page_S < pages) & held_S
         streams_SND = self._run_paged(chain, room_S) if self._model.paged else self._run(chain, room_S)

@@ -449,8 +449,8 @@ def test_large_steps_are_saved_in_part(model: Path, tmp_path: Path, monkeypatch:
     for pages, kept in ((2, ["0", "2"]), (0, [])):
         folder = tmp_path / str(pages)
         with opened(model, dump_dir=folder) as llm:
-            layout = recorder_of(llm)._cache.layout
-            room = pages * layout.grow_page_bytes + 3 * layout.window_page_bytes + 2 * layout.slot_bytes
+            spec = recorder_of(llm)._cache.spec
+            room = pages * spec.grow_page_bytes + 3 * spec.window_page_bytes + 2 * spec.slot_bytes
             monkeypatch.setattr(recorder_file, "MAX_STATE_BYTES", room if pages else 1)
             tokens_of(llm, prompts)
         (path,) = dumps(folder)

@@ -26,7 +26,7 @@ from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import Guesses
-from dsv4lite.state.cache import LayerCache
+from dsv4lite.state.store import LayerCache
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
 from tests.recorded import Recording

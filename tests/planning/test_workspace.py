@@ -22,7 +22,8 @@ from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, _model_pass, paged_workspace
-from dsv4lite.state.cache import StateCache, StateLayout, StateSizes
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.quant import Numerics
 from examples.benchmark import flash
@@ -150,9 +151,9 @@ def numerics_of(kind: str, *, deterministic: bool) -> Numerics:
 
 def paged_model(config: V4Config, numerics: Numerics) -> tuple[DeepseekV4, StateCache]:
     config = replace(config, quantized=numerics.quantized)
-    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False)
     sizes = StateSizes(grow_pages=4, window_pages=8, slots=2, snapshots=0)
-    return DeepseekV4(config, numerics), StateCache.allocate(layout, sizes, META)
+    model = DeepseekV4(config, numerics)
+    return model, StateCache.allocate(model.state_spec, sizes, META)
 
 
 CASES: Mapping[str, tuple[V4Config, int, int]] = {

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "files", "request", "config", "layout", "models.deepseek_v4.config")},
+    {"vocabulary": ("errors", "files", "request", "config", "layout", "paging", "models.deepseek_v4.config")},
     {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",)},
     {"models": ("models", "weights")},
@@ -50,8 +50,9 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the api passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "files", "request", "config", "layout", "llm", "models.deepseek_v4.config", "parallel.shard", "parallel.eplb",
-    "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling", "api",
+    "errors", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config", "parallel.shard",
+    "parallel.eplb", "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling",
+    "api",
 )  # fmt: skip
 READS_ENVIRONMENT = "config"
 PROGRAM = "__main__"  # where we are the host ourselves, and may print and set up logging

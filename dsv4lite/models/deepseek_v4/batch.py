@@ -14,11 +14,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.compress import OVERLAP_RATIO, Segments, empty_carry, make_prefixes, make_segments
+from dsv4lite.kernels.compress import Segments, empty_carry, make_prefixes, make_segments
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, DenseStore, LayerCache, StateLayout, Store
+from dsv4lite.models.deepseek_v4.state import state_spec
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.spec import LayerSpec, SlotSpec, StoreSpec
+from dsv4lite.state.store import DenseStore, LayerCache, Store
 from dsv4lite.weights.quant import Numerics
 
 QUERY_BLOCK = 256  # tokens of a chunk that gather their rows together
@@ -286,7 +289,7 @@ def make_batch(
     groups: dict[int, GroupStep] = {}
     for ratio in ratios:
         segments = make_segments(starts_S[owner_P], prefixes.lens_P, ratio, rows_S=rows_S[owner_P], whole_S=prefixes.whole_P)
-        rows = GROW_PAGE // ratio
+        rows = PAGE_TOKENS // ratio
         entry_E = segments.positions_E // ratio
         page_E = tables_SP[owner_P[segments.sequence_G[segments.closed_E]], entry_E // rows]
         groups[ratio] = GroupStep(
@@ -415,8 +418,8 @@ class _Windows:
 
     def _addresses(self, positions_NW: Tensor) -> Tensor:
         """Return where rows of decoding sequences lie."""
-        page_NW = positions_NW // WINDOW_PAGE - self._first_S[self._sequence_N, None]
-        return self._pages_SP[self._sequence_N[:, None], page_NW] * WINDOW_PAGE + positions_NW % WINDOW_PAGE
+        page_NW = positions_NW // WINDOW_PAGE_TOKENS - self._first_S[self._sequence_N, None]
+        return self._pages_SP[self._sequence_N[:, None], page_NW] * WINDOW_PAGE_TOKENS + positions_NW % WINDOW_PAGE_TOKENS
 
     def _chunk_block(self, index: int, row: int, begin: int, end: int, banded: bool) -> QueryBlock:
         """Return the block of tokens ``begin`` to ``end`` of a sequence whose first token is in ``row``."""
@@ -425,7 +428,8 @@ class _Windows:
         prior = None
         if oldest < seq.start:
             read_P = torch.arange(oldest, seq.start, device=device)
-            prior = self._pages_SP[index, read_P // WINDOW_PAGE - seq.window_first] * WINDOW_PAGE + read_P % WINDOW_PAGE
+            page_P = self._pages_SP[index, read_P // WINDOW_PAGE_TOKENS - seq.window_first]
+            prior = page_P * WINDOW_PAGE_TOKENS + read_P % WINDOW_PAGE_TOKENS
         position_N = torch.arange(seq.start + begin, seq.start + end, device=device)[:, None]
         window_NW: Tensor | None = None
         if banded:
@@ -458,8 +462,8 @@ class _Windows:
             length = len(seq.token_ids)
             kept = torch.arange(max(0, length - self._window), length, device=self._device)
             position = seq.start + kept
-            page = self._pages_SP[index, position // WINDOW_PAGE - seq.window_first]
-            addresses.append(page * WINDOW_PAGE + position % WINDOW_PAGE)
+            page = self._pages_SP[index, position // WINDOW_PAGE_TOKENS - seq.window_first]
+            addresses.append(page * WINDOW_PAGE_TOKENS + position % WINDOW_PAGE_TOKENS)
             rows.append(row + kept)
             row += length
         return torch.cat(rows), torch.cat(addresses)
@@ -474,22 +478,28 @@ def one_pass(
     assert ordered == list(range(len(prompts))), "single-token prompts come first"
     sequences, grow = [], 0
     for slot, ids in enumerate(prompts):
-        count = -(-len(ids) // GROW_PAGE)
-        window_count = -(-len(ids) // WINDOW_PAGE)
+        count = -(-len(ids) // PAGE_TOKENS)
+        window_count = -(-len(ids) // WINDOW_PAGE_TOKENS)
         pages = range(grow, grow + count)
-        windows = range(grow * (GROW_PAGE // WINDOW_PAGE), grow * (GROW_PAGE // WINDOW_PAGE) + window_count)
+        windows = range(grow * (PAGE_TOKENS // WINDOW_PAGE_TOKENS), grow * (PAGE_TOKENS // WINDOW_PAGE_TOKENS) + window_count)
         sequences.append(SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=windows))
         grow += count
-    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=True)
-    kv, key = layout.kv, layout.key
-    caches = []
-    for ratio in config.ratios[:num_layers]:
-        layer = LayerCache(DenseStore(kv, grow * GROW_PAGE, numerics.dtype, device))
-        if ratio:
-            layer.entries = DenseStore(kv, grow * GROW_PAGE // ratio, numerics.dtype, device)
-            layer.carry = empty_carry(len(prompts), 1, 2 if ratio == OVERLAP_RATIO else 1, config.head_dim, device=device)
-        if ratio == OVERLAP_RATIO:
-            layer.keys = DenseStore(key, grow * GROW_PAGE // ratio, numerics.dtype, device)
-            layer.key_carry = empty_carry(len(prompts), 1, 2, config.index_dim, device=device)
-        caches.append(layer)
+    spec = state_spec(config, numerics, range(num_layers), drafter=False)
+    caches = [_dense(layer, grow, len(prompts), numerics) for layer in spec.layers]
     return make_batch(sequences, config, rotary, device, banded=numerics.banded), caches
+
+
+def _dense(layer: LayerSpec, pages: int, sequences: int, numerics: Numerics) -> LayerCache:
+    """Return the state of one layer for one pass."""
+    dtype, device = numerics.dtype, numerics.device
+    stores: dict[str, Store] = {
+        part.name: DenseStore(part.format, pages * PAGE_TOKENS // part.tokens_per_row, dtype, device)
+        for part in layer
+        if isinstance(part, StoreSpec)
+    }
+    slots = {
+        part.name: empty_carry(sequences, 1, part.shape[0], part.shape[-1], device=device)
+        for part in layer
+        if isinstance(part, SlotSpec)
+    }
+    return LayerCache(stores=stores, slots=slots)

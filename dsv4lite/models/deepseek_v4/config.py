@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
+from dsv4lite.paging import PAGE_TOKENS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
@@ -110,9 +111,6 @@ _IGNORED = (
     *("intermediate_size", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "attention_dropout", "expert_dtype"),
     *("pad_token_id", "sep_token_id", "is_encoder_decoder"),
 )
-# A page of the cache holds whole groups; otherwise a group's entry would lie in a page that its tokens do not have yet.
-PAGE_TOKENS = 256
-
 _KIND_OF = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
@@ -216,6 +214,7 @@ class V4Config:
             raise UnsupportedError(f"n_shared_experts={self.num_shared_experts}: V4 has exactly one shared expert")
         if self.index_dim & (self.index_dim - 1):
             raise UnsupportedError(f"index_head_dim={self.index_dim} must be a power of two for the Hadamard transform")
+        # A page of the cache holds whole groups; otherwise a group's entry would lie in a page that its tokens do not have yet.
         uneven = [ratio for ratio in self.ratios if ratio and PAGE_TOKENS % ratio]
         if uneven:
             raise UnsupportedError(

@@ -33,7 +33,8 @@ from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4.model import Attention, Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.share import Share
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Rounded, TensorSlot, linear, parameter, rounded_linear
 
 Pick = Callable[[Tensor, int], Tensor]
@@ -101,7 +102,7 @@ class DraftBlock:
             carry_S=nothing_S,
             grow_SP=nothing_S[:, None],
             window_SP=torch.full((count, 2), -1, dtype=torch.int32, device=device),
-            window_first_S=first_S // WINDOW_PAGE,
+            window_first_S=first_S // WINDOW_PAGE_TOKENS,
             singles=False,
         )
         whole = Paging(
@@ -155,14 +156,14 @@ class DSparkDrafter(nn.Module):
         for attn, cache in self._attentions(caches):
             latent = linear(x_TD, attn.wq_a_wkv)
             if isinstance(batch, PagedBatch):
-                window = cache.window
+                window = cache.stores["window"]
                 assert isinstance(window, RowStore)
                 norms = (attn.q_norm, attn.kv_norm, *batch.rope_T, c.norm_eps)
                 latent_norms(latent, *norms, window, batch.paging, c.window)  # of which only the row is wanted
                 continue
             cos, sin = batch.rope_T if batch.write_rows is None else (part[batch.write_rows] for part in batch.rope_T)
             kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], attn.kv_norm, c.norm_eps), cos, sin)
-            cache.window.write(batch.write_addresses, kv_TC)
+            cache.stores["window"].write(batch.write_addresses, kv_TC)
 
     def _attentions(self, caches: Sequence[LayerCache]) -> list[tuple[Attention, LayerCache]]:
         assert len(caches) == len(self.stages)
@@ -240,7 +241,7 @@ class DSparkDrafter(nn.Module):
 
     def _attend(self, attn: Attention, x_TD: Tensor, rounded: Rounded | None, where: DraftBlock, cache: LayerCache) -> Tensor:
         """Return a stage's attention [T, D]: all rows of a block see the window before it and each other."""
-        c, angles, window = self.config, where.angles, cache.window
+        c, angles, window = self.config, where.angles, cache.stores["window"]
         assert isinstance(window, RowStore)
         latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
         norms = (attn.q_norm, attn.kv_norm, *angles, c.norm_eps)

@@ -26,9 +26,10 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import head_norms
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_frequencies
-from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
 from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.state import key_format, kv_format, state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.partial_sums import total
@@ -36,7 +37,8 @@ from dsv4lite.models.share import Share, stages
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.cache import LayerCache, StateLayout
+from dsv4lite.state.spec import StateSpec
+from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -115,8 +117,7 @@ class Attention(nn.Module):
         self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
         self.wo_a = dense(share.groups, c.o_lora_rank, heads * channels // share.groups)
         self.wo_b = dense(c.hidden_size, share.groups * c.o_lora_rank, rounds_input=True)
-        self.kv_format: RowFormat = Fp8Kv(c.nope_dim, c.rope_dim) if numerics.quantized else PlainRow(channels, numerics.dtype)
-        self.key_format: RowFormat = Fp4Key(c.index_dim) if numerics.quantized else PlainRow(c.index_dim, numerics.dtype)
+        self.kv_format, self.key_format = kv_format(c, numerics), key_format(c, numerics)
         if self.ratio:
             self.compressor = Compressor(c, numerics, self.ratio, channels)
             rows = 2 * self.compressor.columns
@@ -141,7 +142,7 @@ class Attention(nn.Module):
         query = linear(qr_TR, self.wq_b)
         q_THC = query[:, : self.heads * c.head_dim].view(tokens, self.heads, c.head_dim)
         q_THC = rope(rms_norm_heads(q_THC, c.norm_eps), *angles)
-        cache.window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+        cache.stores["window"].write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
 
         index: tuple[Tensor, Tensor] | None = None
         if self.ratio:
@@ -161,7 +162,7 @@ class Attention(nn.Module):
         than it is needed.
         """
         c, paging = self.config, batch.paging
-        window, entries = cache.window, cache.entries
+        window, entries = cache.stores["window"], cache.stores.get("entries")
         assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, projected = self._enter(x_TD, rounded)
@@ -181,9 +182,9 @@ class Attention(nn.Module):
             projected = self._compress_paged(x_TD, projected, batch, cache, chooses)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
-            assert isinstance(cache.keys, RowStore) and projected is not None
+            assert isinstance(cache.stores["keys"], RowStore) and projected is not None
             count = batch.max_tokens // self.ratio
-            weights = (projected, cache.keys, paging, c.index_topk, count, self._index_scale)
+            weights = (projected, cache.stores["keys"], paging, c.index_topk, count, self._index_scale)
             selected_TK = choose_paged(iq_THC, *weights)
         return paged_attention(
             q_THC,
@@ -203,7 +204,7 @@ class Attention(nn.Module):
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
         """Keep the kv rows that later tokens see, and do nothing else; of a layer without compressed entries."""
-        c, window = self.config, cache.window
+        c, window = self.config, cache.stores["window"]
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         if isinstance(batch, PagedBatch):
             assert isinstance(window, RowStore)
@@ -231,29 +232,29 @@ class Attention(nn.Module):
     ) -> Tensor | None:
         """Store the entries that close and index keys; if the layer chooses, return what weights of index heads come from."""
         group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        assert isinstance(cache.entries, RowStore) and cache.carry is not None
+        assert isinstance(cache.stores["entries"], RowStore) and cache.slots["carry"] is not None
         if projected is None:
             projected = linear(x_TD, self.compress_in, torch.float32)
         width = self.compressor.columns
-        self.compressor.step(projected[:, : 2 * width], cache.carry, cache.entries, *group)
+        self.compressor.step(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], *group)
         if self.kind == "csa":
-            assert isinstance(cache.keys, RowStore) and cache.key_carry is not None
+            assert isinstance(cache.stores["keys"], RowStore) and cache.slots["key_carry"] is not None
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor.step(part, cache.key_carry, cache.keys, *group, hadamard=self.numerics.quantized)
+            self.key_compressor.step(part, cache.slots["key_carry"], cache.stores["keys"], *group, hadamard=self.numerics.quantized)
         # A copy, so that the rest of so many rows is not kept.
         return projected[:, -self.config.index_heads :].contiguous() if chooses else None
 
     def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
         group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
-        assert cache.entries is not None and cache.carry is not None
-        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.carry, batch, group, dtype)
-        cache.entries.write(group.write_E, entries)
+        assert cache.stores["entries"] is not None and cache.slots["carry"] is not None
+        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.slots["carry"], batch, group, dtype)
+        cache.stores["entries"].write(group.write_E, entries)
         if self.kind == "csa":
-            assert cache.keys is not None and cache.key_carry is not None
+            assert cache.stores["keys"] is not None and cache.slots["key_carry"] is not None
             begin, width = 2 * width, self.key_compressor.columns
             values, scores = projected[:, begin : begin + width], projected[:, begin + width : begin + 2 * width]
-            keys = self.key_compressor(values, scores, cache.key_carry, batch, group, dtype)
-            cache.keys.write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
+            keys = self.key_compressor(values, scores, cache.slots["key_carry"], batch, group, dtype)
+            cache.stores["keys"].write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
 
     def _round_index(self, iq_THC: Tensor) -> Tensor:
         return self.key_format.simulate(hadamard(iq_THC)) if self.numerics.quantized else iq_THC
@@ -266,13 +267,13 @@ class Attention(nn.Module):
         self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """Gather the rows of a block of tokens and attend, [N, H, C]."""
-        rows, valid = block.window_rows(kv_TC, cache.window), block.valid_NW
+        rows, valid = block.window_rows(kv_TC, cache.stores["window"]), block.valid_NW
         count = (block.last_position + 1) // self.ratio if self.ratio else 0
         if count:
-            assert cache.entries is not None
+            assert cache.stores["entries"] is not None
             entries, seen_NK = self._visible_entries(block, count, batch, cache, index)
             addresses = batch.entry_addresses(block, entries, self.ratio)
-            rows = torch.cat([rows, cache.entries.read(addresses, rows.dtype)], -2)
+            rows = torch.cat([rows, cache.stores["entries"].read(addresses, rows.dtype)], -2)
             valid = torch.cat([valid, seen_NK], 1)
         query = q_THC[block.begin : block.end]
         return sparse_attention(query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block)
@@ -294,9 +295,9 @@ class Attention(nn.Module):
                 return every, seen
             chosen = every.expand(len(visible_N), -1)
         else:
-            assert cache.keys is not None
+            assert cache.stores["keys"] is not None
             wanted = torch.where(seen, every, -1) if block.sequence is None else every
-            keys = cache.keys.read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
+            keys = cache.stores["keys"].read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
             queries, weights = (part[block.begin : block.end] for part in index)
             scores = index_scores(queries, weights, keys, row_tile=self.numerics.row_tile)
             chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
@@ -477,12 +478,9 @@ class DeepseekV4(nn.Module):
         )
 
     @property
-    def layout(self) -> StateLayout:
-        """Formats of this model's state."""
-        numerics, with_mtp = self.numerics, len(self.mtp) > 0 or self.dspark is not None
-        return StateLayout.of(
-            self.config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp, layers=self.share.layers
-        )
+    def state_spec(self) -> StateSpec:
+        """What this rank keeps of its sequences."""
+        return state_spec(self.config, self.numerics, self.share.layers, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
     @property
     def paged(self) -> bool:
