@@ -16,6 +16,7 @@ from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
 
 if TYPE_CHECKING:
+    from dsv4lite.models.family import Family
     from dsv4lite.parallel.experts import DispatcherFactory
 
 LoadFormat = Literal["auto", "dummy"]
@@ -281,6 +282,7 @@ class EngineConfig:
         rebalance_steps: Steps after which they move.
         dispatcher: How tokens get to experts on other ranks: a name, or what makes a ``parallel.experts.Dispatcher`` of a layer;
             child processes get it pickled, and do not import the host's ``__main__``.
+        family: The model's family (``models.family.Family``) where it is none of those that ship; child processes get it pickled.
         executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
@@ -323,6 +325,7 @@ class EngineConfig:
     redundant_experts: int | None = None
     rebalance_steps: int = 3000
     dispatcher: ExpertDispatch = "auto"
+    family: Family | None = None
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None
@@ -374,6 +377,7 @@ class EngineConfig:
         if self.redundant_experts is not None and self.layout.ep == 1:
             raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
         self._check_dispatcher()
+        self._check_portable("family")
         for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= threading.TIMEOUT_MAX:
@@ -400,15 +404,20 @@ class EngineConfig:
             return
         if not callable(given):
             raise ConfigError(f"dispatcher={given!r} must be one of {names}, or a callable that makes a Dispatcher of ExpertRanks")
+        self._check_portable("dispatcher")
+
+    def _check_portable(self, name: str) -> None:
+        """Raise unless ranks in child processes, if there are any, can have an object of the host's."""
+        given = getattr(self, name)
         if self.place_of_ranks == "external" or (self.place_of_ranks == "thread" and self.layout.world == 1):
             return
         remedy = "define it at the top of a module that can be imported, or start the ranks yourself: executor='external'"
         try:
             pickled = pickle.dumps(given)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ConfigError(f"dispatcher={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
+            raise ConfigError(f"{name}={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
         if any(found == "__main__" for _, found, _ in pickletools.genops(pickled)):
-            raise ConfigError(f"dispatcher={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
+            raise ConfigError(f"{name}={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
 
     @property
     def layout(self) -> Layout:

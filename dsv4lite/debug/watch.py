@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Model
 from dsv4lite.state.store import StateCache
 
 _KERNELS = "dsv4lite.kernels."
@@ -102,7 +102,7 @@ class OpWatch:
         reports: Of the ops that ran, in order.
     """
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, *, rows: int, tokens: int) -> None:
+    def __init__(self, model: Model, cache: StateCache, *, rows: int, tokens: int) -> None:
         self.reports: list[OpReport] = []
         self._model, self._rows, self._tokens = model, rows, tokens
         self._device = model.numerics.device

@@ -27,7 +27,6 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Flight, RoutedExperts, Runner
 from dsv4lite.engine.serve import Guest
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.parallel.meet import HostRanks
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
@@ -62,7 +61,7 @@ class EngineInfo:
     max_completions: int
     tokenizer: Tokenizer
     default_params: SamplingParams
-    model_config: V4Config
+    chat: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +357,7 @@ class Engine:
             max_completions=self.config.max_completions,
             tokenizer=tokenizer,
             default_params=survey.default_params,
-            model_config=survey.model,
+            chat=survey.chat,
         )
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:

@@ -34,7 +34,7 @@ from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs, verify_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
-from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
@@ -50,7 +50,17 @@ from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
-_OWN_TO_A_RANK = ("model", "tokenizer", "device", "device_mesh", "process_group", "executor", "progress", "compile_cache_dir")
+_OWN_TO_A_RANK = (
+    "family",
+    "model",
+    "tokenizer",
+    "device",
+    "device_mesh",
+    "process_group",
+    "executor",
+    "progress",
+    "compile_cache_dir",
+)
 _SAMPLE_BYTES = 4096
 
 
@@ -64,14 +74,16 @@ class Survey:
         default_params: Of requests without any, from the checkpoint's ``generation_config.json``.
         folder: Of the checkpoint.
         own: The model's own drafter.
+        chat: Name of its chat format.
         facts: What has to be the same on all ranks.
     """
 
     plan: MemoryPlan
-    model: V4Config
+    model: ModelConfig
     default_params: SamplingParams
     folder: str
     own: MTP | DSpark | None
+    chat: str | None
     facts: Mapping[str, str]
 
 
@@ -104,8 +116,9 @@ class Prospect:
         if numerics.paged:
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
         survey = Survey(
-            plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
+            plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
+            chat=source.family.chat(source.model),
             model=source.model,
             default_params=_default_params(source),
             folder=str(source.folder),
@@ -315,6 +328,7 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
         "dispatcher": given if isinstance(given, str) else f"{named.__module__}.{named.__qualname__}",
         "device": device.type,
         **software(),
+        "family": source.family.name,
         "the model's config": _digest([repr(source.model)]),
         "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),
     }

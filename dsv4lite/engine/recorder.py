@@ -23,7 +23,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.errors import ConfigError
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Model
 from dsv4lite.sampling.samples import RowSamples, Samples
 from dsv4lite.scheduling.step_plan import NO_PAGE, StepPlan
 from dsv4lite.state.store import StateCache
@@ -63,7 +63,7 @@ class StepRecorder:
         ConfigError: Nothing can be written to ``dump_dir``.
     """
 
-    def __init__(self, config: EngineConfig, model: DeepseekV4, cache: StateCache) -> None:
+    def __init__(self, config: EngineConfig, model: Model, cache: StateCache) -> None:
         self._folder = None if config.dump_dir is None else _writable(Path(config.dump_dir).absolute())
         local = Path(config.model)
         self._settings = {
@@ -72,7 +72,7 @@ class StepRecorder:
             "hf_overrides": dict(config.hf_overrides),
         }
         self._numerics, self._cache = model.numerics, cache
-        self._drafter = len(cache.layers) > len(model.layers)
+        self._drafter = len(cache.layers) > len(model.share.layers)
         self._versions = versions(cache.device)  # now: a device that has failed does not tell
         self._wanted: list[Path] = []
         self._step: _Step | None = None

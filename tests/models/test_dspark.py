@@ -25,7 +25,8 @@ from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
-from dsv4lite.models.deepseek_v4.tensors import official_shapes
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics, linear
@@ -374,7 +375,7 @@ def test_model_has_a_place_for_every_tensor_of_the_drafter() -> None:
     assert len(with_drafter.state_spec.layers) == len(without.state_spec.layers) + 3
     for model, drafts in ((with_drafter, True), (without, False)):
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        assert weight_bytes(config, numerics, with_mtp=drafts) == held
+        assert weight_bytes(FAMILIES["deepseek_v4"], config, numerics, with_mtp=drafts) == held
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -420,7 +421,7 @@ ANCHORS = [3, 4]
 
 
 def stored_tensors() -> dict[str, Tensor]:
-    return dict(dummy_tensors(STORED, expert_format="fp4", quantized=True, seed=1))
+    return dict(dummy_tensors(STORED, V4_TENSORS, expert_format="fp4", quantized=True, seed=1))
 
 
 def behind_prompts(model: DeepseekV4) -> tuple[PagedModel, list[PagedSequence]]:

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "files", "request", "config", "layout", "paging", "models.deepseek_v4.config")},
+    {"vocabulary": ("errors", "files", "request", "config", "layout", "paging")},
     {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",)},
     {"models": ("models", "weights")},
@@ -37,6 +37,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 # Imports that point upward all the same: for annotations, or once a request asks for it.
 UPWARD = {
+    ("config", "models.family"): "the type of a family of the host's own",
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
     ("request", "text.parse"): "the type of a parsed tool call",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",

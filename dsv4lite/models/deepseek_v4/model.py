@@ -31,6 +31,7 @@ from dsv4lite.models.deepseek_v4.batch import Batch, GroupStep, PagedBatch, Quer
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import key_format, kv_format, state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.partial_sums import total
 from dsv4lite.models.share import Share, stages
@@ -106,8 +107,8 @@ class Attention(nn.Module):
         c = self.config = config
         self.numerics, self.tp = numerics, share.mesh.tp
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        self.heads, self.groups = share.heads, share.groups
-        heads, channels = share.heads, c.head_dim
+        heads, channels = share.part(c.num_attention_heads), c.head_dim
+        self.heads, self.groups = heads, share.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
@@ -115,8 +116,8 @@ class Attention(nn.Module):
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
         self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
-        self.wo_a = dense(share.groups, c.o_lora_rank, heads * channels // share.groups)
-        self.wo_b = dense(c.hidden_size, share.groups * c.o_lora_rank, rounds_input=True)
+        self.wo_a = dense(self.groups, c.o_lora_rank, heads * channels // self.groups)
+        self.wo_b = dense(c.hidden_size, self.groups * c.o_lora_rank, rounds_input=True)
         self.kv_format, self.key_format = kv_format(c, numerics), key_format(c, numerics)
         if self.ratio:
             self.compressor = Compressor(c, numerics, self.ratio, channels)
@@ -444,10 +445,10 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher, redundant_experts)
+        share = self.share = Share.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
         drafts = with_mtp and share.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
-        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, share.mesh.pp.size)[-1].start
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, share.mesh.pp.size)[-1].start
         if share.first or drafts:
             self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
         if share.last:
@@ -522,6 +523,20 @@ class DeepseekV4(nn.Module):
             yield
         finally:
             self._skipped = frozenset()
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual streams, [N, D]."""
+        return (self.config.streams, self.config.hidden_size)
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """The length up to which the indexer has nothing to choose, and does not run."""
+        return (self.config.most_unselected,)
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> PagedBatch:
+        """Return a step, with the angles that its layers share; see ``models.family.Model``."""
+        return PagedBatch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
 
     def empty_taps(self, tokens: int) -> Tensor:
         """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""

@@ -13,7 +13,7 @@ At a 256-token boundary all groups are complete: only the previous group of csa 
 from __future__ import annotations
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO
-from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, page_bytes
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.state.spec import LayerSpec, SlotSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
@@ -52,3 +52,8 @@ def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
         SlotSpec("carry", (2, 3, kv.width), _EMPTY, snapshot=1),
         SlotSpec("key_carry", (2, 3, key.width), _EMPTY, snapshot=1),
     )
+
+
+def row_reads(config: V4Config, numerics: Numerics) -> int:
+    """Return the bytes of one layer's rows that a token of a short sequence reads: its window, and one selection."""
+    return (config.window + config.index_topk) * page_bytes(kv_format(config, numerics), 1)

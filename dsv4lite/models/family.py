@@ -1,0 +1,186 @@
+"""A family of models as one value: everything that the engine has to know of it, and the table of the families that ship.
+
+The engine, scheduler, state, planning and drafters use a model through ``Family`` and ``Model`` and never name one. A family of the
+host's own is passed as ``EngineConfig.family``; its functions must be importable where ranks live in child processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dsv4lite.errors import UnsupportedError, near_match, shown
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.config import DrafterKind, ModelConfig
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.names import V4_NAMES
+from dsv4lite.models.deepseek_v4.state import row_reads, state_spec
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.deepseek_v4.workspace import workspace
+from dsv4lite.models.share import Share
+from dsv4lite.models.workspace import PassBytes
+from dsv4lite.state.spec import StateSpec
+from dsv4lite.state.store import LayerCache
+from dsv4lite.weights.names import NameTables
+from dsv4lite.weights.quant import Numerics, Slot
+from dsv4lite.weights.tensors import Tensors
+
+
+class Batch(Protocol):
+    """One step's tokens, as a family's ``Model.batch`` returns them with whatever its layers read besides.
+
+    Attributes:
+        token_ids_T: int64; anything valid for padding.
+        paging: Their positions, sequences and pages.
+        max_tokens: No sequence is longer than this after the step, as far as the host knows.
+        routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+        most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
+        taps_TK: What a drafter reads of layers of several stages, on its way from stage to stage.
+    """
+
+    token_ids_T: Tensor
+    paging: Paging
+    max_tokens: int
+    routed_TLK: Tensor | None
+    most_tokens: int | None
+    taps_TK: Tensor | None
+
+
+class Model(Protocol):
+    """One rank's part of a model, an ``nn.Module``: what the engine asks of it.
+
+    The residual (``hidden``) is opaque to the engine: it goes from stage to stage, to the logits and to drafters.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def numerics(self) -> Numerics: ...
+    @property
+    def share(self) -> Share: ...
+    @property
+    def state_spec(self) -> StateSpec:
+        """What this rank keeps of its sequences: its hidden layers, then its drafter's."""
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual, in the dtype of ``numerics``."""
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """Lengths up to which every sequence of a step launches less: decode graphs are captured for each."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be captured in a CUDA graph."""
+
+    @property
+    def passes_taps(self) -> bool:
+        """Whether stages pass on what a drafter reads of their layers (``empty_taps``)."""
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        """Return a step, with the tables that the family's layers share."""
+
+    def __call__(self, batch: Any, caches: Sequence[LayerCache], hidden: Tensor | None = None) -> Tensor:
+        """Run a step through this rank's layers, from the residual of the stage before; return the residual [T, …] after them."""
+
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor of the checkpoint that this rank holds, by its official name."""
+
+    def brief(self) -> AbstractContextManager[None]:
+        """Let passes skip layers that launch nothing that others do not: for dry runs."""
+
+    def empty_taps(self, tokens: int) -> Tensor:
+        """Return room for what a drafter reads of so many tokens."""
+
+    def take_part(self, most_tokens: int | None = None) -> None:
+        """Run this rank's experts for the tokens of other ranks, with none of its own."""
+
+    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
+        """Choose anew where experts are; return the places to fill, and each layer's imbalance before and after."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Workspace(Protocol):
+    """Counts what a pass allocates."""
+
+    def __call__(self, config: Any, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
+        """Return the bytes of a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, on one rank."""
+
+
+def _no_reads(config: Any, numerics: Numerics) -> int:
+    return 0
+
+
+def _no_chat(config: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
+
+    Attributes:
+        name: The ``model_type`` of its configs.
+        read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
+        tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
+        names: Other names of these tensors.
+        state: Returns what some hidden layers, and with ``drafter=True`` those of its drafter, keep of a sequence.
+        build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
+        workspace: What a pass allocates.
+        row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
+        drafters: A tensor that only a checkpoint with this kind of drafter has.
+        chat: Name of the chat format (``text.chat.CHAT_FORMS``), or ``None``.
+    """
+
+    name: str
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    tensors: Tensors
+    names: NameTables = field(default_factory=NameTables)
+    state: Callable[..., StateSpec]
+    build: Callable[..., Any]
+    workspace: Workspace
+    row_reads: Callable[[Any, Numerics], int] = _no_reads
+    drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
+    chat: Callable[[Any], str | None] = _no_chat
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v4": Family(
+        name="deepseek_v4",
+        read_config=parse_config,
+        tensors=V4_TENSORS,
+        names=V4_NAMES,
+        state=state_spec,
+        build=DeepseekV4,
+        workspace=workspace,
+        row_reads=row_reads,
+        drafters={"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"},
+        chat=lambda config: "deepseek_v4" if config.dspark is None else "deepseek_v4_refreshed",
+    ),
+}
+
+
+def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
+    """Return the family of a ``config.json``: the one that is ``given``, or one that ships.
+
+    Raises:
+        UnsupportedError: The config is of another family.
+    """
+    families = FAMILIES if given is None else {given.name: given}
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in families:
+        known = ", ".join(families)
+        raise UnsupportedError(f"model_type={shown(name)} is not supported (known: {known}){near_match(shown(name), families)}")
+    return families[name]
