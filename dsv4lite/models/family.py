@@ -136,7 +136,8 @@ class Family:
         read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
         tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
         names: Other names of these tensors.
-        state: Returns what some hidden layers, and with ``drafter=True`` those of its drafter, keep of a sequence.
+        state: Returns what a rank's layers, and with ``drafter=True`` those of its drafter, keep of a sequence; takes config,
+            ``Numerics``, ``Share`` and ``drafter``.
         build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
         workspace: What a pass allocates.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
@@ -162,7 +163,7 @@ FAMILIES: Mapping[str, Family] = {
         read_config=parse_config,
         tensors=V4_TENSORS,
         names=V4_NAMES,
-        state=state_spec,
+        state=lambda config, numerics, share, drafter: state_spec(config, numerics, share.layers, drafter=drafter),
         build=DeepseekV4,
         workspace=workspace,
         row_reads=row_reads,

@@ -349,7 +349,7 @@ def make_plan(
     mesh = Mesh.outline(config.layout, rank)
     share, extra = Share.of(model, family.tensors, mesh), config.redundant_experts
     drafts = drafting.own is not None and share.last
-    spec = replace(family.state(model, numerics, share.layers, drafter=drafts), copies=1 + drafting.max_drafts)
+    spec = replace(family.state(model, numerics, share, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
     workspace, graphs = _working(config, source, numerics, longest or model.max_positions, share, drafting)
