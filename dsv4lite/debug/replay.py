@@ -23,8 +23,7 @@ from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.graphs import GraphShape, decode_batch, decode_inputs
 from dsv4lite.engine.packing import empty_last_token, pack
 from dsv4lite.errors import ConfigError
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Family, Model
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
@@ -79,7 +78,7 @@ class ReplayReport:
         return "\n".join([*lines, "no op is wrong" if self.first is None else f"first op that is wrong: {self.first}"])
 
 
-def replay(path: str | Path, *, model: str | None = None, device: str | None = None) -> ReplayReport:
+def replay(path: str | Path, *, model: str | None = None, device: str | None = None, family: Family | None = None) -> ReplayReport:
     """Run a saved step again.
 
     While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
@@ -87,6 +86,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     Args:
         path: The file.
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
+        family: Of the model, where it is none of those that ship.
         device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
 
     Raises:
@@ -96,14 +96,14 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     dump = StepDump.load(path)
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
-    settings = dict(dump.settings) | ({} if model is None else {"model": model})
+    settings = {**dump.settings, "family": family} | ({} if model is None else {"model": model})
     where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
     with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
             drafts = dump.drafter and step.plan.max_drafts > 0  # else it had no part in the step
-            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.layers)]
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.share.layers)]
             streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
             if drafts:
@@ -115,13 +115,13 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
 class RebuiltStep:
     """A step that is ready to run: a model, the state as it was, where its sequences are there, and tokens, padding last."""
 
-    model: DeepseekV4
+    model: Model
     cache: StateCache
     plan: StepPlan
-    batch: Batch | PagedBatch
+    batch: Batch
 
 
-def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> DeepseekV4:
+def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> Model:
     """Load the model that a dump's settings name, in some arithmetic, with or without its own drafter.
 
     Raises:
@@ -131,7 +131,7 @@ def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool
     return ModelSource.open(config).build(numerics, with_mtp=drafter, seed=config.seed)
 
 
-def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
+def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     """Give a saved step its state again, on the model's device; padding, if it had any, only on paged state.
 
     Raises:
@@ -139,7 +139,7 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
     """
     places = Places.of(dump.plan.sequences)
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
-    if dump.graph is not None and model.paged:
+    if dump.graph is not None:
         return RebuiltStep(model=model, cache=cache, plan=plan, batch=_recorded(plan, dump.graph, model, cache))
     return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
 
@@ -147,7 +147,7 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
 def _guess(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
     """Let the model's own drafter keep what it needs of a step, and guess as far as was wanted, as if no guess in it had held."""
     model, plan = step.model, step.plan
-    own = MTP(MTP.most) if model.dspark is None else DSpark(model.dspark.block)
+    own = MTP(MTP.most) if model.config.drafter == "mtp" else DSpark(model.config.draft_block)
     first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
     begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
     best_S = logits_TV[begins].argmax(-1)
@@ -161,7 +161,7 @@ def _home(saved: torch.device) -> str:
     return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
-def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> PagedBatch:
+def _recorded(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
     """Return the step that a graph has recorded, padding included."""
     last_token, device = empty_last_token(cache), cache.device
     tables = torch.zeros(len(last_token), -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def _recorded(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: State
     return decode_batch(inputs, tables, last_token, model, graph.max_model_len)[0]
 
 
-def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:
+def _state(dump: StepDump, places: Places, model: Model) -> StateCache:
     """Return a state that holds the rows of a dump, and nothing else."""
     sizes = StateSizes(grow_pages=len(places.pages), window_pages=max(1, len(places.windows)), slots=len(places.slots), snapshots=0)
     cache = StateCache.allocate(replace(model.state_spec, copies=dump.copies), sizes, model.numerics.device)

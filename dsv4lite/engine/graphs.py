@@ -28,8 +28,7 @@ from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
@@ -95,7 +94,7 @@ class DecodeGraphs(GraphSet):
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: StateCache,
         *,
         max_num_seqs: int,
@@ -107,15 +106,18 @@ class DecodeGraphs(GraphSet):
         pool = torch.cuda.graph_pool_handle() if shared is None else shared.pool
         super().__init__(cache, max_model_len, last_token, sampling, pool)
         self._model = model
-        self._layers = cache.layers[: len(model.layers)]  # a drafter has no part in these steps
+        self._layers = cache.layers[: len(model.share.layers)]  # a drafter has no part in these steps
         self._window_pages = window_pages(model.config.window)
         self._captured: dict[GraphShape, Captured[DecodeOutput | Tensor]] = {}
         self._last: Captured[DecodeOutput | Tensor] | None = None
-        sizes, lengths = graph_sizes(max_num_seqs), sorted({min(model.config.most_unselected, max_model_len), max_model_len})
+        sizes, lengths = (
+            graph_sizes(max_num_seqs),
+            sorted({min(most, max_model_len) for most in (*model.short_lengths, max_model_len)}),
+        )
         self.shapes = [GraphShape(size=size, max_model_len=length) for size in sizes for length in lengths]
         # Of the step that ran last, whichever graph it was: streams as they come from the stage before, and what leaves this one.
         share, config, device = model.share, model.config, cache.device
-        streams = (max_num_seqs, config.streams, config.hidden_size)
+        streams = (max_num_seqs, *model.hidden_shape)
         self._before = None if share.first else torch.zeros(streams, dtype=model.numerics.dtype, device=device)
         if not share.last:
             self._leaving = torch.empty(streams, dtype=model.numerics.dtype, device=device)
@@ -220,9 +222,7 @@ def decode_inputs(sequences: Sequence[SequencePlan], size: int, window_pages: in
     return rows_of_ints(columns, size)
 
 
-def decode_batch(
-    inputs: Tensor, tables: Tensor, last_token: Tensor, model: DeepseekV4, max_model_len: int
-) -> tuple[PagedBatch, Tensor]:
+def decode_batch(inputs: Tensor, tables: Tensor, last_token: Tensor, model: Model, max_model_len: int) -> tuple[Batch, Tensor]:
     """Return a step of single tokens.
 
     Args:
@@ -254,7 +254,6 @@ def decode_batch(
         singles=True,
     )
     tokens = torch.where(token_ids < 0, last_token[places], token_ids)
-    deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(tokens, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = model.batch(tokens, paging, max_tokens=max_model_len)
     batch.most_tokens = size  # others replay the same graph
     return batch, places

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
+from dsv4lite.state.paging import SequenceInput, make_paging
 from dsv4lite.state.store import StateCache
 
 _FEW = (1, 2, 4, 8)
@@ -54,7 +54,7 @@ def empty_last_token(cache: StateCache) -> Tensor:
     return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
 
 
-def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch | PagedBatch:
+def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | None = None) -> Batch:
     """Return the step's batch.
 
     Args:
@@ -63,46 +63,31 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
         last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
         most_tokens: As many as the replica has that has the most, of those that share the experts.
     """
-    sequences = [
-        SequenceInput(
-            token_ids=s.token_ids,
-            start=s.start,
-            slot=s.slot,
-            pages=s.pages,
-            window_first=s.window_first,
-            window_pages=s.window_pages,
-            drafts=s.drafts,
-            carry=s.carry,
-        )
-        for s in plan.sequences
-    ]
-    numerics = model.numerics
-    batch: Batch | PagedBatch
-    if model.paged:
-        batch = make_paged_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
-    else:
-        batch = make_batch(sequences, model.config, model.rotary, numerics.device, banded=numerics.banded)
+    device = model.numerics.device
+    token_ids_T, paging, longest = make_paging(plan.sequences, device)
     unknown, row = [], -1
     for sequence in plan.sequences:
         row += len(sequence.token_ids)
         if sequence.token_ids[-1] == IN_FLIGHT:
             unknown.append((row, sequence.slot))
     if unknown:
-        rows, slots = _pairs(tuple(unknown), numerics.device)
-        batch.token_ids_T[rows] = last_token[slots]
+        rows, slots = _pairs(tuple(unknown), device)
+        token_ids_T[rows] = last_token[slots]
+    batch = model.batch(token_ids_T, paging, max_tokens=longest)
     batch.most_tokens = most_tokens
     return batch
 
 
-def padding(tokens: int, model: DeepseekV4) -> PagedBatch:
+def padding(tokens: int, model: Model) -> Batch:
     """Return a step of one sequence without a single real token: it launches everything and changes nothing.
 
     Ranks that share experts run it with equally many.
     """
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
-    batch = make_paged_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
-    batch.paging.positions_T.fill_(-1)
+    token_ids_T, paging, longest = make_paging([nowhere], model.numerics.device)
+    batch = model.batch(token_ids_T, paging, max_tokens=longest)
+    paging.positions_T.fill_(-1)
     batch.most_tokens = tokens
     return batch
 

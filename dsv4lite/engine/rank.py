@@ -113,7 +113,7 @@ class Prospect:
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
         drafting = choose_drafting(config, source)
-        if numerics.paged:
+        if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
         survey = Survey(
             plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
@@ -159,7 +159,7 @@ class Prospect:
             graphs: VerifyGraphs | None = None
             plain: DecodeGraphs | None = None
             sampling, rows = None, config.max_num_seqs
-            if model.paged and device.type == "cuda":
+            if device.type == "cuda":
                 longest, most, tokens = plan.max_model_len, drafting.max_drafts, config.max_num_batched_tokens
                 if sampler is not None and (not most or mesh.layout.pp == 1):
                     sampled = min(tokens, rows * (1 + most))

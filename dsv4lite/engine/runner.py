@@ -20,8 +20,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import Hop, TokenRelay
 from dsv4lite.planning.workspace import SCORED_ROWS
@@ -124,7 +123,7 @@ class Runner:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: StateCache,
         sampler: Sampler | None,
         graphs: DecodeGraphs | VerifyGraphs | None = None,
@@ -198,7 +197,7 @@ class Runner:
             cache_dir: Where compiled kernels are kept.
             progress: Told of kernels, then of shapes.
         """
-        if self.cache.device.type == "cpu" or not self.model.paged:
+        if self.cache.device.type == "cpu":
             return
         from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where kernels are
 
@@ -258,7 +257,7 @@ class Runner:
         each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
         experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
-        tokens = [*_WARM_UP_TOKENS, *(most // config.experts_per_token for most in pairs)]
+        tokens = [*_WARM_UP_TOKENS, *(most // max(1, config.experts_per_token) for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
         wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
@@ -294,7 +293,7 @@ class Runner:
             # Whatever is chosen does not count: kernels are not launched while they are looked for.
             self._drafter.guess(nobody, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
-    def _forward(self, batch: Batch | PagedBatch, *, drafts: bool) -> Tensor:
+    def _forward(self, batch: Batch, *, drafts: bool) -> Tensor:
         """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
         model, routed_TLK = self.model, batch.routed_TLK
         before_TND: Tensor | None = None
@@ -302,12 +301,12 @@ class Runner:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
         if not model.share.first:
-            shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
+            shape = (len(batch.token_ids_T), *model.hidden_shape)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
             self._hop.take((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        layers = self.cache.layers if drafts else self.cache.layers[: len(model.layers)]
+        layers = self.cache.layers if drafts else self.cache.layers[: len(model.share.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
@@ -348,7 +347,7 @@ class Runner:
         if self._relay.busy:
             self._relay.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         if plan.blanks and self._drafter is not None:
-            blank_rows(plan, self.cache, len(self.model.layers))
+            blank_rows(plan, self.cache, len(self.model.share.layers))
         apply_copies(plan, self.cache)
         shape = shape or StepShape.of((plan,), self._routing)
         graphs = self._graphs_for(shape)
@@ -431,7 +430,7 @@ class Runner:
         self,
         plan: StepPlan,
         shape: StepShape,
-        batch: Batch | PagedBatch,
+        batch: Batch,
         streams_TND: Tensor,
         first_rows: list[int],
         samples: Samples | RowSamples | None,
@@ -547,7 +546,7 @@ class Runner:
             return self._sampling.score(logits, sequence, begin, token_ids)
         return self.sampler.score(logits, seq_id, begin, token_ids)
 
-    def _routed(self, sequence: SequencePlan, batch: Batch | PagedBatch, first_row: int) -> Tensor:
+    def _routed(self, sequence: SequencePlan, batch: Batch, first_row: int) -> Tensor:
         assert batch.routed_TLK is not None
         return batch.routed_TLK[first_row : first_row + len(sequence.token_ids)].cpu()
 

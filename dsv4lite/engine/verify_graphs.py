@@ -28,8 +28,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.runs import TOLD, PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.device import DeviceSampler
 from dsv4lite.sampling.state import send
@@ -57,7 +56,7 @@ class VerifyOutput:
     """
 
     width: int
-    batch: PagedBatch
+    batch: Batch
     runs: Tensor
     streams: Tensor
     logits: Tensor
@@ -90,7 +89,7 @@ class VerifyGraphs(GraphSet):
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: StateCache,
         *,
         max_num_seqs: int,
@@ -120,7 +119,7 @@ class VerifyGraphs(GraphSet):
         c, device, dtype = self._model.config, self._cache.device, self._model.numerics.dtype
         rows = max((size * width for size, width in self.shapes), default=0)
         self._logits = torch.empty(rows, c.vocab_size, dtype=torch.float32, device=device)
-        self._streams = torch.empty(rows, c.streams, c.hidden_size, dtype=dtype, device=device)
+        self._streams = torch.empty(rows, *self._model.hidden_shape, dtype=dtype, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         rounds = 0 if self.drafter is None else -(-self.drafter.most // self.drafter.round)
         guesses = 0 if self.drafter is None else rounds * self.drafter.round
@@ -129,7 +128,7 @@ class VerifyGraphs(GraphSet):
         self.ends = RunEnds(columns={}, heads=self._heads, drafts=self._drafts)
         if self.drafter is None:
             return
-        like_ND = torch.empty(c.streams, c.hidden_size, dtype=dtype, device=device)
+        like_ND = torch.empty(self._model.hidden_shape, dtype=dtype, device=device)
         self._chain = Chain.empty(max_num_seqs, self._window_pages, like_ND)
         self._made = torch.arange(self.drafter.round, device=device)  # where the next round puts its guesses
 
@@ -300,7 +299,7 @@ def verify_inputs(sequences: Sequence[SequencePlan], size: int, width: int, page
     return rows_of_ints(values, size)
 
 
-def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> PagedBatch:
+def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Model, max_model_len: int) -> Batch:
     """Return a step of one known token and guesses of each sequence.
 
     Args:
@@ -327,7 +326,6 @@ def verify_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Deep
         window_first_S=inputs[4],
         singles=width == 1,
     )
-    deterministic = model.numerics.deterministic
-    batch = PagedBatch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = model.batch(placed.tokens_T, paging, max_tokens=max_model_len)
     batch.most_tokens = size * width  # others replay the same graph
     return batch

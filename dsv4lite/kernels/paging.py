@@ -9,9 +9,29 @@ Shapes: T tokens, S sequences, P grow pages, Q window pages.  Tokens of a sequen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+Derived = TypeVar("Derived")
+
+
+class Block(NamedTuple):
+    """Consecutive rows of a step, as references take them.
+
+    Attributes:
+        begin, end: Rows of the step.
+        sequence: Which sequence all of them are of; ``None`` if they may be of several.
+        oldest, newest: Smallest and largest position.
+    """
+
+    begin: int
+    end: int
+    sequence: int | None
+    oldest: int
+    newest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,7 @@ class Paging:
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
         singles: Every sequence has one token: S = T and rows_S = 0, 1, 2, …
+        derived: What references have derived from the tensors, which must not change afterwards (``once``).
     """
 
     positions_T: Tensor
@@ -45,3 +66,46 @@ class Paging:
     window_SP: Tensor
     window_first_S: Tensor
     singles: bool
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """Return what ``make`` returns, called once per step: layers of a kind share it. For references, not kernels."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        found: Derived = self.derived[key]
+        return found
+
+    @property
+    def padding_T(self) -> Tensor | None:
+        """Which rows are padding, bool [T]; ``None`` if there are none. For references."""
+
+        def find() -> Tensor | None:
+            padding_T = self.positions_T < 0
+            return padding_T if bool(padding_T.any()) else None
+
+        return self.once("padding", find)
+
+    def blocks(self, most: int, least: int | None = None) -> list[Block]:
+        """Cut the step into blocks of at most ``most`` rows. For references.
+
+        Args:
+            most: Rows of a block.
+            least: Blocks of sequences with so many tokens or more are of that sequence alone; ``None``: no sequence has its own.
+        """
+
+        def cut() -> list[Block]:
+            positions = self.positions_T.tolist()
+
+            def pieces(begin: int, end: int, sequence: int | None) -> Iterator[Block]:
+                for row in range(begin, end, most):
+                    held = positions[row : min(row + most, end)]
+                    yield Block(row, row + len(held), sequence, min(held), max(held))
+
+            found, row = [], 0
+            for sequence, (begin, count) in enumerate(zip(self.rows_S.tolist(), self.lens_S.tolist(), strict=True)):
+                if least is not None and count >= least and min(positions[begin : begin + count]) >= 0:
+                    found += [*pieces(row, begin, None), *pieces(begin, begin + count, sequence)]
+                    row = begin + count
+            return [*found, *pieces(row, len(positions), None)]
+
+        return self.once(("blocks", most, least), cut)

@@ -112,6 +112,53 @@ class Model(Protocol):
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
+class MtpModel(Model, Protocol):
+    """A model with multi-token prediction blocks, whose state is the last layer of its spec."""
+
+    def mtp_feed(self, hidden: Tensor, batch: Any, cache: LayerCache) -> None:
+        """Write the block's rows of a step: the model's residual [T, …], and the *next* token at each position in ``batch``."""
+
+    def mtp_forward(self, hidden: Tensor, batch: Any, cache: LayerCache) -> Tensor:
+        """Run the block on the same; return its own residual."""
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of the token after the next."""
+
+    def mtp_take_part(self, most_tokens: int) -> None:
+        """Do of ``mtp_forward`` what ``take_part`` does of a step."""
+
+
+class BlockModel(Model, Protocol):
+    """A model with a block drafter, which reads the model's layers during a step."""
+
+    def draft_block(
+        self,
+        anchors_S: Tensor,
+        next_S: Tensor,
+        window_SP: Tensor,
+        window_first_S: Tensor,
+        caches: Sequence[LayerCache],
+        pick: Callable[[Tensor, int], Tensor],
+        most_sequences: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draft what follows each sequence's newest token.
+
+        Args:
+            anchors_S: int64, that token.
+            next_S: int64, its position; negative for padding.
+            window_SP, window_first_S: int32, window pages and the logical number of the first.
+            caches: State of the drafter.
+            pick: Chooses a draft, int64 [S], from the logits [S, V] of place k of the block.
+            most_sequences: Where several replicas share experts, those of the one with the most.
+
+        Returns:
+            Drafts int64 [S, G], and the chance float32 [S, G] that each holds if those before it do.
+        """
+
+    def draft_take_part(self, most_sequences: int) -> None:
+        """Do of ``draft_block`` what ``take_part`` does of a step."""
+
+
 class Workspace(Protocol):
     """Counts what a pass allocates."""
 
@@ -127,7 +174,7 @@ def _no_chat(config: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Family:
     """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
 
@@ -155,6 +202,9 @@ class Family:
     row_reads: Callable[[Any, Numerics], int] = _no_reads
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
     chat: Callable[[Any], str | None] = _no_chat
+
+    def __repr__(self) -> str:
+        return f"Family(name={self.name!r}, …)"
 
 
 FAMILIES: Mapping[str, Family] = {

@@ -119,7 +119,7 @@ class SharedExpert(nn.Module):
     def forward(self, h_TI: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, D] in a dtype, from the product with ``w13`` [T, 2 I]."""
         if self.w2.scale is not None:
-            return rounded_linear(swiglu_quantize(h_TI, self.limit), self.w2, dtype)
+            return rounded_linear(*swiglu_quantize(h_TI, self.limit), self.w2, dtype)
         return linear(swiglu_halves(h_TI, self.limit), self.w2, dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
@@ -216,7 +216,8 @@ class MoE(nn.Module):
                 return brief
         if self.dispatch is not None:
             return self._dispatched(self.dispatch, x_TD, rows, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
-        h_TI, logits_TE = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+        h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+        logits_TE = gate()
         shared_TD = self.shared(h_TI, x_TD.dtype)
         del h_TI
         chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
@@ -257,7 +258,8 @@ class MoE(nn.Module):
     def _first(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor | None, Tensor]:
         """Return the shared expert's gate and up [T, 2 I], unless another copy of this rank adds it, and the router's logits."""
         if self.share.leads:
-            return pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+            h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+            return h_TI, gate()
         return None, linear(x_TD, self.gate, torch.float32)
 
     def _route(self, logits_TE: Tensor, token_ids_T: Tensor, positions_T: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -214,7 +214,7 @@ def _working(
     step = family.workspace(model, numerics, share, tokens=tokens, longest=longest)
     sampling = sampling_workspace(model.vocab_size, sampled, config.max_logprobs)
     workspace, graphs, recorded = step.widest + sampling, 0, 0
-    if numerics.paged:
+    if numerics.device.type != "cpu":
         recorded = sampled
         workspace = paged_workspace(step, numerics, tokens=tokens, sampling=sampling)
         decode = family.workspace(model, numerics, share, tokens=sampled, longest=longest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.family import Batch
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan
 
@@ -97,7 +97,7 @@ class Chain:
             most=count,  # others replay the same round
         )
 
-    def begin(self, batch: PagedBatch, streams_TND: Tensor, tokens_SQ: Tensor) -> None:
+    def begin(self, batch: Batch, streams_TND: Tensor, tokens_SQ: Tensor) -> None:
         """Begin behind a step of runs of Q rows each, of which nobody but the device knows how many count.
 
         Args:

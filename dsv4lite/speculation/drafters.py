@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
-from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, BlockModel
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Chain, Choose
@@ -22,7 +20,7 @@ from dsv4lite.state.store import LayerCache, StateCache
 class DeviceDrafter(Protocol):
     """What guesses on the device: on every rank that has a part of it, at the same time.
 
-    On paged state nothing of it asks the host, so that it can be recorded.
+    It never waits for the device, so that it can be captured in a graph.
 
     Attributes:
         most: Most guesses in a row.
@@ -32,7 +30,7 @@ class DeviceDrafter(Protocol):
     most: int
     round: int
 
-    def feed(self, batch: Batch | PagedBatch, streams_TND: Tensor, next_T: Tensor) -> None:
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Keep what the drafter itself wants to know of a step later.
 
         Args:
@@ -59,18 +57,18 @@ class DeviceDrafter(Protocol):
         ...
 
 
-def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache) -> DeviceDrafter:
-    """Return the drafter that a setting names."""
+def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDrafter:
+    """Return the drafter that a setting names, of a model that has it: an ``MtpModel`` or a ``BlockModel``."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
-    return BlockDrafter(model, cache.layers[len(model.layers) :], own)
+    return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
 
 
 def draft(
     drafter: DeviceDrafter,
     plan: StepPlan,
     shape: StepShape,
-    batch: Batch | PagedBatch,
+    batch: Batch,
     streams_TND: Tensor,
     first_rows: Sequence[int],
     ends: tuple[Tensor, Tensor] | None,
@@ -119,34 +117,31 @@ class BlockDrafter:
     just as far as the pages go that the step was given.
     """
 
-    def __init__(self, model: DeepseekV4, caches: Sequence[LayerCache], settings: DSpark) -> None:
-        assert model.dspark is not None
+    def __init__(self, model: BlockModel, caches: Sequence[LayerCache], settings: DSpark) -> None:
         self.most = settings.k
-        self.round = model.dspark.block
-        self._model, self._drafter = model, model.dspark
+        self.round = model.config.draft_block
+        self._model = model
         self._caches = caches
         self._least = settings.min_confidence
 
-    def feed(self, batch: Batch | PagedBatch, streams_TND: Tensor, next_T: Tensor) -> None:
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Nothing is left to keep."""
 
     def guess(self, chain: Chain, choose: Choose) -> Tensor:
         """Guess a block."""
         next_S = torch.where(chain.positions_S < 0, -1, chain.positions_S + 1)
-        frequencies = self._model.rotary.main
-        where = DraftBlock.of(next_S, chain.window_SP, chain.window_first_S, self.round, frequencies)
 
         def pick(logits_SV: Tensor, place: int) -> Tensor:
             return choose(logits_SV.contiguous(), (next_S + place).int())
 
-        weights = (self._model.embedded, self._model.project)
-        out: Drafts = self._drafter(chain.tokens_S, where, self._caches, *weights, pick, chain.most)
+        windows = (chain.window_SP, chain.window_first_S)
+        token_ids_SG, confidence_SG = self._model.draft_block(chain.tokens_S, next_S, *windows, self._caches, pick, chain.most)
         if not self._least:
-            return out.token_ids_SG
-        holds_SG = (out.confidence_SG >= self._least).long().cumprod(1).bool()
-        return torch.where(holds_SG, out.token_ids_SG, UNKNOWN)
+            return token_ids_SG
+        holds_SG = (confidence_SG >= self._least).long().cumprod(1).bool()
+        return torch.where(holds_SG, token_ids_SG, UNKNOWN)
 
     def take_part(self, shape: StepShape) -> None:
         """See ``DeviceDrafter``."""
         if shape.max_drafts and self._model.share.gathered > 1:
-            self._drafter.take_part(shape.sequences)
+            self._model.draft_take_part(shape.sequences)

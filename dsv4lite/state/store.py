@@ -4,39 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rows import RowFormat, RowStore
+from dsv4lite.kernels.rows import RowStore
 from dsv4lite.state.spec import Lifetime, SharedStore, StateSizes, StateSpec, StoreSpec
-
-
-class Store(Protocol):
-    """Rows by address."""
-
-    format: RowFormat
-
-    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None: ...
-
-    def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor: ...
-
-
-class DenseStore:
-    """Rows in one differentiable tensor, as a reader of their format sees them: the cache of a single pass over whole sequences."""
-
-    def __init__(self, fmt: RowFormat, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.format = fmt
-        self.rows = torch.zeros(num_rows, fmt.width, dtype=dtype, device=device)
-
-    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
-        """Store rows at addresses int64 [N], all valid and different."""
-        self.rows = self.rows.index_copy(0, addresses_N, self.format.simulate(rows_NC).to(self.rows.dtype))
-
-    def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
-        return self.rows[addresses.clamp_min(0)].to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +21,7 @@ class LayerCache:
         slots: float32 [slots, copies, *shape]: copy 0 is the state after a step, or copy i that after token i of a verify step.
     """
 
-    stores: dict[str, Store] = field(default_factory=dict)
+    stores: dict[str, RowStore] = field(default_factory=dict)
     slots: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -69,17 +42,17 @@ class StateCache:
     _slots: list[tuple[Tensor, Tensor]]  # and what they begin with
 
     @classmethod
-    def allocate(cls, spec: StateSpec, sizes: StateSizes, device: torch.device) -> StateCache:
-        """Take the memory; what it takes is ``spec.bytes(sizes)``, to the byte."""
+    def allocate(cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: type[RowStore] = RowStore) -> StateCache:
+        """Allocate ``spec.bytes(sizes)`` bytes, with stores of the class ``rows``."""
         counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
         layers: list[LayerCache] = []
         snapshots, filled = [], []
         for layer in spec.layers:
-            stores: dict[str, Store] = {}
+            stores: dict[str, RowStore] = {}
             slots: dict[str, Tensor] = {}
             for part in layer:
                 if isinstance(part, StoreSpec):
-                    stores[part.name] = RowStore(part.format, counts[part.lifetime], part.rows_per_page, device)
+                    stores[part.name] = rows(part.format, counts[part.lifetime], part.rows_per_page, device)
                 elif isinstance(part, SharedStore):
                     stores[part.name] = layers[part.layer].stores[part.name]
                 else:
@@ -103,9 +76,7 @@ class StateCache:
         for i in range(first, len(self.layers)):
             for part in self.spec.layers[i]:
                 if isinstance(part, StoreSpec):
-                    store = self.layers[i].stores[part.name]
-                    assert isinstance(store, RowStore)
-                    yield f"layers.{i}.{part.name}", part, store
+                    yield f"layers.{i}.{part.name}", part, self.layers[i].stores[part.name]
 
     def slots(self) -> dict[str, Tensor]:
         """Return every slot tensor float32 [slots, copies, …] by its name, ``layers.I.name``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.kernels.attention import BLOCK
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.gemm import (
     FP8_BLOCK,
+    PAIR_ROWS,
     QUANTIZED_ROWS,
     ROW_TILE,
     float_linear,
@@ -24,7 +25,7 @@ from dsv4lite.kernels.gemm import (
     pair_linear,
     scale_rows,
 )
-from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
+from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
 
 ACTIVATION_GROUP = 128
@@ -44,7 +45,6 @@ class Numerics:
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
         resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts.py``), ``plain`` are widened.
-        paged: Steps run in the ops that work on rows in pages: on an accelerator, unless a quantized model does not stay quantized.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,6 @@ class Numerics:
     device: torch.device
     resident_fp8: bool = False
     resident_experts: ExpertFormat = "plain"
-    paged: bool = False
 
     @classmethod
     def choose(
@@ -86,23 +85,12 @@ class Numerics:
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
             resident_experts=expert_format if quantized and not on_cpu else "plain",
-            paged=not on_cpu and (not quantized or (dense_fp8 and expert_format != "plain")),
         )
 
     @property
     def row_tile(self) -> int | None:
         """Rows of one matrix product, ``None`` for any number."""
         return ROW_TILE if self.deterministic else None
-
-    @property
-    def attention_block(self) -> int | None:
-        """Rows of one softmax block, ``None`` for all at once."""
-        return BLOCK if self.deterministic or self.dtype != torch.float32 else None
-
-    @property
-    def banded(self) -> bool:
-        """Whether tokens of a chunk may share their rows, whatever order of summation that gives."""
-        return self.attention_block is None
 
 
 class Matrix(nn.Module):
@@ -338,37 +326,46 @@ def linear(
     if matrix.scale is None:
         place = None if out is None else out[:, None]
         return float_linear(_round_input(x_TK, matrix)[:, None], weight[None], dtype, tile, out=place)[:, 0]
-    result = rounded_linear(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP), matrix, dtype)
+    result = rounded_linear(*(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)), matrix, dtype)
     return result if out is None else out.copy_(result)
 
 
-def rounded_linear(rounded: Rounded, matrix: Matrix, dtype: torch.dtype, *, rows: int | None = None) -> Tensor:
-    """Return ``x @ W.T`` [T, out] of inputs in FP8 and a matrix that stays FP8.
+def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: torch.dtype, *, rows: int | None = None) -> Tensor:
+    """Return ``x @ W.T`` [T, out] of inputs that are rounded already.
 
     Args:
-        rounded: The inputs.
-        matrix: Their weights.
+        codes, scales: ``Rounded``; or inputs of a matrix that does not round them, and ``None``.
+        matrix: Weights.
         dtype: Of the result.
-        rows: Of the matrix, from its first one on; all of them if ``None``.
+        rows: How many of the matrix, from the first one on; ``None`` for all. Deterministic products compute all of them, because a
+            smaller product may sum in another order.
     """
-    assert matrix.rounds_input and matrix.scale is not None
-    scales = -(-(len(matrix.weight) if rows is None else rows) // scale_rows(matrix.weight, matrix.scale))
-    return fp8_linear(*rounded, matrix.weight[:rows], matrix.scale[:scales], dtype, matrix.row_tile)
+    if matrix.scale is None:
+        x_TK = codes if scales is None else dequantize_fp8(codes, scales, ACTIVATION_GROUP).to(dtype)
+        return float_linear(x_TK[:, None], matrix.weight[None], dtype, matrix.row_tile)[:, 0, :rows]
+    assert matrix.rounds_input and scales is not None
+    count = len(matrix.weight) if rows is None or matrix.row_tile is not None else rows
+    blocks = -(-count // scale_rows(matrix.weight, matrix.scale))
+    return fp8_linear(codes, scales, matrix.weight[:count], matrix.scale[:blocks], dtype, matrix.row_tile)[:, :rows]
 
 
-def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``linear(x, dense)``, and ``linear(x, plain)`` in float32: together, where that is faster.
+def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return ``linear(x, dense)``, and a function that returns ``linear(x, plain)`` in float32.
+
+    Few rows are multiplied by both matrices in one launch. Of more rows the second product is computed when the function is called,
+    so that its memory is not held before.
 
     Args:
         x_TK: Inputs as they are.
         dense: A matrix that the checkpoint stores in FP8.
         plain: A matrix that it stores in bfloat16, which does not round its inputs.
-        rounded: ``x`` in FP8, where somebody has it already.
+        rounded: ``x`` in FP8, if it is known.
     """
-    if dense.scale is None or plain.scale is not None or plain.rounds_input:
-        return linear(x_TK, dense, rounded=rounded), linear(x_TK, plain, torch.float32)
+    if dense.scale is None or plain.scale is not None or plain.rounds_input or len(x_TK) > PAIR_ROWS:
+        return linear(x_TK, dense, rounded=rounded), partial(linear, x_TK, plain, torch.float32)
     codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
-    return pair_linear(x_TK, codes, scales, dense.weight, dense.scale, plain.weight, dense.row_tile)
+    first, second = pair_linear(x_TK, codes, scales, dense.weight, dense.scale, plain.weight, dense.row_tile)
+    return first, lambda: second
 
 
 def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:
@@ -382,4 +379,4 @@ def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: to
     """Return ``linear(grouped_linear(x, grouped), dense)`` [T, out] in ``dtype``; what is between them is quantized as it comes."""
     if grouped.scale is None or dense.scale is None or len(x_TGK) > QUANTIZED_ROWS:
         return linear(grouped_linear(x_TGK, grouped).flatten(1), dense, dtype)
-    return rounded_linear(fp8_weight_linear_quantize(x_TGK, grouped.weight, grouped.scale, grouped.row_tile), dense, dtype)
+    return rounded_linear(*fp8_weight_linear_quantize(x_TGK, grouped.weight, grouped.scale, grouped.row_tile), dense, dtype)

@@ -139,7 +139,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_steps_run_on_pages_and_from_graphs(reference: Reference) -> None:
     with reference.on_gpu() as gpu:
         runner = engine_of(gpu)._runner
-        assert runner.model.paged and (DEVICE == "cpu" or runner._graphs is not None)
+        assert DEVICE == "cpu" or runner._graphs is not None
 
 
 def test_chunks_beside_single_tokens_give_the_same_tokens(reference: Reference) -> None:

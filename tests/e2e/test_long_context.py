@@ -24,7 +24,6 @@ from dsv4lite.engine.graphs import GraphShape
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.kernels.qk_norm_rope import triton as heads_triton
 from dsv4lite.llm import LLM
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.request import SamplingParams
 from dsv4lite.scheduling.step_plan import StepPlan
@@ -117,10 +116,10 @@ def long(llm: LLM, length: int, decoded: int) -> None:
 
 @pytest.fixture(scope="module")
 def models(steps: Mapping[str, Path]) -> tuple[DeepseekV4, DeepseekV4]:
-    """The model on pages, where the steps ran, and the ordinary one on the CPU."""
+    """The model with quantized weights, where the steps ran, and the one with widened weights on the CPU."""
     dump = StepDump.load(steps["prefill"])
-    paged = replace(dump.numerics, matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
-    plain = {"matrix_dtype": torch.float32, "resident_fp8": False, "resident_experts": "plain", "paged": False}
+    paged = replace(dump.numerics, matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
+    plain = {"matrix_dtype": torch.float32, "resident_fp8": False, "resident_experts": "plain"}
     ordinary = replace(paged, device=torch.device("cpu"), **plain)
     return load_model(dump.settings, paged), load_model(dump.settings, ordinary)
 
@@ -129,7 +128,7 @@ def through(step: RebuiltStep, layer: int, streams_TND: Tensor) -> Tensor:
     """Run one layer; padding gets anything."""
     missing = len(step.batch.token_ids_T) - len(streams_TND)
     padded = torch.cat([streams_TND, streams_TND[-1:].expand(missing, -1, -1)]).to(step.cache.device)
-    streams = step.model._streams(padded, step.batch)
+    streams = step.model._streams(padded)
     step.model.layers[layer](streams, step.batch, step.cache.layers[layer])
     return streams.final()[: len(streams_TND)].cpu()
 
@@ -141,7 +140,6 @@ def test_layers_agree_with_the_reference_from_its_inputs(
     dump, distances = StepDump.load(steps[kind]), []
     with torch.inference_mode():
         ours, theirs = (rebuild(dump, model) for model in models)
-        assert isinstance(ours.batch, PagedBatch) and isinstance(theirs.batch, Batch)
         streams_TND = theirs.model.embed[theirs.batch.token_ids_T][:, None].repeat(1, theirs.model.config.streams, 1)
         for layer in range(len(theirs.model.layers)):
             got, streams_TND = through(ours, layer, streams_TND), through(theirs, layer, streams_TND)

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from dsv4lite.config import MTP, EngineConfig, NGram, Speculator
-from dsv4lite.engine import rank, runner
+from dsv4lite.engine import runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs, VerifyOutput, verify_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
@@ -183,7 +182,6 @@ def test_guesses_on_pages_change_no_token(
     model: Path, expected: Mapping[str, RequestOutput], k: int, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The references of the ops that a GPU runs, eagerly and in the form in which they are recorded: both drafters at once."""
-    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     oracle = Oracle(expected, k=2, share=0.6)
     widths = verify_widths(max(k, 2), adaptive=k == 1)
     for speculative in (MTP(k, adaptive=False), (oracle, MTP(k, adaptive=False))):
@@ -214,8 +212,6 @@ def test_steps_planned_ahead_between_guesses_change_no_token(
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
     monkeypatch.setattr(Guesses, "choose_length", lambda guesses, num_sequences: next(lengths))
-    if recorded:
-        monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     speculative = MTP(2) if own else NGram(2, min_n=1)
     settings = {"overlap": True, "deterministic": True, "max_num_batched_tokens": 150, "speculative": speculative}
     with opened(model, **settings) as llm:
@@ -247,11 +243,9 @@ def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("form", ["references", "paged", "recorded"])
+@pytest.mark.parametrize("form", ["eager", "recorded"])
 def test_block_guesses_what_it_guesses_behind_the_same_text(model: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, rejected guesses, pages that slid away and what chains leave in the window make no difference."""
-    paged = form != "references"
-    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=paged))
     seen: list[list[int]] = []
 
     def spied(inner: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
@@ -272,7 +266,6 @@ def test_block_guesses_what_it_guesses_behind_the_same_text(model: Path, form: s
         text = [*prompt, *llm.generate(prompt, params).token_ids]
         stats = llm.stats()
         whole = engine_of(llm)._runner.model
-        whole.numerics = replace(whole.numerics, paged=False)
     assert stats.speculation.runs > 10 and (graphs is None or graphs.rounds > 30)
     known = len(prompt) + 1
     for drafts in seen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 import torch
 
 from dsv4lite.config import MTP
-from dsv4lite.engine import rank
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
 from tests.e2e.test_engine_determinism import MODELS, Ask, ask_all
@@ -55,8 +52,6 @@ def test_runs_planned_behind_unchecked_guesses_cross_borders(
     """Guesses among two tokens are often right. The host waits before a border of prefixes and before the end, and only there."""
     logits_of, two = DeepseekV4.mtp_logits, torch.full((VOCAB,), -1e9).index_fill_(0, torch.tensor([9, 10]), 0)
     monkeypatch.setattr(DeepseekV4, "mtp_logits", lambda model, streams: logits_of(model, streams) + two)
-    if recorded:
-        monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     folder = write_model(tmp_path, seed=2)
     some: dict[str, Any] = {"max_tokens": 25, "ignore_eos": True, "allowed_token_ids": (9, 10), "frequency_penalty": 0.1}
     prompts = prompts_of((3, 57, 118, 240, 250), VOCAB, seed=7)

@@ -16,11 +16,9 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.engine import rank
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_costs import measure_steps
-from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.speculation.draft_policy import DraftPolicy
 from dsv4lite.speculation.speculator import Guesses
@@ -103,7 +101,6 @@ def test_steps_without_guesses_are_those_of_no_speculation(
     models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
-    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
     monkeypatch.setattr(DraftPolicy, "choose", lambda policy, num_sequences, may_try: (0, 32))
     without_device(monkeypatch)
     prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
@@ -129,7 +126,6 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
 
     From graphs, too, and while steps are planned ahead, with guesses and without.
     """
-    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=form != "references"))
     without_device(monkeypatch)
     checked: list[list[Any]] = []  # by step: runs with guesses, and what was sampled behind them
     inner, lengths = Guesses.count, [itertools.cycle([0])]
@@ -163,7 +159,6 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
 
 def test_steps_that_are_timed_leave_nothing_behind(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are replayed on slots and pages that nobody has yet; who has them later says what it says without."""
-    monkeypatch.setattr(rank, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     without_device(monkeypatch)
     prompts, said = prompts_of((5, 70), VOCAB, seed=3), []
     for timed in (False, True):

@@ -1,7 +1,8 @@
 """A second family, for tests: a plain transformer, with nothing of what only V4 has.
 
-RMSNorm, rotary multi-head attention, SwiGLU, one residual stream. The cache is one row per token and layer (its keys and values), kept with
-the sequence: no window, no slots, no experts, no drafter. The last layer has no keys of its own and reads those of the layer before.
+RMSNorm, rotary multi-head attention, SwiGLU, one residual stream. The cache is one row per token and layer, its keys and values,
+kept with the sequence: no window, no slots, no experts, no drafter. The last layer has no keys and values, and reads those of the
+layer before.
 
 Shape suffixes: T tokens, L cached tokens, H heads, C head channels, D model.
 """
@@ -93,6 +94,11 @@ def tensor_specs(config: TinyConfig) -> dict[str, TensorSpec]:
     return specs
 
 
+def divides(config: TinyConfig) -> tuple[tuple[str, int, str], ...]:
+    sizes = {"num_attention_heads": config.heads, "intermediate_size": config.inner, "vocab_size": config.vocab_size}
+    return tuple((name, size, "tp") for name, size in sizes.items())
+
+
 TENSORS = Tensors(
     specs=tensor_specs,
     sharding={
@@ -102,11 +108,7 @@ TENSORS = Tensors(
         **dict.fromkeys(("layers.*.ffn.w1", "layers.*.ffn.w3"), Split(0)),
         **dict.fromkeys(("layers.*.attn.wo", "layers.*.ffn.w2"), Split(1)),
     },
-    divides=lambda config: (
-        ("num_attention_heads", config.heads, "tp"),
-        ("intermediate_size", config.inner, "tp"),
-        ("vocab_size", config.vocab_size, "tp"),
-    ),
+    divides=divides,
 )
 
 
@@ -249,7 +251,7 @@ class Tiny(nn.Module):
 TINY = Family(
     name="tiny",
     read_config=read_config,
-    tensors=Tensors(specs=tensor_specs, sharding=TENSORS.sharding, divides=TENSORS.divides),
+    tensors=TENSORS,
     names=NameTables(top={"lm_head": "head"}, block={"self_attn": "attn"}),
     state=state_spec,
     build=Tiny,

@@ -176,7 +176,7 @@ def bench_index(sequences: int, first: int, length: int) -> None:
     weights = torch.randn(tokens, INDEX_HEADS, device=CUDA).to(torch.bfloat16)
     few = slice(tokens - min(tokens, 4), tokens)
     got = index_scores_paged(iq[few], weights[few], keys, step.paging, TOP_K, entries, begin=few.start)
-    wanted = index_scores_paged_ref(iq[few], weights[few], keys, step.paging, entries, begin=few.start)
+    wanted = index_scores_paged_ref(iq[few], weights[few], keys, step.paging, 0, entries, begin=few.start)
     for n, count in enumerate(step.visible[few].tolist()):
         assert (got[n, :count] == wanted[n, :count]).float().mean() > 0.9, "scores"
     both = microseconds(lambda _: choose_paged(iq, weights, keys, step.paging, TOP_K, entries), 1)

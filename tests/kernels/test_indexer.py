@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4lite.kernels import indexer
+from dsv4lite.kernels.attention import union_of
 from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.indexer import (
     choose_paged,
@@ -18,7 +19,6 @@ from dsv4lite.kernels.indexer import (
     select_entries,
     select_paged,
     select_paged_ref,
-    union_of,
 )
 from dsv4lite.kernels.rows import Fp4Key
 from tests.kernels.paged import fill_store, make_paging, pages_of
@@ -140,7 +140,7 @@ def test_scores_and_selection_of_some_tokens_are_those_of_all() -> None:
     paging = make_paging([(70, 9), (300, 1)], torch.device("cpu"))
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, torch.device("cpu"), seed=7)
     queries, weights = random(10, 8, 128).to(torch.bfloat16), random(10, 8, seed=1).to(torch.bfloat16)
-    every = index_scores_paged_ref(queries, weights, keys, paging, 80)
+    every = index_scores_paged_ref(queries, weights, keys, paging, 6, 80)
     assert every[9, :75].isfinite().all() and every[9, 75:].isinf().all()
     assert torch.equal(index_scores_paged(queries[4:], weights[4:], keys, paging, 6, 80, begin=4), every[4:])
     chosen = select_paged_ref(every, paging, 4, 0, torch.zeros(10, 6, dtype=torch.int32))

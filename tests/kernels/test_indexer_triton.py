@@ -51,7 +51,7 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
     iq, weights = queries(len(visible), heads)
     got = index_scores_paged_triton(iq, weights, keys, paging, top_k, max(visible), 0, 0.011)
-    wanted = index_scores_paged_ref(iq, weights, keys, paging, max(visible), 0.011)
+    wanted = index_scores_paged_ref(iq, weights, keys, paging, 0, max(visible), 0.011)
     assert got.shape == wanted.shape and got.dtype == wanted.dtype == torch.bfloat16
     for t, count in enumerate(visible):
         if count > top_k:
@@ -70,7 +70,7 @@ def test_scores_of_plain_keys_equal_the_reference(heads: int, width: int, steps:
     iq = torch.randn(len(visible), heads, width, generator=generator).to(dtype).to(DEVICE)
     weights = torch.randn(len(visible), heads, generator=generator).to(dtype).to(DEVICE)
     got = index_scores_paged_triton(iq, weights, keys, paging, 8, max(visible), 0)
-    wanted = index_scores_paged_ref(iq, weights, keys, paging, max(visible))
+    wanted = index_scores_paged_ref(iq, weights, keys, paging, 0, max(visible))
     assert got.shape == wanted.shape and got.dtype == wanted.dtype == dtype
     for t, count in enumerate(visible):
         if count > 8:

@@ -139,7 +139,7 @@ def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
     settings: dict[str, Any] = {"temperature": 1.5, "seed": 4, "logprobs": 1, "allowed_token_ids": (3, 4), "frequency_penalty": 0.5}
     request = Request(request_id="", prompt_token_ids=(5, 6, 7), params=SamplingParams(**settings, max_tokens=11), eos_token_id=1)
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
-    model = fill(poisoned(TINY, replace(numerics, paged=True), with_mtp=True), tiny_checkpoint(TINY)).requires_grad_(False)
+    model = fill(poisoned(TINY, numerics, with_mtp=True), tiny_checkpoint(TINY)).requires_grad_(False)
     texts, behind = [], []
     for drafts in (0, 2):
         limits = SchedulerLimits(
@@ -167,7 +167,7 @@ def test_runs_behind_unchecked_guesses_sample_as_the_host_does() -> None:
 
 def test_recorded_steps_sample_as_the_host_does() -> None:
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
-    model = fill(poisoned(TINY, replace(numerics, paged=True)), tiny_checkpoint(TINY)).requires_grad_(False)
+    model = fill(poisoned(TINY, numerics), tiny_checkpoint(TINY)).requires_grad_(False)
     plain = run(runner_of(model, recorded=False))
     for drafts in (0, 1):
         recorded = runner_of(model, recorded=True, drafts=drafts)

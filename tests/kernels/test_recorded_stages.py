@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -115,7 +114,7 @@ class Line:
 
 def test_recorded_stages_give_what_one_rank_gives() -> None:
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=True, device=CPU)
-    numerics, weights, link, layout = replace(numerics, paged=True), tiny_checkpoint(TINY), Link(), Layout(pp=2)
+    weights, link, layout = tiny_checkpoint(TINY), Link(), Layout(pp=2)
     stages = []
     for rank in range(2):
         axes = {name: Axis(name, rank, 2, link.end(rank)) for name in ("pp", "replica")}

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore, page_bytes
+from dsv4lite.kernels.rows import (
+    Fp4Key,
+    Fp8Key,
+    Fp8Kv,
+    GradientStore,
+    PlainRow,
+    RowFormat,
+    RowStore,
+    pack_rows,
+    page_bytes,
+    unpack_rows,
+)
 
 CPU = torch.device("cpu")
 E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
@@ -197,3 +208,24 @@ def test_packing_a_row_does_not_depend_on_the_others(name: str) -> None:
     for a, b in ((0, 1), (7, 8), (3, 40), (64, 65)):
         part = fmt.pack(x[a:b])
         assert torch.equal(part[0], data[a:b]) and torch.equal(part[1], scales[a:b])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_rows_are_read_as_simulate_says(name: str) -> None:
+    fmt = FORMATS[name]
+    rows = vectors(5, fmt.width).float()
+    packed = pack_rows(fmt, rows)
+    assert packed.dtype == torch.uint8 and packed.shape == (5, fmt.data_bytes + fmt.scale_bytes)
+    assert torch.equal(unpack_rows(fmt, packed, torch.float32), fmt.simulate(rows))
+
+
+def test_gradients_flow_through_plain_rows() -> None:
+    """From what is read, packed or stored, to what was written last at each address."""
+    fmt = PlainRow(3, torch.float32)
+    store, rows = GradientStore(fmt, 2, 4, CPU), torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    store.write(torch.tensor([1, 6]), rows[:2])
+    store.write(torch.tensor([1]), rows[2:3])
+    read = store.read(torch.tensor([1, 6, 3]), torch.float32)
+    assert torch.equal(read[:2], rows[[2, 1]]) and not read[2].any()
+    (read.sum() + 2 * unpack_rows(fmt, pack_rows(fmt, rows), torch.float32)[3].sum()).backward()
+    assert rows.grad is not None and rows.grad[:, 0].tolist() == [0, 1, 1, 2]

@@ -80,7 +80,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def runner_of(mesh: Mesh) -> Runner:
-    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
+    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
     cache, vocab_size, sampler, sampling = StateCache.allocate(model.state_spec, SIZES, CPU), OFFICIAL.vocab_size, None, None
     if model.share.last:
@@ -102,7 +102,7 @@ def unwritten(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def test_rehearsal_of_guesses_needs_nothing_that_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A regression: rows of a step whose kernels did not run were looked up wherever the memory said."""
-    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4", paged=True)
+    numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, with_mtp=True).requires_grad_(False)
     cache, sampler = StateCache.allocate(replace(model.state_spec, copies=3), SIZES, CPU), Sampler(OFFICIAL.vocab_size, CPU, 0)
     sampling = DeviceSampler(sampler, slots=SIZES.slots, rows=12, vocab_size=OFFICIAL.vocab_size, device=CPU)

@@ -13,10 +13,11 @@ import torch
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine.runner import Runner
-from dsv4lite.models.deepseek_v4.batch import PagedBatch, SequenceInput, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.paging import SequenceInput
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
@@ -45,17 +46,17 @@ def shipped(*ratios: int) -> DeepseekV4:
     config = parse_config(json.loads((Path(tiny_model()) / "config.json").read_text()))
     config = replace(config, num_hidden_layers=len(ratios), ratios=ratios, num_hash_layers=1, num_mtp_layers=0)
     numerics = Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=True, device=CPU)
-    numerics = replace(numerics, paged=True, resident_fp8=True, resident_experts="fp4", matrix_dtype=torch.bfloat16)
+    numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", matrix_dtype=torch.bfloat16)
     return DeepseekV4(config, numerics)
 
 
-def step_of(model: DeepseekV4, tokens: int) -> PagedBatch:
+def step_of(model: DeepseekV4, tokens: int) -> Batch:
     """Return a step that reads the beginning of a prompt."""
     pages, windows = -(-tokens // PAGE_TOKENS), -(-tokens // WINDOW_PAGE_TOKENS)
     sequence = SequenceInput(
         token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
     )
-    return make_paged_batch([sequence], model.rotary, CPU, deterministic=True)
+    return make_batch([sequence], model.rotary, CPU, deterministic=True)
 
 
 @torch.inference_mode()

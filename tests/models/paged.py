@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, SequenceInput, make_batch, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.paging import SequenceInput
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 
@@ -109,12 +110,10 @@ class PagedModel:
                 store.memory[ids] = POISON
         self._window.give(ids)
 
-    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch | PagedBatch:
+    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:
         """Prepare the next tokens of some sequences, single ones first."""
-        inputs, rotary = [self.prepare(*part) for part in parts], self.model.rotary
-        if self.model.paged:
-            return make_paged_batch(inputs, rotary, self.device, deterministic=self.model.numerics.deterministic)
-        return make_batch(inputs, self.model.config, rotary, self.device)
+        inputs = [self.prepare(*part) for part in parts]
+        return make_batch(inputs, self.model.rotary, self.device, deterministic=self.model.numerics.deterministic)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""

@@ -95,11 +95,9 @@ def drafts_after(
     return anchor, draft(state, [sequence], [anchor])
 
 
-@pytest.fixture(scope="module", params=["rows", "pages"])
-def model(request: pytest.FixtureRequest) -> DeepseekV4:
-    """The tiny model, its steps on the reference path or in paged ops."""
-    numerics = replace(plain(), paged=request.param == "pages")
-    return fill(poisoned(TINY_DSPARK, numerics, with_mtp=True), tiny_checkpoint(TINY_DSPARK)).requires_grad_(False)
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    return fill(poisoned(TINY_DSPARK, plain(), with_mtp=True), tiny_checkpoint(TINY_DSPARK)).requires_grad_(False)
 
 
 def bias(model: DeepseekV4, tokens: Sequence[int]) -> Tensor:
@@ -403,7 +401,7 @@ def quantized(config: V4Config, tensors: Mapping[str, Tensor], *, resident: bool
             dense_fp8=True,
             expert_format="fp4",
         )
-        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", paged=True)
+        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
     return fill(poisoned(config, numerics, with_mtp=True), tensors).requires_grad_(False)
 
 
@@ -508,7 +506,7 @@ def test_places_of_blocks_are_laid_out_as_kernels_read_them(count: int) -> None:
     firsts = torch.arange(count) * 70
     where = DraftBlock.of(firsts, torch.zeros(count, 3, dtype=torch.int32), firsts.int() // 64, 5, torch.ones(4))
     for paging in (where.own, where.whole):
-        tensors = [getattr(paging, name) for name in paging.__slots__ if name != "singles"]
+        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "derived")]
         assert all(t.is_contiguous() and t.dtype == torch.int32 for t in tensors)
     assert where.own.positions_T.tolist() == [70 * i + k for i in range(count) for k in range(5)]
     assert where.whole.positions_T.tolist() == [70 * i + 4 for i in range(count) for _ in range(5)]

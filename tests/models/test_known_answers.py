@@ -245,7 +245,7 @@ def test_first_layer_mixes_and_attends_as_published(model: DeepseekV4, trace: Tr
 def stored(trace: Trace, layer: int, what: str) -> Tensor:
     store = getattr(trace.caches[layer], what)
     assert store is not None
-    return store.read(torch.arange(len(store.rows)), torch.float32)
+    return store.read(torch.arange(len(store.memory) * store.rows_per_page), torch.float32)
 
 
 def test_second_layer_compresses_and_selects_as_published(model: DeepseekV4, trace: Trace) -> None:
@@ -268,13 +268,12 @@ def selection(model: DeepseekV4, layer: int, x: Tensor, batch: Batch, keys: Tens
     """Repeat the selection of a csa layer from its input; return scores [T, E] and the chosen entries."""
     attn, c = model.layers[layer].attn, TINY
     angles = batch.compress_rope_T
-    assert angles is not None
     with torch.no_grad():
         qr = rms_norm(linear(x, attn.wq_a_wkv)[:, : c.q_lora_rank], attn.q_norm, c.norm_eps)
         queries = linear(qr, attn.wq_b)[:, c.num_attention_heads * c.head_dim :].view(len(x), c.index_heads, c.index_dim)
         weights = linear(x, attn.compress_in, torch.float32)[:, -c.index_heads :] * (c.index_dim * c.index_heads) ** -0.5
         scores = index_scores(rope(queries, *angles), weights, keys[: len(x) // 4], row_tile=model.numerics.row_tile)
-        return scores, select_entries(scores, batch.groups[4].visible_T, c.index_topk)[0]
+        return scores, select_entries(scores, (batch.paging.positions_T + 1) // 4, c.index_topk)[0]
 
 
 def test_third_layer_pools_and_routes_as_published(model: DeepseekV4, trace: Trace) -> None:

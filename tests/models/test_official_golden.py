@@ -1,4 +1,4 @@
-"""The reference path against stored outputs of the official code, stage by stage from the stored inputs.
+"""The model with widened weights against stored outputs of the official code, stage by stage from the stored inputs.
 
 The data's own page says what to expect: the suggested limits tell a defect from another order of summation. The limits here lie
 closer, at about twice what plain torch with all the official roundings reaches; from token ids only the suggested mean anything.
@@ -7,6 +7,7 @@ closer, at about twice what plain torch with all the official roundings reaches;
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import dsv4lite.models.deepseek_v4.model as model_file
 from dsv4lite.kernels.attention import sparse_attention
 from dsv4lite.kernels.hc import hc_project, hc_split
+from dsv4lite.kernels.indexer import choose_paged
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp4, round_fp8
 from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
@@ -130,25 +132,22 @@ class AttentionRun:
     """One attention layer over the 400 tokens of ``main``, from the official inputs."""
 
     def __init__(self, model: DeepseekV4, outputs: Outputs, layer: int) -> None:
-        self.chosen: dict[int, list[int]] = {}
+        self.chosen = torch.empty(0)
         batch, caches = whole(model, official_ids(400))
         self.cache = caches[layer]
-        begins = iter([block.begin for block in batch.blocks if block.last_position >= 4 * OFFICIAL.index_topk + 3])
 
-        def recorded(scores: Tensor, visible: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-            chosen, valid = select(scores, visible, top_k)
-            first = next(begins)
-            self.chosen.update({first + i: row[ok].tolist() for i, (row, ok) in enumerate(zip(chosen, valid, strict=True))})
-            return chosen, valid
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            self.chosen = choose_paged(*args, **kwargs)
+            return self.chosen
 
-        select = model_file.select_entries
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_file, "select_entries", recorded)
+            patch.setattr(model_file, "choose_paged", recorded)
             self.output = model.layers[layer].attn(outputs[f"main.attn_in.{layer}"], None, batch, self.cache)
 
     def selected(self, position: int) -> set[int]:
-        """Return the entries a position attends to; where none were scored, all that are visible."""
-        return set(self.chosen.get(position, range((position + 1) // 4)))
+        """Return the entries a position attends to: all that are visible, or those chosen of more."""
+        visible = (position + 1) // 4
+        return set(range(visible) if visible <= OFFICIAL.index_topk else self.chosen[position].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,7 @@ LAYER_LIMITS = (1.8e-2, 1.3e-2, 2.2e-2, 1e-2, 1e-2)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_whole_layer_agrees(official: DeepseekV4, outputs: Outputs, layer: int) -> None:
     batch, caches = whole(official, official_ids(136))
-    streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics.row_tile)
+    streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics)
     official.layers[layer](streams, batch, caches[layer])
     assert distance(streams.final(), outputs[f"mid.streams.{layer + 1}"]) < LAYER_LIMITS[layer]
 
@@ -293,7 +292,7 @@ def test_paged_steps_agree_with_one_pass(official_deterministic: DeepseekV4, out
 def test_routing_agrees_where_the_streams_do(official: DeepseekV4, outputs: Outputs) -> None:
     batch, caches = whole(official, official_ids(136))
     for layer in LAYERS:
-        streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics.row_tile)
+        streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics)
         routed = torch.empty(136, OFFICIAL.experts_per_token, dtype=torch.int16)
         official.layers[layer](streams, batch, caches[layer], routed)
         differs = (routed != outputs[f"mid.gate_idx.{layer}"].sort(-1).values).any(-1)

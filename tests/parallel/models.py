@@ -55,7 +55,7 @@ class Job:
         deterministic: Arithmetic does not depend on what else is computed.
         redundant_experts: As for ``DeepseekV4``.
         known_shapes: Every rank knows how many tokens of a step the one with the most has.
-        paged: Weights stay quantized and rows lie in pages, as on a GPU.
+        resident: Weights stay quantized, as on a GPU.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Job:
     cuts: tuple[tuple[int, ...], ...]
     dispatcher: str | DispatcherFactory = "auto"
     deterministic: bool = False
-    paged: bool = False
+    resident: bool = False
     known_shapes: bool = False
     redundant_experts: int | None = None
 
@@ -77,8 +77,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def build(mesh: Mesh, job: Job) -> DeepseekV4:
     """Return this rank's share of the model, filled from the checkpoint."""
     numerics = (rounded if job.config.quantized else plain)(job.deterministic)
-    if job.paged:
-        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", paged=True)
+    if job.resident:
+        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
     model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, redundant_experts=job.redundant_experts, with_mtp=True)
     load(
         Checkpoint.open(str(job.folder), names=v4_names),

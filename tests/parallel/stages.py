@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch, one_pass
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.parallel.mesh import Mesh
 from tests.golden import OFFICIAL, OFFICIAL_OUTPUTS, official_ids
@@ -18,10 +18,8 @@ from tests.models.paged import PagedModel
 from tests.parallel.models import Job, build
 
 
-def start(model: DeepseekV4, token_ids: Sequence[int]) -> tuple[Batch | PagedBatch, list[Any]]:
+def start(model: DeepseekV4, token_ids: Sequence[int]) -> tuple[Batch, list[Any]]:
     """Return a step of a whole sequence, and empty state."""
-    if not model.paged:
-        return one_pass([token_ids], model.config, model.rotary, model.numerics, num_layers=model.config.num_hidden_layers + 1)
     paged = PagedModel(model, tokens=len(token_ids), seed=1)
     batch = paged.batch([(paged.open(), token_ids)])
     return batch, list(paged.cache.layers)
@@ -31,7 +29,7 @@ def start(model: DeepseekV4, token_ids: Sequence[int]) -> tuple[Batch | PagedBat
 def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
     """Return what comes out of each stage of the official model from its stored inputs, under the names of the stored outputs.
 
-    ``logits`` are those of a whole pass over the token ids of ``mid``, of a model that is not on pages.
+    ``logits`` are those of a whole pass over the token ids of ``mid``, of a model whose weights are widened.
     """
     model = build(mesh, job)
     device = model.numerics.device
@@ -48,7 +46,7 @@ def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
         found[f"main.ffn_out.{layer}"] = model.layers[layer].ffn(x_TD, ids_T, None, quantize_fp8(x_TD, 128))
     for layer in range(OFFICIAL.num_hidden_layers):
         batch, caches = start(model, mid)
-        streams = model._streams(stored[f"mid.streams.{layer}"], batch)
+        streams = model._streams(stored[f"mid.streams.{layer}"])
         model.layers[layer](streams, batch, caches[layer])
         found[f"mid.streams.{layer + 1}"] = streams.final()
     position = stored["mid.pos"].long()
@@ -56,7 +54,7 @@ def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
     batch, caches = start(model, mid[1:])
     mtp = model.mtp_logits(model.mtp_forward(stored["mid.streams.5"][:-1], batch, caches[-1]))
     found["mid.mtp_logits"] = mtp[position[position < len(mtp)]]
-    if not model.paged:  # the references on pages take their time
+    if not job.resident:  # whose references take their time
         found["logits"] = model.logits(model(*start(model, mid)))
     return found
 
@@ -74,7 +72,7 @@ def layer_outputs(mesh: Mesh, job: Job, inputs: Sequence[Tensor] | None = None) 
     batch, caches = start(model, job.prompts[0])
     found = [model._enter(batch.token_ids_T)]
     for i, layer in enumerate(model.layers):
-        streams = model._streams((inputs or found)[i], batch)
+        streams = model._streams((inputs or found)[i])
         layer(streams, batch, caches[i])
         found.append(streams.final())
     return [*found, model.logits((inputs or found)[len(model.layers)])]

@@ -140,9 +140,9 @@ def test_official_formats_stay_within_their_limits_where_sums_are_cut(
     ids=str,
 )
 def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str) -> None:
-    """The way of a GPU, on the references: rows in pages, experts in tiles."""
+    """The formats of a GPU, on the references: FP8 matrices, experts in tiles."""
     first, second = quantized_job.prompts
-    job = replace(quantized_job, prompts=(first[:70], second[:41]), cuts=((60, 69), (5, 40)), paged=True)
+    job = replace(quantized_job, prompts=(first[:70], second[:41]), cuts=((60, 69), (5, 40)), resident=True)
     wanted = on_one_rank(ranks, job)
     answers = ranks.run(logits, replace(job, dispatcher=dispatcher), layout=layout)
     for rank, got in enumerate(answers):
@@ -153,7 +153,7 @@ def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher", "redundant", "paged"),
+    ("layout", "dispatcher", "redundant", "resident"),
     [
         (Layout(ep=2), "all_to_all", 2, False),
         (Layout(ep=4), "all_to_all", 4, True),
@@ -164,7 +164,7 @@ def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: 
     ids=str,
 )
 def test_experts_move_where_they_are_needed_and_results_stay(
-    ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str, redundant: int, paged: bool
+    ranks: Ranks, quantized_job: Job, layout: Layout, dispatcher: str, redundant: int, resident: bool
 ) -> None:
     prompts, cuts = tuple(prompt[:40] for prompt in quantized_job.prompts), ((30, 39), (30, 39))
     change = {
@@ -172,7 +172,7 @@ def test_experts_move_where_they_are_needed_and_results_stay(
         "cuts": cuts,
         "dispatcher": dispatcher,
         "redundant_experts": redundant,
-        "paged": paged,
+        "resident": resident,
         "known_shapes": True,
     }
     answers = ranks.run(rebalanced, replace(quantized_job, **change), layout=layout)
@@ -193,7 +193,7 @@ def test_steps_of_few_tokens_have_the_bits_of_each_part_by_itself(
     ranks: Ranks, quantized_job: Job, layout: Layout, redundant: int | None
 ) -> None:
     prompts, cuts = tuple(prompt[:30] for prompt in quantized_job.prompts), ((20, 27, 29), (22, 27, 28))
-    job = replace(quantized_job, prompts=prompts, cuts=cuts, paged=True, redundant_experts=redundant, known_shapes=True)
+    job = replace(quantized_job, prompts=prompts, cuts=cuts, resident=True, redundant_experts=redundant, known_shapes=True)
     ways = ("all_gather", OwnAllGather) if layout.dp > 1 else ("local", OwnLocal)
     together, apart = (ranks.run(logits, replace(job, dispatcher=way), layout=layout) for way in ways)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

@@ -44,10 +44,10 @@ def folder(weights: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("official") / "model", weights)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["references", "paged"])
+@pytest.fixture(scope="module", params=[False, True], ids=["widened", "resident"])
 def found(request: pytest.FixtureRequest, ranks: Ranks, folder: Path) -> Outputs:
     """What two ranks make of every stage."""
-    job = Job(folder=folder, config=OFFICIAL, prompts=(), cuts=(), paged=request.param)
+    job = Job(folder=folder, config=OFFICIAL, prompts=(), cuts=(), resident=request.param)
     first, second = ranks.run(official_stages, job, layout=Layout(tp=2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     return first
@@ -105,7 +105,7 @@ def noise(weights: Outputs) -> tuple[Tensor, Tensor]:
     return alone, model.logits(model.one_pass(official_ids(136)))
 
 
-@pytest.mark.parametrize("found", [False], ids=["references"], indirect=True)
+@pytest.mark.parametrize("found", [False], ids=["widened"], indirect=True)
 def test_logits_move_no_further_than_by_one_rounding(found: Outputs, outputs: Outputs, noise: tuple[Tensor, Tensor]) -> None:
     (alone, moved), shared = noise, found["logits"]
     usual, off = distances(moved, alone), distances(shared, alone)
@@ -118,11 +118,11 @@ def test_logits_move_no_further_than_by_one_rounding(found: Outputs, outputs: Ou
     assert (shared.argmax(1) == outputs["mid.argmax"]).float().mean() > 0.75
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["references", "paged"])
-def test_layers_of_four_ranks_are_within_the_limits_of_one(ranks: Ranks, tmp_path: Path, paged: bool) -> None:
+@pytest.mark.parametrize("resident", [False, True], ids=["widened", "resident"])
+def test_layers_of_four_ranks_are_within_the_limits_of_one(ranks: Ranks, tmp_path: Path, resident: bool) -> None:
     ids = tuple((37 * t * t + 11 * t) % WIDE.vocab_size for t in range(139))
     folder = write(tmp_path / "model", dict(dummy_tensors(WIDE, V4_TENSORS, expert_format="fp4", quantized=True)))
-    job = Job(folder=folder, config=WIDE, prompts=(ids,), cuts=(), paged=paged)
+    job = Job(folder=folder, config=WIDE, prompts=(ids,), cuts=(), resident=resident)
     (one,) = ranks.run(layer_outputs, job, layout=Layout())
     for layout in (Layout(tp=4), Layout(tp=4, ep=2)):
         embedded, *streams, logits = ranks.run(layer_outputs, job, one, layout=layout)[0]

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.graphs import DecodeGraphs
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
-from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from tests.e2e.engines import MODEST, SMALL, prompts_of
@@ -49,7 +47,6 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
         return runner
 
     building, replaying = Prospect.build, DecodeGraphs.replay
-    patch.setattr(rank_module, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     patch.setattr(Prospect, "build", build)
     patch.setattr(DecodeGraphs, "_record", record)
     patch.setattr(DecodeGraphs, "replay", replay)
@@ -90,7 +87,8 @@ def alone(model: Path) -> list[RequestOutput]:
 def test_replicas_with_uneven_loads_give_what_one_rank_gives(
     ranks: Ranks, model: Path, alone: list[RequestOutput], layout: Layout
 ) -> None:
-    sizes = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    sizes: dict[str, Any] = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    sizes["dispatcher"] = "all_gather"  # which steps can be captured with
     job = job_of(ranks, model, generate, {**MODEST, **sizes}, layout.world)
     answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
     assert_same(answers[0][0], alone)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP
-from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.graph_set import GraphSet
 from dsv4lite.engine.rank import Prospect
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.verify_graphs import VerifyGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
-from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.speculation.speculator import Guesses
 from tests.e2e.engines import MODEST, SMALL, prompts_of
@@ -49,7 +47,6 @@ def as_on_a_device(patch: pytest.MonkeyPatch, replays: list[int]) -> None:
         return runner
 
     building, replaying = Prospect.build, VerifyGraphs.replay
-    patch.setattr(rank_module, "choose_numerics", lambda *args: replace(choose_numerics(*args), paged=True))
     patch.setattr(Prospect, "build", build)
     patch.setattr(GraphSet, "_record", record)
     patch.setattr(VerifyGraphs, "replay", replay)
@@ -98,7 +95,8 @@ def alone(model: Path) -> tuple[list[RequestOutput], Guessed]:
 def test_ranks_that_replay_steps_guess_as_one_rank(
     ranks: Ranks, model: Path, alone: tuple[list[RequestOutput], Guessed], layout: Layout
 ) -> None:
-    sizes = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    sizes: dict[str, Any] = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    sizes["dispatcher"] = "all_gather"  # which steps can be captured with
     job = job_of(ranks, model, generate, {**MODEST, **sizes}, layout.world)
     answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
     assert_same(answers[0][0], alone[0])

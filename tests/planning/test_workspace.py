@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dsv4lite.kernels
 from dsv4lite.config import tiny_model
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
@@ -126,7 +126,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         singles=tokens == 1,
     )
     token_ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = PagedBatch.of(token_ids, paging, model.rotary, max_tokens=longest, deterministic=model.numerics.deterministic)
+    batch = Batch.of(token_ids, paging, model.rotary, max_tokens=longest, deterministic=model.numerics.deterministic)
     model.logits(model(batch, cache.layers)[:8])
 
 

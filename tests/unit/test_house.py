@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import dsv4lite
+from dsv4lite import paging
+from dsv4lite.kernels import indexer
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsv4lite"
@@ -283,6 +285,26 @@ def test_rooms_do_not_know_what_is_none_of_their_business() -> None:
                     yield module.at(found.line, f"{name} is none of its business")
 
     assert findings(nosy) == []
+
+
+def test_families_are_named_by_their_own_folder_and_one_table() -> None:
+    """A family is a value: only ``models/family.py``, which has the table, imports the modules of a family's folder."""
+    families = {name for name, module in MODULES.items() if name.startswith("models.") and module.path.parent != PACKAGE / "models"}
+    families = {".".join(name.split(".")[:2]) for name in families}
+    assert "models.deepseek_v4" in families
+
+    def names_a_family(module: Module) -> Iterator[str]:
+        for name, found in inner_imports(module):
+            own = [family for family in families if is_within(name, family) and not is_within(module.name, family)]
+            if own and module.name != "models.family":
+                yield module.at(found.line, f"imports {name}")
+
+    assert findings(names_a_family) == []
+
+
+def test_page_sizes_of_the_kernels_are_those_of_the_state() -> None:
+    """``kernels`` imports nothing of the package, so it has a copy of its own."""
+    assert indexer.PAGE_TOKENS == paging.PAGE_TOKENS and paging.PAGE_TOKENS % paging.WINDOW_PAGE_TOKENS == 0
 
 
 def test_kernels_import_only_torch_and_triton_and_themselves() -> None:

@@ -19,14 +19,15 @@ from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.norm import rms_norm_heads
-from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.kernels.rows import PlainRow, RowStore, unpack_rows
 
 BLOCK = 64
 WINDOW = 128
 FEW_SPLITS = 4  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
 _REF_TOKENS = 64  # whose rows the reference holds at a time
+_LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if any order of summation will do
 
 
 def sparse_attention(
@@ -89,6 +90,7 @@ def paged_attention(
     *,
     window_size: int = WINDOW,
     norm_eps: float | None = None,
+    any_order: bool = False,
 ) -> Tensor:
     """Attend each token's heads to its window and its compressed entries, and rotate the results back.
 
@@ -108,11 +110,13 @@ def paged_attention(
         window_size: Latest positions that a token sees, itself included.
         norm_eps: Queries are as their product has left them, and are normed, with this, and rotated here, as ``head_norms`` does
             it; on packed rows with ``FEW_SPLITS`` or more. ``None``: they come so.
+        any_order: In float32 the reference may sum a token's rows in an order that depends on the rest of the step. Kernels do not
+            ask.
 
     Returns:
         [T, H, C] in the dtype of q; zeros for padding.
     """
-    if use_triton(q_THC):
+    if use_triton(q_THC) and not window.has_gradients:
         from dsv4lite.kernels.attention.triton import paged_attention_triton
         from dsv4lite.kernels.attention.unquantized_triton import plain_paged_attention_triton
 
@@ -123,7 +127,7 @@ def paged_attention(
         return paged_attention_triton(q_THC, *rows, norm_eps)
     return paged_attention_ref(
         q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK,
-        window_size=window_size, norm_eps=norm_eps,
+        window_size=window_size, norm_eps=norm_eps, any_order=any_order,
     )  # fmt: skip
 
 
@@ -142,49 +146,99 @@ def paged_attention_ref(
     *,
     window_size: int = WINDOW,
     norm_eps: float | None = None,
+    any_order: bool = False,
 ) -> Tensor:
-    """See ``paged_attention``; gathers rows and calls ``sparse_attention``."""
+    """See ``paged_attention``; gathers rows, each token its own or a block of tokens the same, and calls ``sparse_attention``."""
     if norm_eps is not None:
         q_THC = rope(rms_norm_heads(q_THC, norm_eps), cos, sin)
-    out = torch.empty_like(q_THC)
-    for part in torch.arange(len(q_THC), device=q_THC.device).split(_REF_TOKENS):
-        rows, valid = _window_rows(part, fresh_TB, window, paging, window_size, q_THC.dtype)
+    shares, padding_T = any_order and q_THC.dtype == torch.float32, paging.padding_T
+    recent = _RecentRows(fresh_TB, window, paging, window_size, q_THC.dtype)
+    parts = [q_THC[:0]]
+    for block in paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):
+        rows, valid = recent.of(block)
         if entries is not None:
-            more, seen = _entry_rows(part, entries, paging, ratio, selected_TK, q_THC.dtype)
-            rows, valid = torch.cat([rows, more], 1), torch.cat([valid, seen], 1)
-        padding = paging.positions_T[part] < 0
-        valid[:, 0] |= padding
-        rows = rows.masked_fill(padding[:, None, None], 0.0)
-        out[part] = rope(sparse_attention(q_THC[part], rows, valid, sink_H, scale), cos[part], sin[part], inverse=True)
-    return out
+            more, seen = _entry_rows(block, entries, paging, ratio, selected_TK, q_THC.dtype)
+            rows, valid = torch.cat([rows, more], -2), torch.cat([valid, seen], 1)
+        if padding_T is not None:
+            valid[:, 0] |= padding_T[block.begin : block.end]
+        parts.append(sparse_attention(q_THC[block.begin : block.end], rows, valid, sink_H, scale, block=None if shares else BLOCK))
+    out_THC = rope(torch.cat(parts), cos, sin, inverse=True)
+    return out_THC if padding_T is None else out_THC.masked_fill(padding_T[:, None, None], 0.0)
 
 
-def _window_rows(
-    part: Tensor, fresh_TB: Tensor, window: RowStore, paging: Paging, window_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the window's rows of tokens ``part`` int64 [N], [N, W, C] in ``dtype``, and which of them there are."""
-    sequence, position = paging.sequence_T[part].long(), paging.positions_T[part].long()[:, None]
-    at_NW = (position + 1 - window_size).clamp_min(0) + torch.arange(window_size, device=position.device)
-    valid = at_NW <= position
-    since = at_NW - paging.first_S[sequence].long()[:, None]
-    page = at_NW // window.rows_per_page - paging.window_first_S[sequence].long()[:, None]
-    page = paging.window_SP[sequence].long().gather(1, torch.where(valid & (since < 0), page, 0))
-    stored = window.read(page * window.rows_per_page + at_NW % window.rows_per_page, dtype)
-    fresh = fresh_TB[torch.where(valid & (since >= 0), paging.rows_S[sequence].long()[:, None] + since, 0)]
-    data, scales = fresh.split([window.format.data_bytes, window.format.scale_bytes], -1)
-    return torch.where((since >= 0)[..., None], window.format.unpack(data, scales, dtype), stored), valid
+class _RecentRows:
+    """The rows of a step's windows: of each sequence those before this step, as many as a window reaches back, then the step's own.
+
+    Attributes:
+        rows: [S (W - 1) + T, C]; what no window reaches holds anything.
+    """
+
+    def __init__(self, fresh_TB: Tensor, window: RowStore, paging: Paging, window_size: int, dtype: torch.dtype) -> None:
+        self._paging, self._size, per_page = paging, window_size, window.rows_per_page
+        self._before = window_size - 1
+        self._stored = len(paging.first_S) * self._before
+        addresses = paging.once(("before", window_size, per_page), lambda: self._addresses(per_page))
+        stored = window.read(addresses, dtype).flatten(0, 1)
+        self.rows = torch.cat([stored, unpack_rows(window.format, fresh_TB, dtype)])
+
+    def of(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Return the rows of a block, [N, W, C] or, if its tokens are of one sequence, [R, C]; and which each token sees, bool."""
+        if block.sequence is None:
+            index_TW, valid_TW = self._paging.once(("windows", self._size), self._windows)
+            part = slice(block.begin, block.end)
+            return self.rows[index_TW[part]], valid_TW[part].clone()
+        first, row = int(self._paging.first_S[block.sequence]), int(self._paging.rows_S[block.sequence])
+        oldest, end = max(0, block.oldest - self._before), self._before * (block.sequence + 1)
+        own = self.rows[self._stored + row + max(0, oldest - first) : self._stored + row + block.newest + 1 - first]
+        rows = torch.cat([self.rows[end - (first - oldest) : end], own]) if oldest < first else own
+        at_R = torch.arange(oldest, block.newest + 1, device=own.device)
+        position_N1 = self._paging.positions_T[block.begin : block.end, None]
+        return rows, (at_R <= position_N1) & (at_R > position_N1 - self._size)
+
+    def _addresses(self, rows_per_page: int) -> Tensor:
+        """Return where rows before the step are, int64 [S, W - 1]; anything where there is none."""
+        at_SW = self._paging.first_S.long()[:, None] + torch.arange(-self._before, 0, device=self._paging.first_S.device)
+        page_SW = at_SW // rows_per_page - self._paging.window_first_S[:, None]
+        page_SW = self._paging.window_SP.long().gather(1, page_SW.clamp(0, self._paging.window_SP.shape[1] - 1))
+        return page_SW * rows_per_page + at_SW % rows_per_page
+
+    def _windows(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of each token's window, int64 [T, W], and which of them there are, bool."""
+        sequence_T1, position_T1 = self._paging.sequence_T.long()[:, None], self._paging.positions_T.long()[:, None]
+        at_TW = (position_T1 + 1 - self._size).clamp_min(0) + torch.arange(self._size, device=position_T1.device)
+        valid_TW = at_TW <= position_T1
+        since_TW = at_TW - self._paging.first_S[sequence_T1]
+        stored_T1 = (sequence_T1 + 1) * self._before
+        index_TW = since_TW + torch.where(since_TW < 0, stored_T1, self._stored + self._paging.rows_S[sequence_T1])
+        return torch.where(valid_TW, index_TW, 0), valid_TW
 
 
 def _entry_rows(
-    part: Tensor, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
+    block: Block, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the entries of tokens ``part`` int64 [N], [N, K, C] in ``dtype``, and which of them there are."""
-    visible = (paging.positions_T[part].long()[:, None] + 1) // ratio
-    count = int(visible.max()) if selected_TK is None else selected_TK.shape[1]
-    entry_NK = torch.arange(count, device=visible.device).expand(len(part), -1)
-    valid = entry_NK < visible
-    if selected_TK is not None:
-        entry_NK = torch.where(visible > count, selected_TK[part].long(), entry_NK)
-    entry_NK = torch.where(valid, entry_NK, 0)
-    page = paging.grow_SP[paging.sequence_T[part].long()].long().gather(1, entry_NK // entries.rows_per_page)
-    return entries.read(page * entries.rows_per_page + entry_NK % entries.rows_per_page, dtype), valid
+    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
+    visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
+    count, rows = (block.newest + 1) // ratio, entries.rows_per_page
+    if selected_TK is not None and count > selected_TK.shape[1]:
+        count = selected_TK.shape[1]
+        every_NK = torch.arange(count, device=visible_N1.device).expand(len(visible_N1), -1)
+        entry_NK = torch.where(visible_N1 > count, selected_TK[block.begin : block.end].long(), every_NK)
+        seen_NK = every_NK < visible_N1
+        entry, seen = (entry_NK, seen_NK) if block.sequence is None else union_of(entry_NK, seen_NK)
+    else:
+        entry = torch.arange(count, device=visible_N1.device)
+        seen = entry < visible_N1
+    if block.sequence is not None:
+        page = paging.grow_SP[block.sequence].long()[entry // rows]
+    else:
+        entry = torch.where(seen, entry, 0)
+        page = paging.grow_SP.long()[paging.sequence_T[block.begin : block.end].long()[:, None], entry // rows]
+    return entries.read(page * rows + entry % rows, dtype), seen
+
+
+def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries that any token has chosen, int64 [U] ascending, and which of them each token has, bool [N, U]."""
+    union_U, place_NK = torch.unique(torch.where(seen_NK, chosen_NK, -1), return_inverse=True)
+    mask_NU = torch.zeros(len(chosen_NK), len(union_U), dtype=torch.bool, device=chosen_NK.device).scatter_(1, place_NK, True)
+    first = int(union_U[0] < 0)
+    return union_U[first:], mask_NU[:, first:]

@@ -32,6 +32,7 @@ from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import PlainRow, RowStore
 
 OVERLAP_RATIO = 4
+PAGE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,28 +194,61 @@ def compress_step_ref(
     hadamard: bool,
 ) -> None:
     """See ``compress_step``."""
+    spans = paging.once(("spans", ratio), lambda: _spans(paging, ratio))
+    if spans is None:
+        return
+    columns, segments = ape.shape[1], spans.segments
+    values, scores = projected[:, :columns], projected[:, columns : 2 * columns] + ape[spans.phase_T]
+    pooled, after = compress(values, scores, carry[spans.slots_P, spans.from_P], segments)
+    carry[spans.slots_P, spans.to_P] = after.detach()
+
+    dtype = store.format.dtype if isinstance(store.format, PlainRow) else torch.bfloat16
+    entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[spans.closing_E], sin_T[spans.closing_E])
+    store.write(spans.addresses_E, hadamard_transform(entries) if hadamard else entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """What the compressors of one ratio share in a step.
+
+    Attributes:
+        phase_T: int64, position within the group.
+        slots_P, from_P, to_P: int64, slot and copies of the accumulators that each of ``Prefixes`` starts from and leaves.
+        closing_E: int64, the row of a token in each group that closes.
+        addresses_E: int64, where its entry goes.
+    """
+
+    segments: Segments
+    phase_T: Tensor
+    slots_P: Tensor
+    from_P: Tensor
+    to_P: Tensor
+    closing_E: Tensor
+    addresses_E: Tensor
+
+
+def _spans(paging: Paging, ratio: int) -> _Spans | None:
+    """Work out ``_Spans``; ``None`` if a step is all padding."""
     present = ((paging.slots_S >= 0) & (paging.lens_S > 0)).nonzero()[:, 0]
     if not len(present):
-        return
-    starts_S, lens_S, slots_S = (part[present].long() for part in (paging.first_S, paging.lens_S, paging.slots_S))
-    prefixes = make_prefixes(lens_S, paging.drafts_S[present].long())
-    owner_P, before_S = prefixes.owner_P, lens_S.cumsum(0) - lens_S
-    segments = make_segments(starts_S[owner_P], prefixes.lens_P, ratio, rows_S=before_S[owner_P], whole_S=prefixes.whole_P)
-    rows_T = torch.arange(int(lens_S.sum()), device=projected.device)
-    rows_T = rows_T + torch.repeat_interleave(paging.rows_S[present].long() - before_S, lens_S)
-    columns = ape.shape[1]
-    values, scores = projected[rows_T, :columns], projected[rows_T, columns : 2 * columns]
-    scores = scores + ape[paging.positions_T[rows_T].long() % ratio]
-    slots_P, from_P = slots_S[owner_P], paging.carry_S[present].long()[owner_P]
-    pooled, carry[slots_P, prefixes.copy_P] = compress(values, scores, carry[slots_P, from_P], segments)
-
-    closing_E = rows_T[segments.tokens_GL[segments.closed_E, -1]]
-    dtype = store.format.dtype if isinstance(store.format, PlainRow) else torch.bfloat16
-    entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
+        return None
+    starts_S, lens_S, slots_S, rows_S, drafts_S, carry_S = (
+        part[present].long()
+        for part in (paging.first_S, paging.lens_S, paging.slots_S, paging.rows_S, paging.drafts_S, paging.carry_S)
+    )
+    prefixes = make_prefixes(lens_S, drafts_S)
+    owner_P, rows = prefixes.owner_P, PAGE_TOKENS // ratio
+    segments = make_segments(starts_S[owner_P], prefixes.lens_P, ratio, rows_S=rows_S[owner_P], whole_S=prefixes.whole_P)
     index_E, sequence_E = segments.positions_E // ratio, present[owner_P[segments.sequence_G[segments.closed_E]]]
-    page_E = paging.grow_SP[sequence_E, index_E // store.rows_per_page].long()
-    address_E = page_E * store.rows_per_page + index_E % store.rows_per_page
-    store.write(address_E, hadamard_transform(entries) if hadamard else entries)
+    return _Spans(
+        segments=segments,
+        phase_T=paging.positions_T.long() % ratio,
+        slots_P=slots_S[owner_P],
+        from_P=carry_S[owner_P],
+        to_P=prefixes.copy_P,
+        closing_E=segments.tokens_GL[segments.closed_E, -1],
+        addresses_E=paging.grow_SP[sequence_E, index_E // rows].long() * rows + index_E % rows,
+    )
 
 
 def compress_step(
@@ -244,7 +278,7 @@ def compress_step(
         eps: Of the norm.
         hadamard: Transform the entry before it is packed.
     """
-    if use_triton(projected):
+    if use_triton(projected) and not store.has_gradients:
         from dsv4lite.kernels.compress.triton import compress_step_triton
 
         compress_step_triton(projected, ape, norm_weight, carry, store, paging, ratio, cos_T, sin_T, eps, hadamard)

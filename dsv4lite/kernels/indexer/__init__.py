@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.gemm import matmul_rows
+from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import RowStore
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
 SCORE_BYTES = 256 << 20  # that the scores of one round of tokens may take
+_REF_TOKENS = 256  # that the reference scores together
+_LEAST_SHARING = 2  # tokens of a sequence for which the reference reads its keys once
 
 
 def index_scores(queries_NHC: Tensor, weights_NH: Tensor, keys: Tensor, *, row_tile: int | None = None) -> Tensor:
@@ -70,16 +72,16 @@ def select_entries(scores_NE: Tensor, visible_N: Tensor, top_k: int) -> tuple[Te
     return chosen, chosen < count
 
 
-def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries that any token has chosen, int64 [U] ascending, and which of them each token has, bool [N, U]."""
-    union_U, place_NK = torch.unique(torch.where(seen_NK, chosen_NK, -1), return_inverse=True)
-    mask_NU = torch.zeros(len(chosen_NK), len(union_U), dtype=torch.bool, device=chosen_NK.device).scatter_(1, place_NK, True)
-    first = int(union_U[0] < 0)
-    return union_U[first:], mask_NU[:, first:]
-
-
 def choose_paged(
-    iq_THC: Tensor, weights_TH: Tensor, keys: RowStore, paging: Paging, top_k: int, entries_max: int, weight_scale: float = 1.0
+    iq_THC: Tensor,
+    weights_TH: Tensor,
+    keys: RowStore,
+    paging: Paging,
+    top_k: int,
+    entries_max: int,
+    weight_scale: float = 1.0,
+    *,
+    any_order: bool = False,
 ) -> Tensor:
     """Return the entries that each token attends to, int32 [T, top_k] ascending, as many tokens at a time as scores have room for.
 
@@ -91,7 +93,9 @@ def choose_paged(
     for begin in range(0, tokens, round_tokens):
         part = slice(begin, min(begin + round_tokens, tokens))
         select_paged(  # which alone holds the scores: there is no room for those of two rounds
-            index_scores_paged(iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, weight_scale, begin=begin),
+            index_scores_paged(
+                iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, weight_scale, begin=begin, any_order=any_order
+            ),
             paging,
             top_k,
             PAGE_TOKENS // keys.rows_per_page,
@@ -111,6 +115,7 @@ def index_scores_paged(
     weight_scale: float = 1.0,
     *,
     begin: int = 0,
+    any_order: bool = False,
 ) -> Tensor:
     """Score the visible entries of tokens ``begin`` to ``begin + N`` of a step.
 
@@ -123,15 +128,18 @@ def index_scores_paged(
         entries_max: Most entries that any token sees, as far as the host knows.
         weight_scale: See ``weights_NH``.
         begin: First token.
+        any_order: The reference may sum in an order that depends on the rest of the step. Kernels do not ask.
 
     Returns:
         [N, entries_max] in the dtype of ``iq``; anything where the entry is not visible or the token needs no scores.
     """
-    if use_triton(iq_NHC):
+    if use_triton(iq_NHC) and not keys.has_gradients:
         from dsv4lite.kernels.indexer.triton import index_scores_paged_triton
 
         return index_scores_paged_triton(iq_NHC, weights_NH, keys, paging, top_k, entries_max, begin, weight_scale)
-    return index_scores_paged_ref(iq_NHC, weights_NH, keys, paging, entries_max, weight_scale, begin=begin)
+    return index_scores_paged_ref(
+        iq_NHC, weights_NH, keys, paging, top_k, entries_max, weight_scale, begin=begin, any_order=any_order
+    )
 
 
 def index_scores_paged_ref(
@@ -139,20 +147,33 @@ def index_scores_paged_ref(
     weights_NH: Tensor,
     keys: RowStore,
     paging: Paging,
+    top_k: int,
     entries_max: int,
     weight_scale: float = 1.0,
     *,
     begin: int = 0,
+    any_order: bool = False,
 ) -> Tensor:
-    """See ``index_scores_paged``; scores every entry of every token, one token at a time."""
+    """See ``index_scores_paged``; tokens of a sequence share its keys."""
     weights_NH = weights_NH.to(iq_NHC.dtype) * weight_scale
     scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
-    visible_N = _visible(paging, PAGE_TOKENS // keys.rows_per_page, begin, len(iq_NHC)).tolist()
-    for n, count in enumerate(visible_N):
+    rows, ratio, row_tile = keys.rows_per_page, PAGE_TOKENS // keys.rows_per_page, None if any_order else ROW_TILE
+    for block in paging.blocks(_REF_TOKENS, _LEAST_SHARING):
+        first, end, count = max(block.begin - begin, 0), min(block.end - begin, len(scores)), (block.newest + 1) // ratio
+        if first >= end or count <= top_k:
+            continue
         entry_E = torch.arange(count, device=scores.device)
-        page = paging.grow_SP[paging.sequence_T[begin + n], entry_E // keys.rows_per_page].long()
-        rows = keys.read(page * keys.rows_per_page + entry_E % keys.rows_per_page, iq_NHC.dtype)
-        scores[n, :count] = index_scores(iq_NHC[n : n + 1], weights_NH[n : n + 1], rows)[0].to(scores.dtype)
+        if block.sequence is None:
+            sequence_N1 = paging.sequence_T[begin + first : begin + end].long()[:, None]
+            page = paging.grow_SP.long()[sequence_N1, entry_E // rows]
+            seen_NE = entry_E < _visible(paging, ratio, begin + first, end - first)[:, None]
+            addresses = torch.where(seen_NE, page * rows + entry_E % rows, -1)
+        else:
+            addresses = paging.grow_SP[block.sequence].long()[entry_E // rows] * rows + entry_E % rows
+        part = slice(first, end)
+        scores[part, :count] = index_scores(
+            iq_NHC[part], weights_NH[part], keys.read(addresses, iq_NHC.dtype), row_tile=row_tile
+        ).to(scores.dtype)
     return scores
 
 

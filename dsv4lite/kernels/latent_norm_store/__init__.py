@@ -20,7 +20,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.kernels.rows import PlainRow, RowStore, pack_rows
 
 QUERY_GROUP = 128
 WINDOW_TOKENS = 128
@@ -38,21 +38,32 @@ def latent_norms_ref(
     window_tokens: int = WINDOW_TOKENS,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See ``latent_norms``."""
-    rank, position_T = q_norm.shape[0], paging.positions_T
-    latent_TK = latent_TK.masked_fill((position_T < 0)[:, None], 0.0)
-    qr_TR, plain = rms_norm(latent_TK[:, :rank], q_norm, eps), isinstance(window.format, PlainRow)
-    q_codes, q_scales = (qr_TR, None) if plain else quantize_fp8(qr_TR, QUERY_GROUP)
+    rank, padding_T = q_norm.shape[0], paging.padding_T
+    if padding_T is not None:
+        latent_TK = latent_TK.masked_fill(padding_T[:, None], 0.0)
+    qr_TR = rms_norm(latent_TK[:, :rank], q_norm, eps)
+    query = (qr_TR, None) if isinstance(window.format, PlainRow) else quantize_fp8(qr_TR, QUERY_GROUP)
     kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
-    fresh_TB = torch.cat(window.format.pack(kv_TC), -1)
+    rows_N, addresses_N = paging.once(
+        ("written", window_tokens, window.rows_per_page), lambda: _written(paging, window_tokens, window.rows_per_page)
+    )
+    window.write(addresses_N, kv_TC if rows_N is None else kv_TC[rows_N])
+    return *query, pack_rows(window.format, kv_TC)
 
-    sequence_T = paging.sequence_T.long()
+
+def _written(paging: Paging, window_tokens: int, rows_per_page: int) -> tuple[Tensor | None, Tensor]:
+    """Return which rows of a step the window keeps, int64 [N], ``None`` for all of them, and their addresses."""
+    position_T, sequence_T = paging.positions_T.long(), paging.sequence_T.long()
     first_kept_S = paging.first_S + paging.lens_S - window_tokens
-    kept = ((position_T >= 0) & (position_T >= first_kept_S[sequence_T])).nonzero()[:, 0]
-    sequence, position, rows = sequence_T[kept], position_T[kept].long(), window.rows_per_page
-    page = paging.window_SP[sequence, position // rows - paging.window_first_S[sequence]].long()
-    written = page >= 0
-    window.write((page * rows + position % rows)[written], kv_TC[kept[written]])
-    return q_codes, q_scales, fresh_TB
+    page_T = position_T // rows_per_page - paging.window_first_S[sequence_T]
+    kept_T = (position_T >= 0) & (position_T >= first_kept_S[sequence_T])
+    page_T = paging.window_SP[sequence_T, torch.where(kept_T, page_T, 0)].long()
+    kept_T &= page_T >= 0
+    addresses_T = page_T * rows_per_page + position_T % rows_per_page
+    if bool(kept_T.all()):
+        return None, addresses_T
+    rows_N = kept_T.nonzero()[:, 0]
+    return rows_N, addresses_T[rows_N]
 
 
 def latent_norms(
@@ -81,7 +92,7 @@ def latent_norms(
         Codes float8_e4m3fn [T, R] and scale bytes uint8 [T, ceil(R / 128)] of the query latent, or with plain rows itself and
         ``None``; and the packed kv rows uint8 [T, data + scale bytes].
     """
-    if use_triton(latent_TK):
+    if use_triton(latent_TK) and not window.has_gradients:
         from dsv4lite.kernels.latent_norm_store.triton import latent_norms_triton
         from dsv4lite.kernels.norm.unquantized_triton import plain_latent_norms_triton
 

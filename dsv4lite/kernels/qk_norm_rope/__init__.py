@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dsv4lite.kernels.attention import FEW_SPLITS
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.quantize import hadamard, round_fp4
@@ -52,8 +53,11 @@ def head_norms(
     eps: float,
     *,
     fp4: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    splits: int = 1,
+) -> tuple[Tensor, Tensor | None, float | None]:
     """Normalise and rotate query heads; rotate index heads, and transform and round them.
+
+    Where attention has a kernel that includes this (packed rows, ``FEW_SPLITS`` or more, no index heads), queries stay as they are.
 
     Args:
         query_TK: [T, H C + Hi Ci], bfloat16; float32 only in plain models.
@@ -62,14 +66,18 @@ def head_norms(
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
         fp4: Transform and round index heads, as keys of quantized models are.
+        splits: Of the attention that follows.
 
     Returns:
-        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given.
+        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given; and the ``norm_eps`` that
+        ``paged_attention`` must be told: ``eps`` if queries stay as they are, else ``None``.
     """
+    if fp4 and splits >= FEW_SPLITS and not index_heads:
+        return query_TK.unflatten(1, (heads, channels)), None, eps
     if use_triton(query_TK):
         from dsv4lite.kernels.norm.unquantized_triton import plain_head_norms_triton
         from dsv4lite.kernels.qk_norm_rope.triton import head_norms_triton
 
         op = head_norms_triton if fp4 else plain_head_norms_triton
-        return op(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps)
-    return head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4=fp4)
+        return *op(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps), None
+    return *head_norms_ref(query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4=fp4), None

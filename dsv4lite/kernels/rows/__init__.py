@@ -53,10 +53,14 @@ class PlainRow:
         return 0
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows.to(self.dtype).contiguous().view(torch.uint8), rows.new_empty(rows.shape[0], 0, dtype=torch.uint8)
+        data = rows.to(self.dtype).contiguous()
+        if not data.requires_grad:  # bytes carry no gradients; ``unpack`` takes both
+            data = data.view(torch.uint8)
+        return data, rows.new_empty(rows.shape[0], 0, dtype=torch.uint8)
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return data.view(self.dtype).to(dtype)
+        numbers = data.view(self.dtype) if data.dtype == torch.uint8 else data  # a view as a dtype carries no gradients, either
+        return numbers.to(dtype)
 
     def simulate(self, rows: Tensor) -> Tensor:
         """Return what a reader of the packed rows gets."""
@@ -160,6 +164,20 @@ class Fp8Key:
 RowFormat = PlainRow | Fp8Kv | Fp4Key | Fp8Key
 
 
+def pack_rows(fmt: RowFormat, rows_NC: Tensor) -> Tensor:
+    """Return packed rows, uint8 [N, data + scale bytes]; plain rows with gradients stay numbers [N, C]."""
+    data, scales = fmt.pack(rows_NC)
+    return torch.cat([data, scales], -1) if fmt.scale_bytes else data
+
+
+def unpack_rows(fmt: RowFormat, packed_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows [N, C] that ``pack_rows`` has packed."""
+    if not fmt.scale_bytes:
+        return fmt.unpack(packed_NB, packed_NB[:, :0], dtype)
+    data, scales = packed_NB.split([fmt.data_bytes, fmt.scale_bytes], -1)
+    return fmt.unpack(data, scales, dtype)
+
+
 def page_bytes(fmt: RowFormat, rows_per_page: int) -> int:
     """Return the bytes of one page, padding included."""
     used = rows_per_page * (fmt.data_bytes + fmt.scale_bytes)
@@ -171,7 +189,10 @@ class RowStore:
 
     Attributes:
         memory: uint8 [pages, page_bytes], zero at first: the true bytes.
+        has_gradients: Rows that are read carry the gradients of those that were written.
     """
+
+    has_gradients = False
 
     def __init__(self, fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> None:
         self.format = fmt
@@ -219,3 +240,14 @@ class RowStore:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, int64 [N] each."""
         self.memory[target] = self.memory[source]
+
+
+class GradientStore(RowStore):
+    """Rows of one differentiable pass; plain rows only. Its pages lie in a new tensor after each write, not in ``memory``."""
+
+    has_gradients = True
+
+    def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
+        """Store rows at addresses int64 [N], all valid and different."""
+        assert self._plain is not None
+        self._plain = self._plain.index_copy(0, addresses_N, rows_NC.to(self._plain.dtype))

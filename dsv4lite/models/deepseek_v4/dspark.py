@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.attention import paged_attention
 from dsv4lite.kernels.hc import hc_head
-from dsv4lite.kernels.latent_norm_store import QUERY_GROUP, latent_norms
+from dsv4lite.kernels.latent_norm_store import latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import head_norms
-from dsv4lite.kernels.quantize import dequantize_fp8
-from dsv4lite.kernels.rope import rope, rope_angles
-from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, PagedBatch
+from dsv4lite.kernels.rope import rope_angles
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4.model import Attention, Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
@@ -141,7 +139,7 @@ class DSparkDrafter(nn.Module):
         self.markov_w2 = Matrix(config.vocab_size, rank, numerics=numerics)
         self.confidence = parameter(1, d + rank, numerics=numerics)
 
-    def feed(self, taps_TK: Tensor, batch: Batch | PagedBatch, caches: Sequence[LayerCache]) -> None:
+    def feed(self, taps_TK: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
         """Keep the kv rows of a step's tokens.
 
         Args:
@@ -149,29 +147,10 @@ class DSparkDrafter(nn.Module):
             batch: The step.
             caches: One for each stage.
         """
-        c = self.config
-        if isinstance(batch, Batch) and batch.write_rows is not None:
-            taps_TK = taps_TK[batch.write_rows]
-        x_TD = rms_norm(linear(taps_TK, self.main_proj), self.main_norm, c.norm_eps)
-        for attn, cache in self._attentions(caches):
-            latent = linear(x_TD, attn.wq_a_wkv)
-            if isinstance(batch, PagedBatch):
-                window = cache.stores["window"]
-                assert isinstance(window, RowStore)
-                norms = (attn.q_norm, attn.kv_norm, *batch.rope_T, c.norm_eps)
-                latent_norms(latent, *norms, window, batch.paging, c.window)  # of which only the row is wanted
-                continue
-            cos, sin = batch.rope_T if batch.write_rows is None else (part[batch.write_rows] for part in batch.rope_T)
-            kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], attn.kv_norm, c.norm_eps), cos, sin)
-            cache.stores["window"].write(batch.write_addresses, kv_TC)
-
-    def _attentions(self, caches: Sequence[LayerCache]) -> list[tuple[Attention, LayerCache]]:
-        assert len(caches) == len(self.stages)
-        found = []
+        x_TD = rms_norm(linear(taps_TK, self.main_proj), self.main_norm, self.config.norm_eps)
         for stage, cache in zip(self.stages, caches, strict=True):
             assert isinstance(stage, Block)
-            found.append((stage.attn, cache))
-        return found
+            stage.attn.feed(x_TD, None, batch, cache)
 
     def forward(
         self,
@@ -223,39 +202,33 @@ class DSparkDrafter(nn.Module):
         most_tokens: int | None,
     ) -> Tensor:
         """Return what the last stage makes of the blocks, before the norm, [S, G, D]."""
-        c, rounded = self.config, self.numerics.quantized and self.numerics.paged
+        c = self.config
         ids_SG = anchors_S[:, None].repeat(1, self.block)
         ids_SG[:, 1:] = self.noise_token_id
         ids_T = ids_SG.flatten()
         value_TND = embed(ids_T)[:, None].repeat(1, c.streams, 1)
-        streams = Streams(value_TND, c, self.numerics.row_tile, rounded=rounded)
+        streams = Streams(value_TND, c, self.numerics)
         for stage, cache in zip(self.stages, caches, strict=True):
             assert isinstance(stage, Block)
             x_TD, x_rounded = streams.enter(stage.hc_attn.weights, stage.attn_norm)
             streams.leave(self._attend(stage.attn, x_TD, x_rounded, where, cache))
             x_TD, x_rounded = streams.enter(stage.hc_ffn.weights, stage.ffn_norm)
-            positions_T = where.own.positions_T if self.numerics.paged else None
-            streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, positions_T, most_tokens))
+            streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, where.own.positions_T, most_tokens))
         h_TD = hc_head(streams.final(), self.hc_head.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
         return h_TD.view(len(anchors_S), self.block, -1)
 
     def _attend(self, attn: Attention, x_TD: Tensor, rounded: Rounded | None, where: DraftBlock, cache: LayerCache) -> Tensor:
         """Return a stage's attention [T, D]: all rows of a block see the window before it and each other."""
-        c, angles, window = self.config, where.angles, cache.stores["window"]
-        assert isinstance(window, RowStore)
-        latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
+        c, angles = self.config, where.angles
         norms = (attn.q_norm, attn.kv_norm, *angles, c.norm_eps)
-        qr_TR, qr_scales, fresh_TB = latent_norms(latent, *norms, window, where.own, self.block)
-        if qr_scales is not None and attn.wq_b.scale is not None:
-            query = rounded_linear((qr_TR, qr_scales), attn.wq_b, x_TD.dtype)
-        else:  # on a CPU matrices are wide, and round what they get to the same codes again
-            qr_TR = qr_TR if qr_scales is None else dequantize_fp8(qr_TR, qr_scales, QUERY_GROUP).to(x_TD.dtype)
-            query = linear(qr_TR, attn.wq_b)
-        q_THC, _ = head_norms(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps)
+        latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
+        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], where.own, self.block)
+        query = rounded_linear(qr_TR, qr_scales, attn.wq_b, x_TD.dtype)
+        q_THC, _, norm_eps = head_norms(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps)
         o_THC = paged_attention(
             q_THC,
-            fresh_TB,
-            window,
+            fresh,
+            cache.stores["window"],
             None,
             where.whole,
             attn.attn_sink,
@@ -263,6 +236,8 @@ class DSparkDrafter(nn.Module):
             *angles,
             ratio=0,
             window_size=c.window + self.block,
+            norm_eps=norm_eps,
+            any_order=not self.numerics.deterministic,
         )
         return attn.project_out(o_THC)
 

@@ -6,30 +6,27 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.attention import FEW_SPLITS, paged_attention, sparse_attention
-from dsv4lite.kernels.compress import OVERLAP_RATIO, compress, compress_step
-from dsv4lite.kernels.gemm import PAIR_ROWS
+from dsv4lite.kernels.attention import paged_attention
+from dsv4lite.kernels.compress import OVERLAP_RATIO, compress_step
 from dsv4lite.kernels.hc import HcWeights, hc_head_norm
-from dsv4lite.kernels.indexer import choose_paged, index_scores, select_entries, union_of
+from dsv4lite.kernels.indexer import choose_paged
 from dsv4lite.kernels.latent_norm_store import latent_norms
-from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
+from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import head_norms
-from dsv4lite.kernels.quantize import hadamard
-from dsv4lite.kernels.rope import rope, rope_frequencies
+from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, GroupStep, PagedBatch, QueryBlock, Rotary, one_pass
+from dsv4lite.models.deepseek_v4.batch import Batch, Rotary, one_pass
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.state import key_format, kv_format, state_spec
+from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
@@ -61,35 +58,17 @@ if TYPE_CHECKING:
 class Compressor(nn.Module):
     """Pools groups of tokens into one cache row each (2.3.1 of the report; specification 3.5)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, ratio: int, width: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, ratio: int, width: int, *, hadamard: bool = False) -> None:
         super().__init__()
-        self.ratio, self.eps = ratio, config.norm_eps
+        self.ratio, self.eps, self.hadamard = ratio, config.norm_eps, hadamard
         self.columns = width * (2 if ratio == OVERLAP_RATIO else 1)
         self.ape = parameter(ratio, self.columns, numerics=numerics)
         self.norm = parameter(width, numerics=numerics)
 
-    def forward(
-        self, values_TK: Tensor, scores_TK: Tensor, carry: Tensor, batch: Batch, group: GroupStep, dtype: torch.dtype
-    ) -> Tensor:
-        """Advance the accumulators; return the rotated entries that close [E, width]."""
-        entries_EC, after = compress(values_TK, scores_TK + self.ape[group.phase_T], carry[batch.carry_from], group.segments)
-        carry[batch.carry_to] = after.detach()
-        return rope(rms_norm(entries_EC.to(dtype), self.norm, self.eps), *group.rope_E)
-
-    def step(
-        self,
-        projected: Tensor,
-        carry: Tensor,
-        store: RowStore,
-        paging: Paging,
-        ratio: int,
-        cos_T: Tensor,
-        sin_T: Tensor,
-        *,
-        hadamard: bool = False,
-    ) -> None:
-        """Do all of that on paged state: advance the accumulators, and store the entries that close."""
-        compress_step(projected, self.ape, self.norm, carry, store, paging, ratio, cos_T, sin_T, self.eps, hadamard)
+    def forward(self, projected: Tensor, carry: Tensor, store: RowStore, batch: Batch) -> None:
+        """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
+        rope_T = batch.group_rope_T[self.ratio]
+        compress_step(projected, self.ape, self.norm, carry, store, batch.paging, self.ratio, *rope_T, self.eps, self.hadamard)
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -105,7 +84,7 @@ class Attention(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.numerics, self.tp = numerics, share.mesh.tp
+        self.numerics, self.share = numerics, share
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
         heads, channels = share.part(c.num_attention_heads), c.head_dim
         self.heads, self.groups = heads, share.part(c.o_groups)
@@ -118,80 +97,47 @@ class Attention(nn.Module):
         self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
         self.wo_a = dense(self.groups, c.o_lora_rank, heads * channels // self.groups)
         self.wo_b = dense(c.hidden_size, self.groups * c.o_lora_rank, rounds_input=True)
-        self.kv_format, self.key_format = kv_format(c, numerics), key_format(c, numerics)
         if self.ratio:
             self.compressor = Compressor(c, numerics, self.ratio, channels)
             rows = 2 * self.compressor.columns
             if self.kind == "csa":
-                self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim)
+                self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim, hadamard=numerics.quantized)
                 rows += 2 * self.key_compressor.columns + c.index_heads
             # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
             self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
 
-    def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> Tensor:
-        """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, for the kernels."""
-        if isinstance(batch, PagedBatch):
-            return self.project_out(self._attend_paged(x_TD, rounded, batch, cache))
-        c, tokens = self.config, x_TD.shape[0]
-        angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        assert angles is not None
-        latent = linear(x_TD, self.wq_a_wkv)
-        qr_TR = rms_norm(latent[:, : c.q_lora_rank], self.q_norm, c.norm_eps)
-        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *angles)
-        if self.numerics.quantized:
-            kv_TC = self.kv_format.simulate(kv_TC)
-        query = linear(qr_TR, self.wq_b)
-        q_THC = query[:, : self.heads * c.head_dim].view(tokens, self.heads, c.head_dim)
-        q_THC = rope(rms_norm_heads(q_THC, c.norm_eps), *angles)
-        cache.stores["window"].write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+    def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
+        """Return the sub-layer's output [T, D] of its input, which is ``rounded`` in FP8 if products read that."""
+        return self.project_out(self._attend(x_TD, rounded, batch, cache))
 
-        index: tuple[Tensor, Tensor] | None = None
-        if self.ratio:
-            projected = linear(x_TD, self.compress_in, torch.float32)
-            self._compress(projected, batch, cache)
-            if self.kind == "csa":
-                iq_THC = query[:, self.heads * c.head_dim :].view(tokens, c.index_heads, c.index_dim)
-                weights_TH = projected[:, -c.index_heads :].to(x_TD.dtype) * self._index_scale
-                index = (self._round_index(rope(iq_THC, *angles)), weights_TH)
-        o_THC = torch.cat([self._attend(block, q_THC, kv_TC, batch, cache, index) for block in batch.blocks])
-        return self.project_out(rope(o_THC, *angles, inverse=True))
+    def _attend(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
+        """Return the heads' results [T, H, C], rotated back.
 
-    def _attend_paged(self, x_TD: Tensor, rounded: Rounded | None, batch: PagedBatch, cache: LayerCache) -> Tensor:
-        """The same up to the heads' results [T, H, C], on rows in pages, in ops that know a step's tokens only from the device.
-
-        Queries take more memory than anything else in a step (``planning/memory.py``): none of theirs stays longer
-        than it is needed.
+        Queries take more memory than anything else in a step (``planning/memory.py``): each tensor is freed after its last use.
         """
-        c, paging = self.config, batch.paging
-        window, entries = cache.stores["window"], cache.stores.get("entries")
-        assert isinstance(window, RowStore) and (entries is None or isinstance(entries, RowStore))
+        c, paging, any_order = self.config, batch.paging, not self.numerics.deterministic
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent, projected = self._enter(x_TD, rounded)
-        norms = (latent, self.q_norm, self.kv_norm, *angles, c.norm_eps)
-        qr_TR, qr_scales, fresh_TB = latent_norms(*norms, window, paging, c.window)
-        chooses = self.kind == "csa" and batch.max_tokens > c.most_unselected
-        heads, index_heads = (self.heads, c.head_dim), c.index_heads if chooses else 0
-        query = self._queries(qr_TR, qr_scales, prod(heads) + index_heads * c.index_dim, x_TD.dtype)
-        norm_eps: float | None = None
-        iq_THC: Tensor | None = None
-        if self.numerics.quantized and batch.splits >= FEW_SPLITS and not index_heads:
-            q_THC, norm_eps = query.unflatten(1, heads), c.norm_eps
-        else:
-            q_THC, iq_THC = head_norms(query, *heads, index_heads, c.index_dim, *angles, c.norm_eps, fp4=self.numerics.quantized)
+        latent, project = self._enter(x_TD, rounded)
+        norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
+        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], paging, c.window)
+        # Sequences that see at most top-k entries attend to all of them, without scores.
+        index_heads = c.index_heads if self.kind == "csa" and batch.max_tokens > c.most_unselected else 0
+        heads = (self.heads, c.head_dim, index_heads, c.index_dim)
+        columns = self.heads * c.head_dim + index_heads * c.index_dim
+        query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
+        q_THC, iq_THC, norm_eps = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized, splits=batch.splits)
         del query
-        if self.ratio:
-            projected = self._compress_paged(x_TD, projected, batch, cache, chooses)
+        weights_TH = self._compress(project, batch, cache, index_heads)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
-            assert isinstance(cache.stores["keys"], RowStore) and projected is not None
-            count = batch.max_tokens // self.ratio
-            weights = (projected, cache.stores["keys"], paging, c.index_topk, count, self._index_scale)
-            selected_TK = choose_paged(iq_THC, *weights)
+            assert cache.stores["keys"] is not None and weights_TH is not None
+            keys = (weights_TH, cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale)
+            selected_TK = choose_paged(iq_THC, *keys, any_order=any_order)
         return paged_attention(
             q_THC,
-            fresh_TB,
-            window,
-            entries,
+            fresh,
+            cache.stores["window"],
+            cache.stores["entries"],
             paging,
             self.attn_sink,
             c.head_dim**-0.5,
@@ -201,117 +147,43 @@ class Attention(nn.Module):
             splits=batch.splits,
             window_size=c.window,
             norm_eps=norm_eps,
+            any_order=any_order,
         )
 
-    def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch | PagedBatch, cache: LayerCache) -> None:
-        """Keep the kv rows that later tokens see, and do nothing else; of a layer without compressed entries."""
-        c, window = self.config, cache.stores["window"]
-        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
-        if isinstance(batch, PagedBatch):
-            assert isinstance(window, RowStore)
-            latent_norms(latent, self.q_norm, self.kv_norm, *batch.rope_T, c.norm_eps, window, batch.paging, c.window)
-            return
-        kv_TC = rope(rms_norm(latent[:, c.q_lora_rank :], self.kv_norm, c.norm_eps), *batch.rope_T)
-        window.write(batch.write_addresses, kv_TC if batch.write_rows is None else kv_TC[batch.write_rows])
+    def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
+        """Store the kv rows that later tokens read, and nothing else; only for layers without compressed entries."""
+        norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
+        latent_norms(linear(x_TD, self.wq_a_wkv, rounded=rounded), *norms, cache.stores["window"], batch.paging, self.config.window)
 
-    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Tensor | None]:
-        """Return the latents, and with few tokens what compressors and indexer see: many take memory, so that comes later."""
-        if self.ratio and len(x_TD) <= PAIR_ROWS:
-            return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
-        return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
+    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """Return the latents, and a function that returns the inputs of compressors and indexer."""
+        if not self.ratio:
+            return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
+        return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
 
-    def _queries(self, qr_TR: Tensor, qr_scales: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the first ``columns`` of what query latents make: those of the indexer are last, and wanted if it chooses."""
-        if qr_scales is None:
-            return linear(qr_TR, self.wq_b)[:, :columns]
-        # A smaller product may add in another order.
-        rows = None if self.numerics.deterministic else columns
-        return rounded_linear((qr_TR, qr_scales), self.wq_b, dtype, rows=rows)[:, :columns]
-
-    def _compress_paged(
-        self, x_TD: Tensor, projected: Tensor | None, batch: PagedBatch, cache: LayerCache, chooses: bool
-    ) -> Tensor | None:
-        """Store the entries that close and index keys; if the layer chooses, return what weights of index heads come from."""
-        group = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        assert isinstance(cache.stores["entries"], RowStore) and cache.slots["carry"] is not None
-        if projected is None:
-            projected = linear(x_TD, self.compress_in, torch.float32)
-        width = self.compressor.columns
-        self.compressor.step(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], *group)
-        if self.kind == "csa":
-            assert isinstance(cache.stores["keys"], RowStore) and cache.slots["key_carry"] is not None
-            part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor.step(part, cache.slots["key_carry"], cache.stores["keys"], *group, hadamard=self.numerics.quantized)
-        # A copy, so that the rest of so many rows is not kept.
-        return projected[:, -self.config.index_heads :].contiguous() if chooses else None
-
-    def _compress(self, projected: Tensor, batch: Batch, cache: LayerCache) -> None:
-        group, dtype, width = batch.groups[self.ratio], self.numerics.dtype, self.compressor.columns
+    def _compress(self, project: Callable[[], Tensor] | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
+        """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
+        if project is None:
+            return None
         assert cache.stores["entries"] is not None and cache.slots["carry"] is not None
-        entries = self.compressor(projected[:, :width], projected[:, width : 2 * width], cache.slots["carry"], batch, group, dtype)
-        cache.stores["entries"].write(group.write_E, entries)
+        projected, width = project(), self.compressor.columns
+        self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
         if self.kind == "csa":
             assert cache.stores["keys"] is not None and cache.slots["key_carry"] is not None
-            begin, width = 2 * width, self.key_compressor.columns
-            values, scores = projected[:, begin : begin + width], projected[:, begin + width : begin + 2 * width]
-            keys = self.key_compressor(values, scores, cache.slots["key_carry"], batch, group, dtype)
-            cache.stores["keys"].write(group.write_E, hadamard(keys) if self.numerics.quantized else keys)
-
-    def _round_index(self, iq_THC: Tensor) -> Tensor:
-        return self.key_format.simulate(hadamard(iq_THC)) if self.numerics.quantized else iq_THC
+            part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
+            self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
+        # A copy, so that the other columns are freed.
+        return projected[:, -index_heads:].contiguous() if index_heads else None
 
     @property
     def _index_scale(self) -> float:
         return float((self.config.index_dim * self.config.index_heads) ** -0.5)
 
-    def _attend(
-        self, block: QueryBlock, q_THC: Tensor, kv_TC: Tensor, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """Gather the rows of a block of tokens and attend, [N, H, C]."""
-        rows, valid = block.window_rows(kv_TC, cache.stores["window"]), block.valid_NW
-        count = (block.last_position + 1) // self.ratio if self.ratio else 0
-        if count:
-            assert cache.stores["entries"] is not None
-            entries, seen_NK = self._visible_entries(block, count, batch, cache, index)
-            addresses = batch.entry_addresses(block, entries, self.ratio)
-            rows = torch.cat([rows, cache.stores["entries"].read(addresses, rows.dtype)], -2)
-            valid = torch.cat([valid, seen_NK], 1)
-        query = q_THC[block.begin : block.end]
-        return sparse_attention(query, rows, valid, self.attn_sink, self.config.head_dim**-0.5, block=self.numerics.attention_block)
-
-    def _visible_entries(
-        self, block: QueryBlock, count: int, batch: Batch, cache: LayerCache, index: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return which entries a block attends to.
-
-        Returns:
-            Indices int64 [N, K], -1 where none, or [K] for a band; and bool [N, K], which of them each token sees.
-        """
-        visible_N = batch.groups[self.ratio].visible_T[block.begin : block.end]
-        every = torch.arange(count, device=visible_N.device)
-        seen = every < visible_N[:, None]
-        if index is None or count <= self.config.index_topk:
-            # Everything visible is attended, so nothing needs to be scored.
-            if block.banded:
-                return every, seen
-            chosen = every.expand(len(visible_N), -1)
-        else:
-            assert cache.stores["keys"] is not None
-            wanted = torch.where(seen, every, -1) if block.sequence is None else every
-            keys = cache.stores["keys"].read(batch.entry_addresses(block, wanted, self.ratio), self.numerics.dtype)
-            queries, weights = (part[block.begin : block.end] for part in index)
-            scores = index_scores(queries, weights, keys, row_tile=self.numerics.row_tile)
-            chosen, seen = select_entries(scores, visible_N, self.config.index_topk)
-            if block.banded:
-                return union_of(chosen, seen)
-        return torch.where(seen, chosen, -1), seen
-
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
-        if self.tp.size == 1:
-            return grouped_then_linear(o_TGK, self.wo_a, self.wo_b, o_THC.dtype)
-        return total(self.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, torch.float32), o_THC.dtype)
+        partial_dtype = self.share.partial_dtype(o_THC.dtype)
+        return total(self.share.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -366,12 +238,11 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, share, layer)
         self.ffn = MoE(config, numerics, share, hashed=config.hashed(layer))
 
-    def forward(self, streams: Streams, batch: Batch | PagedBatch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
+    def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        positions_T = batch.paging.positions_T if isinstance(batch, PagedBatch) else None
-        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, positions_T, batch.most_tokens))
+        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -484,11 +355,20 @@ class DeepseekV4(nn.Module):
         return state_spec(self.config, self.numerics, self.share.layers, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
     @property
-    def paged(self) -> bool:
-        """Whether steps run in the ops that work on packed rows."""
-        return self.numerics.paged
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual streams, [N, D]."""
+        return (self.config.streams, self.config.hidden_size)
 
-    def forward(self, batch: Batch | PagedBatch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """The length up to which the indexer has nothing to choose, and does not run."""
+        return (self.config.most_unselected,)
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        """Return a step, with the angles that its layers share; see ``models.family.Model``."""
+        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
 
         A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
@@ -498,7 +378,7 @@ class DeepseekV4(nn.Module):
             caches: State of these layers, then of the drafter's.
             streams_TND: What the stage before this one returned; the first has none before it.
         """
-        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND, batch)
+        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND)
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
@@ -524,20 +404,6 @@ class DeepseekV4(nn.Module):
         finally:
             self._skipped = frozenset()
 
-    @property
-    def hidden_shape(self) -> tuple[int, ...]:
-        """Shape of one token's residual streams, [N, D]."""
-        return (self.config.streams, self.config.hidden_size)
-
-    @property
-    def short_lengths(self) -> tuple[int, ...]:
-        """The length up to which the indexer has nothing to choose, and does not run."""
-        return (self.config.most_unselected,)
-
-    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> PagedBatch:
-        """Return a step, with the angles that its layers share; see ``models.family.Model``."""
-        return PagedBatch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
-
     def empty_taps(self, tokens: int) -> Tensor:
         """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""
         width = len(self.targets) * self.config.hidden_size
@@ -557,7 +423,7 @@ class DeepseekV4(nn.Module):
     def capturable(self) -> bool:
         """Whether a step can be recorded in a CUDA graph, if it says ``most_tokens``."""
         dispatchers = (block.ffn.dispatch for block in self.layers if isinstance(block, Block))
-        return self.paged and all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
     def _enter(self, token_ids_T: Tensor) -> Tensor:
         """Return the streams [T, N, D] that tokens begin with."""
@@ -572,15 +438,14 @@ class DeepseekV4(nn.Module):
         found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
         return tp.all_reduce(torch.where(found_T1, self.embed[row_T.clamp(0, len(vocab) - 1)], 0))
 
-    def _streams(self, value_TND: Tensor, batch: Batch | PagedBatch) -> Streams:
-        rounded = self.numerics.quantized and isinstance(batch, PagedBatch)
-        return Streams(value_TND, self.config, self.numerics.row_tile, rounded=rounded)
+    def _streams(self, value_TND: Tensor) -> Streams:
+        return Streams(value_TND, self.config, self.numerics)
 
     def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self._head(streams_TND, self.hc_head, self.norm, out)
 
-    def mtp_forward(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> Tensor:
+    def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
 
         Args:
@@ -591,7 +456,7 @@ class DeepseekV4(nn.Module):
         """
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch)
+        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
         mtp.block(streams, batch, cache)
         return streams.final()
 
@@ -601,11 +466,11 @@ class DeepseekV4(nn.Module):
         assert isinstance(mtp, Mtp)
         mtp.block.ffn.take_part(most_tokens)
 
-    def mtp_feed(self, streams_TND: Tensor, batch: Batch | PagedBatch, cache: LayerCache, depth: int = 0) -> None:
+    def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> None:
         """Keep what the MTP block's later tokens see of a step's tokens; arguments are those of ``mtp_forward``."""
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
-        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)), batch), mtp.block
+        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
         block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
@@ -613,6 +478,29 @@ class DeepseekV4(nn.Module):
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
         return self._head(streams_TND, mtp.hc_head, mtp.norm)
+
+    def draft_block(
+        self,
+        anchors_S: Tensor,
+        next_S: Tensor,
+        window_SP: Tensor,
+        window_first_S: Tensor,
+        caches: Sequence[LayerCache],
+        pick: Callable[[Tensor, int], Tensor],
+        most_sequences: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draft a block with DSpark; see ``models.family.BlockModel``."""
+        from dsv4lite.models.deepseek_v4.dspark import DraftBlock
+
+        assert self.dspark is not None
+        where = DraftBlock.of(next_S, window_SP, window_first_S, self.dspark.block, self.rotary.main)
+        out = self.dspark(anchors_S, where, caches, self.embedded, self.project, pick, most_sequences)
+        return out.token_ids_SG, out.confidence_SG
+
+    def draft_take_part(self, most_sequences: int) -> None:
+        """Do of ``draft_block`` what ``take_part`` does of ``forward``."""
+        assert self.dspark is not None
+        self.dspark.take_part(most_sequences)
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config

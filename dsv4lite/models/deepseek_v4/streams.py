@@ -19,22 +19,22 @@ from dsv4lite.kernels.hc import (
     suits_few,
 )
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.weights.quant import Rounded
+from dsv4lite.weights.quant import Numerics, Rounded
 
 
 class Streams:
     """The residual streams between sub-layers; a sub-layer's output is written when the next one enters (one pass over them)."""
 
-    def __init__(self, streams_TND: Tensor, config: V4Config, row_tile: int | None, *, rounded: bool = False) -> None:
+    def __init__(self, streams_TND: Tensor, config: V4Config, numerics: Numerics) -> None:
         self.value_TND = streams_TND
         self._pending: tuple[Output, HcMix] | None = None
         self._mix: HcMix | None = None
         self._config = config
-        self._row_tile = row_tile
-        self._rounded = rounded
+        self._row_tile = numerics.row_tile
+        self._rounded = numerics.resident_fp8  # products whose weights are FP8 read their inputs in FP8
 
     def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
-        """Return the sub-layer's normed input [T, D], and the same in FP8 where it is wanted."""
+        """Return the sub-layer's normed input [T, D], and the same in FP8 if the products that follow read that, else ``None``."""
         c = self._config
         if suits_few(self.value_TND, self._row_tile):
             pending, self._pending = self._pending, None

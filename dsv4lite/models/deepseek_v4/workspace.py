@@ -31,11 +31,12 @@ def workspace(config: V4Config, numerics: Numerics, share: Share, *, tokens: int
     width = max(share.part(config.expert_width), share.expert_part(config.expert_width))
     heads, groups = share.part(config.num_attention_heads), share.part(config.o_groups)
     c = replace(config, num_attention_heads=heads, o_groups=groups, expert_width=width)
+    on_cpu = numerics.device.type == "cpu"
     split = [_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
     return PassBytes(
         hidden=numerics.dtype.itemsize * c.streams * c.hidden_size,
         held=_held(c, numerics),
-        widest=_model_pass(c, numerics, tokens, longest) if numerics.paged else _reference_pass(c, tokens),
+        widest=_reference_pass(c, tokens) if on_cpu else _model_pass(c, numerics, tokens, longest),
         split=0 if numerics.deterministic else max(split),
         experts=_experts(c, numerics),
     )

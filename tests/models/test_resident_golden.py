@@ -1,6 +1,6 @@
-"""The model on packed rows and resident FP8 and FP4 weights against stored outputs of the official code, from the stored inputs.
+"""The model with resident FP8 and FP4 weights against stored outputs of the official code, from the stored inputs.
 
-On a CPU this is the references of the paged ops; on CUDA (``-m gpu``) the kernels. The limits are those that the data's own page
+On a CPU the references run; on CUDA (``-m gpu``) the kernels. The limits are those that the data's own page
 suggests.
 """
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.models.deepseek_v4.batch import PagedBatch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import OFFICIAL, fill, official_ids, poisoned, rounded
 from tests.models.paged import PagedModel
@@ -32,10 +31,8 @@ def model(request: pytest.FixtureRequest, official_weights: Outputs) -> Iterator
         matrix_dtype=torch.bfloat16,
         resident_fp8=True,
         resident_experts="fp4",
-        paged=True,
     )
     model = fill(poisoned(OFFICIAL, numerics, with_mtp=True), official_weights).requires_grad_(False)
-    assert model.paged
     with torch.inference_mode():
         yield model
 
@@ -46,7 +43,6 @@ class Run:
     def __init__(self, model: DeepseekV4, token_ids: list[int]) -> None:
         self.paged = PagedModel(model, tokens=len(token_ids), seed=1)
         batch = self.paged.batch([(self.paged.open(), token_ids)])
-        assert isinstance(batch, PagedBatch)
         self.batch, self.layers = batch, self.paged.cache.layers
 
 
@@ -103,7 +99,7 @@ def test_experts_agree(model: DeepseekV4, outputs: Outputs, layer: int) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_whole_layer_agrees(model: DeepseekV4, outputs: Outputs, layer: int) -> None:
     run = Run(model, official_ids(136))
-    streams = model._streams(on(model, outputs[f"mid.streams.{layer}"]), run.batch)
+    streams = model._streams(on(model, outputs[f"mid.streams.{layer}"]))
     model.layers[layer](streams, run.batch, run.layers[layer])
     assert distance(streams.final().cpu(), outputs[f"mid.streams.{layer + 1}"]) < 3.5e-2
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Rotary, SequenceInput, make_paged_batch
+from dsv4lite.models.deepseek_v4.batch import Rotary, make_batch
+from dsv4lite.state.paging import SequenceInput
 
 CPU = torch.device("cpu")
 ROTARY = Rotary.of(main=torch.ones(32), compress=torch.ones(32), ratios=(0, 4, 128), device=CPU)
@@ -28,7 +29,7 @@ def test_places_of_a_step_are_aligned_whatever_its_lengths(lengths: tuple[int, .
         )
         for i, n in enumerate(lengths)
     ]
-    batch = make_paged_batch(sequences, ROTARY, CPU, deterministic=False)
+    batch = make_batch(sequences, ROTARY, CPU, deterministic=False)
     places = [getattr(batch.paging, field.name) for field in fields(batch.paging)]
     tensors = [place for place in places if isinstance(place, Tensor)]
     assert len(tensors) > 8

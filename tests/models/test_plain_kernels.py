@@ -1,7 +1,7 @@
-"""Plain models on rows in pages against the ordinary reference path, from the same weights.
+"""Plain models with kernels, on CUDA (``-m gpu``), against the same models with references, on the CPU.
 
-On a CPU this is the references of the paged ops; on CUDA (``-m gpu``) the kernels. Both run prompts in chunks and single tokens,
-past windows, pages and the point from which entries are selected; in float32 they differ in the order of sums alone.
+Both run prompts in chunks and single tokens, past windows, pages and the point from which entries are selected; in float32 they
+differ in the order of sums alone.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIGS = {"short_groups": replace(TINY, streams=3), "release_ratios": WIDE}
 
 
-def model_of(config: V4Config, dtype: torch.dtype, device: str, *, paged: bool, deterministic: bool = False) -> DeepseekV4:
+def model_of(config: V4Config, dtype: torch.dtype, device: str, *, deterministic: bool = False) -> DeepseekV4:
     numerics = Numerics.choose(dtype=dtype, quantized=False, deterministic=deterministic, device=torch.device(device))
-    model = poisoned(config, replace(numerics, paged=paged), with_mtp=True)
+    model = poisoned(config, numerics, with_mtp=True)
     return fill(model, tiny_checkpoint(config)).requires_grad_(False)
 
 
 def both(config: V4Config, dtype: torch.dtype, device: str) -> tuple[DeepseekV4, DeepseekV4]:
-    """Return the model on pages, on the device, and its reference on the CPU."""
-    return model_of(config, dtype, device, paged=True), model_of(config, dtype, "cpu", paged=False)
+    """Return the model on the device, and the same on the CPU."""
+    return model_of(config, dtype, device), model_of(config, dtype, "cpu")
 
 
 def logits(model: DeepseekV4, ids: Sequence[int], cuts: Sequence[int]) -> Tensor:
     return model.logits(run_in_cuts(model, ids, cuts)).cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_chunks_and_single_tokens_agree(name: str, device: str) -> None:
-    paged, reference = both(CONFIGS[name], torch.float32, device)
+def test_chunks_and_single_tokens_agree(name: str) -> None:
+    ours, reference = both(CONFIGS[name], torch.float32, "cuda")
     ids, cuts = tiny_ids(262, CONFIGS[name]), [3, 4, 131, 255, 256, 257, 258]
-    got, wanted = logits(paged, ids, cuts), logits(reference, ids, cuts)
+    got, wanted = logits(ours, ids, cuts), logits(reference, ids, cuts)
     torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4)
     assert torch.equal(got.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_sequences_that_share_steps_agree(device: str) -> None:
+@pytest.mark.gpu
+def test_sequences_that_share_steps_agree() -> None:
     """Single tokens of some sequences beside chunks of others; what a sequence does not own is NaN."""
-    paged, reference = both(TINY, torch.float32, device)
-    rng, models = random.Random(3), [PagedModel(model, tokens=200, sequences=4, seed=2) for model in (paged, reference)]
+    ours, reference = both(TINY, torch.float32, "cuda")
+    rng, models = random.Random(3), [PagedModel(model, tokens=200, sequences=4, seed=2) for model in (ours, reference)]
     sequences = [[model.open() for _ in range(4)] for model in models]
     for _ in range(6):
         lens = [rng.choice((1, 1, 2, 9, 22)) for _ in range(4)]
@@ -63,12 +63,12 @@ def test_sequences_that_share_steps_agree(device: str) -> None:
             torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_drafts_agree(device: str) -> None:
-    paged, reference = both(TINY, torch.float32, device)
+@pytest.mark.gpu
+def test_drafts_agree() -> None:
+    ours, reference = both(TINY, torch.float32, "cuda")
     ids = tiny_ids(80)
     outputs = []
-    for model in (paged, reference):
+    for model in (ours, reference):
         state = PagedModel(model, tokens=len(ids))
         batch = state.batch([(state.open(), ids[1:])])
         streams = torch.randn(79, TINY.streams, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -77,15 +77,15 @@ def test_drafts_agree(device: str) -> None:
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bfloat16_agrees_within_its_noise(device: str) -> None:
+@pytest.mark.gpu
+def test_bfloat16_agrees_within_its_noise() -> None:
     """Rounding a single number otherwise may change what is selected: most tokens agree closely, none is far off."""
-    paged, reference = both(WIDE, torch.bfloat16, device)
-    exact = model_of(WIDE, torch.float32, "cpu", paged=False)
+    ours, reference = both(WIDE, torch.bfloat16, "cuda")
+    exact = model_of(WIDE, torch.float32, "cpu")
     cuts, passes = [131, 178, 179], []
     for factor in (1, 3, 5, 7):
         ids = [token * factor % WIDE.vocab_size for token in tiny_ids(180, WIDE)]
-        passes.append([logits(model, ids, cuts) for model in (paged, reference, exact)])
+        passes.append([logits(model, ids, cuts) for model in (ours, reference, exact)])
     got, wanted, truth = (torch.cat(parts) for parts in zip(*passes, strict=True))
     noise = (wanted - truth).norm(dim=-1)
     assert (got - truth).norm(dim=-1).median() < 1.2 * noise.median()
@@ -95,7 +95,7 @@ def test_bfloat16_agrees_within_its_noise(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_cutting_a_prompt_changes_no_bit(dtype: torch.dtype, device: str) -> None:
-    model = model_of(WIDE, dtype, device, paged=True, deterministic=True)
+    model = model_of(WIDE, dtype, device, deterministic=True)
     ids = tiny_ids(140, WIDE)
     whole = logits(model, ids, [])
     assert torch.equal(logits(model, ids, [1, 130, *range(136, 140)]), whole)
