@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import faulthandler
 import gc
 import hashlib
@@ -111,7 +112,11 @@ def _umask() -> int:
 
 
 def _children() -> list[str]:
-    return [child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()]
+    children = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since it was listed
+            children += task.read_text().split()
+    return children
 
 
 def _files() -> list[str]:

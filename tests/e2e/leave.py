@@ -104,7 +104,9 @@ def fork(kind: str) -> None:
     expected = llm.generate(PROMPT, short).token_ids
     stream = llm.stream(PROMPT, LONG).__enter__()
     next(stream)
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 warns of threads, and they are what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         signal.alarm(60)  # a call that hangs ends the child with a status of its own
         rows = llm.as_completed
