@@ -118,7 +118,7 @@ class Prospect:
         survey = Survey(
             plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
-            chat=source.family.chat(source.model),
+            chat=None if source.family.chat is None else source.family.chat(source.model),
             model=source.model,
             default_params=_default_params(source),
             folder=str(source.folder),

@@ -1,9 +1,9 @@
-"""What the engine asks of a model's config, whichever its family."""
+"""What the engine asks of a model's config, whichever its family, and what a family counts for the memory plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DrafterKind = Literal["mtp", "dspark"]
 
@@ -55,3 +55,21 @@ class MoEConfig(ModelConfig):
 
     route_scale: float = 1.0
     swiglu_limit: float = 10.0
+
+
+class PassBytes(NamedTuple):
+    """Bytes of one rank's pass.
+
+    Attributes:
+        hidden: The residual of one token.
+        held: Of one token, during the whole pass.
+        widest: All that lives at the widest point, of any number of tokens up to the most.
+        split: The same of steps of few tokens, whose attention is split; 0 if it never is.
+        experts: Of one token, while routed experts work.
+    """
+
+    hidden: int
+    held: int
+    widest: int
+    split: int = 0
+    experts: int = 0

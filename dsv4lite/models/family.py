@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dsv4lite.errors import UnsupportedError, near_match, shown
+from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.config import DrafterKind, ModelConfig
+from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
@@ -23,7 +23,6 @@ from dsv4lite.models.deepseek_v4.state import row_reads, state_spec
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.deepseek_v4.workspace import workspace
 from dsv4lite.models.share import Share
-from dsv4lite.models.workspace import PassBytes
 from dsv4lite.state.spec import StateSpec
 from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.names import NameTables
@@ -141,18 +140,10 @@ class BlockModel(Model, Protocol):
         pick: Callable[[Tensor, int], Tensor],
         most_sequences: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft what follows each sequence's newest token.
+        """Draft what follows each sequence's newest token ``anchors_S`` at position ``next_S`` (negative for padding).
 
-        Args:
-            anchors_S: int64, that token.
-            next_S: int64, its position; negative for padding.
-            window_SP, window_first_S: int32, window pages and the logical number of the first.
-            caches: State of the drafter.
-            pick: Chooses a draft, int64 [S], from the logits [S, V] of place k of the block.
-            most_sequences: Where several replicas share experts, those of the one with the most.
-
-        Returns:
-            Drafts int64 [S, G], and the chance float32 [S, G] that each holds if those before it do.
+        ``pick`` chooses drafts int64 [S] from the logits [S, V] of place k of the block. Returns the drafts int64 [S, G], and the
+        chance float32 [S, G] that each holds if those before it do.
         """
 
     def draft_take_part(self, most_sequences: int) -> None:
@@ -164,14 +155,6 @@ class Workspace(Protocol):
 
     def __call__(self, config: Any, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
         """Return the bytes of a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, on one rank."""
-
-
-def _no_reads(config: Any, numerics: Numerics) -> int:
-    return 0
-
-
-def _no_chat(config: Any) -> str | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -189,7 +172,7 @@ class Family:
         workspace: What a pass allocates.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
-        chat: Name of the chat format (``text.chat.CHAT_FORMS``), or ``None``.
+        chat: Returns the name of the chat format (``text.chat.CHAT_FORMS``).
     """
 
     name: str
@@ -199,9 +182,9 @@ class Family:
     state: Callable[..., StateSpec]
     build: Callable[..., Any]
     workspace: Workspace
-    row_reads: Callable[[Any, Numerics], int] = _no_reads
+    row_reads: Callable[[Any, Numerics], int]
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
-    chat: Callable[[Any], str | None] = _no_chat
+    chat: Callable[[Any], str] | None = None
 
     def __repr__(self) -> str:
         return f"Family(name={self.name!r}, …)"
@@ -227,8 +210,11 @@ def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
     """Return the family of a ``config.json``: the one that is ``given``, or one that ships.
 
     Raises:
+        ConfigError: What is given is no ``Family``.
         UnsupportedError: The config is of another family.
     """
+    if not isinstance(given, Family | None):
+        raise ConfigError(f"family={shown(given)} must be a dsv4lite.models.family.Family, or None")
     families = FAMILIES if given is None else {given.name: given}
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in families:

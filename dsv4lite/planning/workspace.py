@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4lite.kernels.sampling.rows import row_bytes
-from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.workspace import PassBytes
+from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.weights.quant import Numerics
 
 MIB = 1 << 20

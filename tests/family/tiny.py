@@ -24,10 +24,9 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import PlainRow, RowStore
-from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
 from dsv4lite.models.share import Share
-from dsv4lite.models.workspace import PassBytes
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Replicate, Split
@@ -124,6 +123,10 @@ def workspace(config: TinyConfig, numerics: Numerics, share: Share, *, tokens: i
     gathered = 2 * longest * heads * (config.head_dim + 1)  # keys and values, scores and probabilities
     hidden = item * config.hidden_size
     return PassBytes(hidden=hidden, held=2 * hidden, widest=tokens * item * (2 * config.hidden_size + inner + attention + gathered))
+
+
+def row_reads(config: TinyConfig, numerics: Numerics) -> int:
+    return 2 * config.hidden_size * numerics.dtype.itemsize
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,6 +259,7 @@ TINY = Family(
     state=state_spec,
     build=Tiny,
     workspace=workspace,
+    row_reads=row_reads,
 )
 
 

@@ -130,14 +130,14 @@ class Attention(nn.Module):
         weights_TH = self._compress(project, batch, cache, index_heads)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
-            assert cache.stores["keys"] is not None and weights_TH is not None
+            assert weights_TH is not None
             keys = (weights_TH, cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale)
             selected_TK = choose_paged(iq_THC, *keys, any_order=any_order)
         return paged_attention(
             q_THC,
             fresh,
             cache.stores["window"],
-            cache.stores["entries"],
+            cache.stores.get("entries"),
             paging,
             self.attn_sink,
             c.head_dim**-0.5,
@@ -165,11 +165,9 @@ class Attention(nn.Module):
         """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
         if project is None:
             return None
-        assert cache.stores["entries"] is not None and cache.slots["carry"] is not None
         projected, width = project(), self.compressor.columns
         self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
         if self.kind == "csa":
-            assert cache.stores["keys"] is not None and cache.slots["key_carry"] is not None
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
             self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.

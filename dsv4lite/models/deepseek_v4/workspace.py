@@ -14,10 +14,10 @@ from dsv4lite.kernels.experts.decode_small import MOE_FEW_TOKENS
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
 from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
+from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.batch import SPLITS
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.share import Share
-from dsv4lite.models.workspace import PassBytes
 from dsv4lite.weights.quant import Numerics
 
 _BF16, _FLOAT, _INT = 2, 4, 4
