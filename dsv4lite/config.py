@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Union, runti
 
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
+from dsv4lite.paging import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from dsv4lite.models.family import Family
@@ -223,7 +224,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("max_model_len", "rebalance_steps"), (1, _INT32_MAX)),
     **dict.fromkeys(("max_logprobs", "redundant_experts"), (0, _INT32_MAX)),
     "kv_cache_memory_bytes": (1, _INT64_MAX),
-    "prefix_checkpoint_tokens": (256, _INT32_MAX),
+    "prefix_checkpoint_tokens": (PAGE_TOKENS, _INT32_MAX),
     "seed": (-(2**63), 2**64 - 1),
     **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), (1, _INT32_MAX)),
 }
@@ -370,8 +371,8 @@ class EngineConfig:
         check_speculative(self.speculative)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be in (0, 1]")
-        if self.prefix_checkpoint_tokens % 256:
-            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
+        if self.prefix_checkpoint_tokens % PAGE_TOKENS:
+            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of {PAGE_TOKENS}")
 
     def _check_ranks(self) -> None:
         if self.redundant_experts is not None and self.layout.ep == 1:

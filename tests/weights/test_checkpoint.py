@@ -44,7 +44,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def write(folder: Path, tensors: dict[str, Tensor], shard_bytes: int | None = None) -> Checkpoint:
-    return Checkpoint.open(str(write_checkpoint(folder, TINY, tensors.items(), shard_bytes=shard_bytes)))
+    return Checkpoint.open(str(write_checkpoint(folder, TINY, tensors.items(), shard_bytes=shard_bytes)), names=v4_names)
 
 
 def read_all(wanted: list[Wanted], **options: Any) -> dict[str, Tensor]:
