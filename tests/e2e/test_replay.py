@@ -40,6 +40,7 @@ from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.scheduling.step_plan import StepPlan
 from dsv4lite.speculation import drafters
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
@@ -413,13 +414,13 @@ def test_a_failing_recorder_hides_no_error(
     assert dumps(tmp_path) == []
 
 
-@pytest.mark.parametrize("broken", ["carries", "stores"])
+@pytest.mark.parametrize("broken", [(StateCache, "slots"), (recorder_file, "stores")], ids=["slots", "stores"])
 def test_a_failing_recorder_stops_no_request(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[Any, str]
 ) -> None:
     with opened(model) as llm:
         expected = tokens_of(llm, [SHORT, [POISON], OTHER])
-    monkeypatch.setattr(recorder_file, broken, fails)
+    monkeypatch.setattr(*broken, fails)
     with opened(model, dump_dir=str(tmp_path)) as llm:
         assert tokens_of(llm, [SHORT, [POISON], OTHER]) == expected
         assert not recorder_of(llm).active

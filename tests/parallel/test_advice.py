@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.state import row_reads
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.planning import memory
 from dsv4lite.planning.memory import _working, plan_memory
 from dsv4lite.planning.roofline import HOP_S, stage_floor
 from tests.e2e.engines import SMALL
@@ -91,7 +95,7 @@ def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
     assert not next(layout.fits for layout in plan.layouts if layout.layout == Layout(dp=2))
 
 
-def test_plans_count_what_gpus_of_one_machine_open_to_each_other() -> None:
+def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two or four that exchange something in every layer: three buffers, with a place for 2^18 numbers of each."""
     found = {}
     for layout in (
@@ -106,12 +110,14 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other() -> None:
         sizes = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep, "data_parallel_size": layout.dp}
         config = EngineConfig(model="any", **sizes, pipeline_parallel_size=layout.pp)
         share = Share.of(flash(), V4_TENSORS, Mesh.outline(layout, 0))
-        here, there = (
-            _working(config, flash(), replace(plain(), device=torch.device(device)), 100, share, Drafting())
-            for device in ("cpu", "cuda")
-        )
-        found[str(layout)] = there[0] - here[0]
-        assert there[1] == here[1]
+        source: Any = SimpleNamespace(model=flash(), family=FAMILIES["deepseek_v4"])
+        arguments = (config, source, replace(plain(), device=torch.device("cuda")), 100, share, Drafting())
+        opened = _working(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "opened_bytes", lambda ranks: 0)
+            without = _working(*arguments)
+        found[str(layout)] = opened[0] - without[0]
+        assert opened[1] == without[1]
     assert list(found.values()) == [3 * ranks << 20 for ranks in (2, 4, 2, 2, 4, 0, 0)]
 
 
