@@ -16,6 +16,7 @@ from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.share import check_layout, shards_of, stages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
@@ -131,6 +132,7 @@ def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layou
     config = replace(QUANTIZED, quantized=form != "plain", num_experts=4, vocab_size=64)
     numerics = plain() if form == "plain" else replace(rounded(), resident_experts=form)
     source = ModelSource(
+        family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
         model=config,

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
 from dsv4lite.weights.quant import Numerics
@@ -144,6 +145,7 @@ def test_filled_tiles_depend_on_name_and_seed_only() -> None:
 def test_dummy_fills_every_parameter(form: ExpertFormat) -> None:
     model = parse_config({**TINY_QUANTIZED, "hidden_size": 128, "moe_intermediate_size": 128})
     source = ModelSource(
+        family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
         model=model,
