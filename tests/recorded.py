@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.paging import Paging
+
 
 class Recording:
     """Stands for a CUDA graph: does the work again, and puts its results where they were."""
@@ -25,6 +27,10 @@ def put(source: Any, target: Any) -> None:
     """Copy tensors, and those in tuples and dataclasses, to where others are."""
     if isinstance(source, Tensor):
         target.copy_(source)
+    elif isinstance(source, Paging):
+        for name in [field.name for field in fields(source) if field.init]:
+            put(getattr(source, name), getattr(target, name))
+        target.derived.clear()  # which was derived from other positions
     elif is_dataclass(source):
         for field in fields(source):
             put(getattr(source, field.name), getattr(target, field.name))

@@ -23,7 +23,7 @@ from dsv4lite.kernels.rows import RowStore
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
 SCORE_BYTES = 256 << 20  # that the scores of one round of tokens may take
-_REF_TOKENS = 256  # that the reference scores together
+_REF_TOKENS = 64  # that the reference scores together
 _LEAST_SHARING = 2  # tokens of a sequence for which the reference reads its keys once
 
 
@@ -202,8 +202,9 @@ def select_paged(scores_NE: Tensor, paging: Paging, top_k: int, ratio: int, *, b
 def select_paged_ref(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
     """See ``select_paged``; sorts."""
     visible_N = _visible(paging, ratio, begin, len(scores_NE))
-    chosen, _ = select_entries(scores_NE.float(), visible_N, out.shape[1])
-    out[:, : chosen.shape[1]] = chosen.int()
+    rows_M = (visible_N > out.shape[1]).nonzero()[:, 0]
+    if len(rows_M):
+        out[rows_M] = select_entries(scores_NE[rows_M].float(), visible_N[rows_M], out.shape[1])[0].int()
     return out
 
 
