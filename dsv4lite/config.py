@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Union, runti
 
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
+from dsv4lite.paging import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from dsv4lite.models.family import Family
     from dsv4lite.parallel.experts import DispatcherFactory
 
 LoadFormat = Literal["auto", "dummy"]
@@ -222,7 +224,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("max_model_len", "rebalance_steps"), (1, _INT32_MAX)),
     **dict.fromkeys(("max_logprobs", "redundant_experts"), (0, _INT32_MAX)),
     "kv_cache_memory_bytes": (1, _INT64_MAX),
-    "prefix_checkpoint_tokens": (256, _INT32_MAX),
+    "prefix_checkpoint_tokens": (PAGE_TOKENS, _INT32_MAX),
     "seed": (-(2**63), 2**64 - 1),
     **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), (1, _INT32_MAX)),
 }
@@ -281,6 +283,7 @@ class EngineConfig:
         rebalance_steps: Steps after which they move.
         dispatcher: How tokens get to experts on other ranks: a name, or what makes a ``parallel.experts.Dispatcher`` of a layer;
             child processes get it pickled, and do not import the host's ``__main__``.
+        family: The model's family (``models.family.Family``) where it is none of those that ship; child processes get it pickled.
         executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
@@ -323,6 +326,7 @@ class EngineConfig:
     redundant_experts: int | None = None
     rebalance_steps: int = 3000
     dispatcher: ExpertDispatch = "auto"
+    family: Family | None = None
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None
@@ -367,13 +371,14 @@ class EngineConfig:
         check_speculative(self.speculative)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be in (0, 1]")
-        if self.prefix_checkpoint_tokens % 256:
-            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of 256")
+        if self.prefix_checkpoint_tokens % PAGE_TOKENS:
+            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of {PAGE_TOKENS}")
 
     def _check_ranks(self) -> None:
         if self.redundant_experts is not None and self.layout.ep == 1:
             raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
         self._check_dispatcher()
+        self._check_portable("family")
         for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= threading.TIMEOUT_MAX:
@@ -400,15 +405,20 @@ class EngineConfig:
             return
         if not callable(given):
             raise ConfigError(f"dispatcher={given!r} must be one of {names}, or a callable that makes a Dispatcher of ExpertRanks")
+        self._check_portable("dispatcher")
+
+    def _check_portable(self, name: str) -> None:
+        """Raise unless ranks in child processes, if there are any, can have an object of the host's."""
+        given = getattr(self, name)
         if self.place_of_ranks == "external" or (self.place_of_ranks == "thread" and self.layout.world == 1):
             return
         remedy = "define it at the top of a module that can be imported, or start the ranks yourself: executor='external'"
         try:
             pickled = pickle.dumps(given)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ConfigError(f"dispatcher={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
+            raise ConfigError(f"{name}={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
         if any(found == "__main__" for _, found, _ in pickletools.genops(pickled)):
-            raise ConfigError(f"dispatcher={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
+            raise ConfigError(f"{name}={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
 
     @property
     def layout(self) -> Layout:

@@ -31,6 +31,7 @@ from torch.nn.functional import softplus
 
 from dsv4lite import AsyncLLM, RequestOutput, SamplingParams, tiny_model
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.dummy import dummy_tensors
 
@@ -60,7 +61,7 @@ def write_skewed(folder: Path, args: argparse.Namespace) -> None:
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in dummy_tensors(model, expert_format="fp4", quantized=True, device=device):
+        for name, tensor in dummy_tensors(model, V4_TENSORS, expert_format="fp4", quantized=True, device=device):
             skewed = name.endswith("gate.bias")
             yield name, biases(model.num_experts, model.experts_per_token, args.exponent, generator) if skewed else tensor.cpu()
 

@@ -41,11 +41,6 @@ def endless(request: Request, index: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FakeModelConfig:
-    dspark: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class FakeInfo:
     tokenizer: Tokenizer
     vocab_size: int = 4096
@@ -53,7 +48,7 @@ class FakeInfo:
     max_logprobs: int = 64
     max_completions: int = 1024
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
-    model_config: FakeModelConfig = field(default_factory=FakeModelConfig)
+    chat: str | None = "deepseek_v4"
 
 
 class FakeSequence:

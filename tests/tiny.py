@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
+from dsv4lite.models.deepseek_v4.names import V4_NAMES
+from dsv4lite.weights.names import NameTables
 
 _SHARED: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -143,6 +145,11 @@ TINY_REFRESHED: Mapping[str, Any] = {
 
 # transformers' config class has these under other names.
 RELEASE_ONLY = ("architectures", "model_type", "torch_dtype", "rope_scaling")
+
+
+def v4_names(raw: Mapping[str, Any]) -> NameTables:
+    """Return V4's names, whatever a config says."""
+    return V4_NAMES
 
 
 def flash() -> V4Config:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, SupportsIndex
 from dsv4lite.api.collect import ParserFactory
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Request, SamplingParams, check_request, is_number, is_unicode
-from dsv4lite.text.chat import END_THINK, PREVIEW, REFRESHED, THINK, render_messages
+from dsv4lite.text.chat import CHAT_FORMS, END_THINK, THINK, render_messages
 from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -22,13 +22,6 @@ Tool = Mapping[str, Any]
 
 LONG_PROMPT = 50_000
 """Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
-
-
-class ModelTraits(Protocol):
-    """What the API needs to know of the model."""
-
-    @property
-    def dspark(self) -> object: ...
 
 
 class EngineFacts(Protocol):
@@ -47,7 +40,7 @@ class EngineFacts(Protocol):
     @property
     def default_params(self) -> SamplingParams: ...
     @property
-    def model_config(self) -> ModelTraits: ...
+    def chat(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +141,14 @@ def chat_job(
 
     Raises:
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed.
+        UnsupportedError: The model's family has no chat format.
     """
     if allow_special not in (True, False):
         message = f"allow_special={shown(allow_special)} must be True or False"
         raise InvalidRequestError(message, parameter="allow_special", value=allow_special)
-    efforts, tokenizer = REFRESHED if facts.model_config.dspark else PREVIEW, facts.tokenizer
+    if facts.chat is None:
+        raise UnsupportedError("this model's family has no chat format; render the conversation yourself and use generate()")
+    efforts, tokenizer = CHAT_FORMS[facts.chat], facts.tokenizer
     parts = render_messages(messages, reasoning=reasoning, efforts=efforts, tools=tools, escape_results=not allow_special)
     thinking = parts[-1].endswith(THINK)
     all_tools = copy.deepcopy([*(tools or ()), *(tool for message in messages for tool in message.get("tools") or ())])

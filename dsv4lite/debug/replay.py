@@ -19,17 +19,18 @@ from torch import Tensor
 from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
-from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.packing import empty_last_token, pack
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.engine.step_inputs import step_batch, step_inputs, window_pages
+from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.runs import place_runs
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Family, Model
+from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
-from dsv4lite.state.cache import GROW_PAGE, StateCache, StateSizes
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -79,7 +80,7 @@ class ReplayReport:
         return "\n".join([*lines, "no op is wrong" if self.first is None else f"first op that is wrong: {self.first}"])
 
 
-def replay(path: str | Path, *, model: str | None = None, device: str | None = None) -> ReplayReport:
+def replay(path: str | Path, *, model: str | None = None, device: str | None = None, family: Family | None = None) -> ReplayReport:
     """Run a saved step again.
 
     While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
@@ -87,6 +88,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     Args:
         path: The file.
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
+        family: Of the model, where it is none of those that ship.
         device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
 
     Raises:
@@ -96,14 +98,14 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     dump = StepDump.load(path)
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
-    settings = dict(dump.settings) | ({} if model is None else {"model": model})
+    settings = {**dump.settings, "family": family} | ({} if model is None else {"model": model})
     where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
     with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
             drafts = dump.drafter and step.plan.max_drafts > 0  # else it had no part in the step
-            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.layers)]
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.share.layers)]
             streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
             if drafts:
@@ -115,13 +117,13 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
 class RebuiltStep:
     """A step that is ready to run: a model, the state as it was, where its sequences are there, and tokens, padding last."""
 
-    model: DeepseekV4
+    model: Model
     cache: StateCache
     plan: StepPlan
     batch: Batch
 
 
-def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> DeepseekV4:
+def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool = False) -> Model:
     """Load the model that a dump's settings name, in some arithmetic, with or without its own drafter.
 
     Raises:
@@ -131,7 +133,7 @@ def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool
     return ModelSource.open(config).build(numerics, with_mtp=drafter, seed=config.seed)
 
 
-def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
+def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     """Give a saved step its state again, on the model's device; padding, if it had any, only on paged state.
 
     Raises:
@@ -147,7 +149,7 @@ def rebuild(dump: StepDump, model: DeepseekV4) -> RebuiltStep:
 def _guess(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
     """Let the model's own drafter keep what it needs of a step, and guess as far as was wanted, as if no guess in it had held."""
     model, plan = step.model, step.plan
-    own = MTP(MTP.most) if model.dspark is None else DSpark(model.dspark.block)
+    own = MTP(MTP.most) if model.config.drafter == "mtp" else DSpark(model.config.draft_block)
     first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
     begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
     best_S = logits_TV[begins].argmax(-1)
@@ -161,24 +163,24 @@ def _home(saved: torch.device) -> str:
     return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
-def _captured(plan: StepPlan, graph: GraphShape, model: DeepseekV4, cache: StateCache) -> Batch:
+def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
     """Return the batch of a captured step of width 1, padding included."""
     last_token, device = empty_last_token(cache), cache.device
-    tables = torch.zeros(len(last_token), -(-graph.max_model_len // GROW_PAGE), dtype=torch.int32, device=device)
+    tables = torch.zeros(len(last_token), -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
     for sequence in plan.sequences:
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
-    inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model, 1), {}).to(device)
+    inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model.config.window), {}).to(device)
     resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
     return step_batch(inputs, place_runs(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
 
 
-def _state(dump: StepDump, places: Places, model: DeepseekV4) -> StateCache:
+def _state(dump: StepDump, places: Places, model: Model) -> StateCache:
     """Return a state that holds the rows of a dump, and nothing else."""
     sizes = StateSizes(grow_pages=len(places.pages), window_pages=max(1, len(places.windows)), slots=len(places.slots), snapshots=0)
-    cache = StateCache.allocate(replace(model.layout, copies=dump.copies), sizes, model.numerics.device)
+    cache = StateCache.allocate(replace(model.state_spec, copies=dump.copies), sizes, model.numerics.device)
     if not dump.rows:
         return cache
-    homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache.layers, places)} | carries(cache.layers)
+    homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache, places)} | cache.slots()
     shapes, saved = ({name: tuple(x.shape) for name, x in rows.items()} for rows in (homes, dump.rows))
     if wrong := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
         named = "; ".join(f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong[:3])

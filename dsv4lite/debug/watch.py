@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
-from dsv4lite.engine.dump import carries
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.state.cache import StateCache
+from dsv4lite.models.family import Model
+from dsv4lite.state.store import StateCache
 
 _KERNELS = "dsv4lite.kernels."
 _CALLERS = ("dsv4lite.models.", "dsv4lite.weights.quant")
@@ -102,7 +101,7 @@ class OpWatch:
         reports: Of the ops that ran, in order.
     """
 
-    def __init__(self, model: DeepseekV4, cache: StateCache, *, rows: int, tokens: int) -> None:
+    def __init__(self, model: Model, cache: StateCache, *, rows: int, tokens: int) -> None:
         self.reports: list[OpReport] = []
         self._model, self._rows, self._tokens = model, rows, tokens
         self._device = model.numerics.device
@@ -113,7 +112,7 @@ class OpWatch:
         parameters = [*model.named_parameters(), *model.named_buffers()]
         self._names = {_storage(tensor): name for name, tensor in parameters}
         self._bad = {name for name, tensor in parameters if _is_bad(name, tensor)}
-        self._carries = {_storage(carry) for carry in carries(cache.layers).values()}
+        self._carries = {_storage(carry) for carry in cache.slots().values()}
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from statistics import mean
 
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Model
 from dsv4lite.weights.quant import Slot
 
 log = logging.getLogger("dsv4lite.engine")
@@ -22,7 +22,7 @@ class Balancer:
         every: Steps.
     """
 
-    def __init__(self, model: DeepseekV4, refill: Callable[[Mapping[str, Slot]], None], every: int) -> None:
+    def __init__(self, model: Model, refill: Callable[[Mapping[str, Slot]], None], every: int) -> None:
         self._model, self._refill, self._every = model, refill, every
         self._steps = 0
 

@@ -1,11 +1,10 @@
 """A step in a file: what ran, what it read, and in which versions. ``debug/replay.py`` runs it again.
 
 The file is in the safetensors format; its metadata hold one JSON text under ``dsv4lite.step``, and its tensors the state that the
-step's sequences use, of every layer I, those of the model's own drafter last:
+step's sequences use, of every layer I, those of the model's own drafter last, by the names of the family's ``StateSpec``:
 
-    layers.I.window              uint8 [pages, bytes], the window pages that the plan names, by ascending id
-    layers.I.entries, .keys      the same of the grow pages
-    layers.I.carry, .key_carry   float32 [slots, copies, A, 3, C], the accumulators before the step
+    layers.I.<store>   uint8 [pages, bytes], the pages of its lifetime that the plan names, by ascending id
+    layers.I.<slot>    float32 [slots, copies, …], before the step
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
-from dsv4lite.state.cache import LayerCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
@@ -73,28 +72,10 @@ class Places:
         )
 
 
-def stores(layers: Sequence[LayerCache], places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
-    """Return the stores of layers by the names of their tensors, and which of their pages are meant."""
-    named = [
-        (f"layers.{i}.{name}", store, ids)
-        for i, layer in enumerate(layers)
-        for name, store, ids in (
-            ("window", layer.window, places.windows),
-            ("entries", layer.entries, places.pages),
-            ("keys", layer.keys, places.pages),
-        )
-    ]
-    return [(name, store, ids) for name, store, ids in named if isinstance(store, RowStore)]
-
-
-def carries(layers: Sequence[LayerCache]) -> dict[str, Tensor]:
-    """Return the accumulators of layers by the names of their tensors."""
-    named = {
-        f"layers.{i}.{name}": carry
-        for i, layer in enumerate(layers)
-        for name, carry in (("carry", layer.carry), ("key_carry", layer.key_carry))
-    }
-    return {name: carry for name, carry in named.items() if carry is not None}
+def stores(cache: StateCache, places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
+    """Return the stores of a state by the names of their tensors, and which of their pages are meant."""
+    ids = {"grow": places.pages, "window": places.windows}
+    return [(name, store, ids[part.lifetime]) for name, part, store in cache.stores()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

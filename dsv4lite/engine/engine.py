@@ -28,7 +28,6 @@ from dsv4lite.engine.routed_experts import RoutedExperts
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
-from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from dsv4lite.sampling.sampler import dry_run
@@ -63,7 +62,7 @@ class EngineInfo:
     max_completions: int
     tokenizer: Tokenizer
     default_params: SamplingParams
-    model_config: V4Config
+    chat: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +335,7 @@ class Engine:
             max_completions=self.config.max_completions,
             tokenizer=tokenizer,
             default_params=report.default_params,
-            model_config=report.model,
+            chat=report.chat,
         )
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:

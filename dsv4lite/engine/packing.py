@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch, SequenceInput, make_batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache, StateCache
+from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.state.store import StateCache
 
 _FEW = (1, 2, 4, 8)
 
@@ -24,21 +25,22 @@ def apply_copies(plan: StepPlan, cache: StateCache) -> None:
         cache.restore(*_pairs(plan.restores, device))
     for pairs, copy in (
         (plan.slot_copies, cache.copy_slots),
-        (plan.grow_copies, cache.copy_grow_pages),
-        (plan.window_copies, cache.copy_window_pages),
+        (plan.grow_copies, partial(cache.copy_pages, "grow")),
+        (plan.window_copies, partial(cache.copy_pages, "window")),
     ):
         if pairs:
             copy(*_pairs(pairs, device))
 
 
-def zero_fill(plan: StepPlan, layers: Sequence[LayerCache]) -> None:
-    """Zero-fill the window rows of tokens for which a drafter, which has these layers, did not run.
+def zero_fill(plan: StepPlan, cache: StateCache, drafter: int) -> None:
+    """Zero-fill the window rows of tokens for which a drafter did not run; the layers of its state begin at ``drafter``.
 
     Attention reads such a row as any other key; zeros keep the drafter independent of what the page held before.
     """
-    addresses = [page * WINDOW_PAGE + place for page, first, last in plan.zero_rows for place in range(first, last)]
-    for layer in layers:
-        layer.window.clear(_ids(tuple(addresses), layer.window.memory.device))
+    addresses = [page * WINDOW_PAGE_TOKENS + place for page, first, last in plan.zero_rows for place in range(first, last)]
+    for _, part, store in cache.stores(drafter):
+        if part.lifetime == "window":
+            store.clear(_ids(tuple(addresses), cache.device))
 
 
 def apply_saves(plan: StepPlan, cache: StateCache) -> None:
@@ -52,7 +54,7 @@ def empty_last_token(cache: StateCache) -> Tensor:
     return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
 
 
-def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int | None = None) -> Batch:
+def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | None = None) -> Batch:
     """Return the step's batch.
 
     Args:
@@ -61,42 +63,31 @@ def pack(plan: StepPlan, model: DeepseekV4, last_token: Tensor, most_tokens: int
         last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
         most_tokens: Tokens of the replica with the most, of those that share experts.
     """
-    sequences = [
-        SequenceInput(
-            token_ids=s.token_ids,
-            start=s.start,
-            slot=s.slot,
-            pages=s.pages,
-            window_first=s.window_first,
-            window_pages=s.window_pages,
-            drafts=s.drafts,
-            carry=s.state_copy,
-        )
-        for s in plan.sequences
-    ]
-    numerics = model.numerics
-    batch = make_batch(sequences, model.rotary, numerics.device, deterministic=numerics.deterministic)
+    device = model.numerics.device
+    token_ids_T, paging, longest = make_paging(plan.sequences, device)
     unknown, row = [], -1
     for sequence in plan.sequences:
         row += len(sequence.token_ids)
         if sequence.token_ids[-1] == IN_FLIGHT:
             unknown.append((row, sequence.slot))
     if unknown:
-        rows, slots = _pairs(tuple(unknown), numerics.device)
-        batch.token_ids_T[rows] = last_token[slots]
+        rows, slots = _pairs(tuple(unknown), device)
+        token_ids_T[rows] = last_token[slots]
+    batch = model.batch(token_ids_T, paging, max_tokens=longest)
     batch.most_tokens = most_tokens
     return batch
 
 
-def padding(tokens: int, model: DeepseekV4) -> Batch:
+def padding(tokens: int, model: Model) -> Batch:
     """Return a step that is all padding: it launches everything and changes no state.
 
     Ranks that share experts run it with the same number of tokens.
     """
     ids = (0,) * tokens
     nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
-    batch = make_batch([nowhere], model.rotary, model.numerics.device, deterministic=model.numerics.deterministic)
-    batch.paging.positions_T.fill_(-1)
+    token_ids_T, paging, longest = make_paging([nowhere], model.numerics.device)
+    batch = model.batch(token_ids_T, paging, max_tokens=longest)
+    paging.positions_T.fill_(-1)
     batch.most_tokens = tokens
     return batch
 

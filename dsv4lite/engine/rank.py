@@ -32,7 +32,7 @@ from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
-from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
@@ -40,14 +40,24 @@ from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import make_drafter
 from dsv4lite.speculation.speculator import make_speculators
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
-_OWN_TO_A_RANK = ("model", "tokenizer", "device", "device_mesh", "process_group", "executor", "progress", "compile_cache_dir")
+_OWN_TO_A_RANK = (
+    "family",
+    "model",
+    "tokenizer",
+    "device",
+    "device_mesh",
+    "process_group",
+    "executor",
+    "progress",
+    "compile_cache_dir",
+)
 _SAMPLE_BYTES = 4096
 
 
@@ -61,14 +71,16 @@ class ProbeReport:
         default_params: Of requests without any, from the checkpoint's ``generation_config.json``.
         folder: Of the checkpoint.
         own: The model's own drafter.
+        chat: Name of its chat format.
         facts: What must be the same on all ranks, in words; empty if there are no others.
     """
 
     plan: MemoryPlan
-    model: V4Config
+    model: ModelConfig
     default_params: SamplingParams
     folder: str
     own: MTP | DSpark | None
+    chat: str | None
     facts: Mapping[str, str]
 
 
@@ -101,8 +113,9 @@ class Probe:
         if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
         report = ProbeReport(
-            plan=make_plan(config, source.model, numerics, drafting=drafting, rank=rank),
+            plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
+            chat=None if source.family.chat is None else source.family.chat(source.model),
             model=source.model,
             default_params=_default_params(source),
             folder=str(source.folder),
@@ -136,7 +149,7 @@ class Probe:
                 progress=report,
             )
             give_back_unused(device)
-            cache = StateCache.allocate(replace(model.layout, copies=1 + drafting.max_drafts), plan.sizes, device)
+            cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
             samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
             sampler: Sampler | None = None
             if samples:
@@ -286,6 +299,7 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
         "dispatcher": given if isinstance(given, str) else f"{named.__module__}.{named.__qualname__}",
         "device": device.type,
         **software(),
+        "family": source.family.name,
         "the model's config": _digest([repr(source.model)]),
         "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),
     }

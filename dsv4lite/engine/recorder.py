@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.engine.dump import REQUESTED, Places, StepDump, carries, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Model
 from dsv4lite.sampling.samples import Samples
 from dsv4lite.scheduling.step_plan import NO_PAGE, StepPlan
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -63,7 +63,7 @@ class StepRecorder:
         ConfigError: Nothing can be written to ``dump_dir``.
     """
 
-    def __init__(self, config: EngineConfig, model: DeepseekV4, cache: StateCache) -> None:
+    def __init__(self, config: EngineConfig, model: Model, cache: StateCache) -> None:
         self._folder = None if config.dump_dir is None else _writable(Path(config.dump_dir).absolute())
         local = Path(config.model)
         self._settings = {
@@ -72,7 +72,7 @@ class StepRecorder:
             "hf_overrides": dict(config.hf_overrides),
         }
         self._numerics, self._cache = model.numerics, cache
-        self._drafter = len(cache.layers) > len(model.layers)
+        self._drafter = len(cache.layers) > len(model.share.layers)
         self._versions = versions(cache.device)  # now: a device that has failed does not tell
         self._wanted: list[Path] = []
         self._step: _Step | None = None
@@ -90,7 +90,7 @@ class StepRecorder:
         """Keep what a step will change; the plan's copies of state are done, its sequences have not begun."""
         with self._harmless():
             slots = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
-            kept = {name: carry.index_select(0, slots) for name, carry in carries(self._cache.layers).items()}
+            kept = {name: carry.index_select(0, slots) for name, carry in self._cache.slots().items()}
             self._step = _Step(plan=plan, graph=graph, carries=kept)
 
     def watch(self, streams_TND: Tensor) -> None:
@@ -161,7 +161,7 @@ class StepRecorder:
             reason=reason,
             plan=plan,
             drafter=self._drafter,
-            copies=self._cache.layout.copies,
+            copies=self._cache.spec.copies,
             left_out=left_out,
             graph=step.graph,
             settings=self._settings,
@@ -175,10 +175,10 @@ class StepRecorder:
 
     def _fitting(self, plan: StepPlan, ill: Collection[int]) -> StepPlan:
         """Return the plan of the sequences that there is room for: those that failed, then the others as they come."""
-        layout, room, kept = self._cache.layout, MAX_STATE_BYTES, set()
+        spec, room, kept = self._cache.spec, MAX_STATE_BYTES, set()
         for sequence in sorted(plan.sequences, key=lambda s: s.seq_id not in ill):
             pages, windows = len(sequence.pages), sum(page != NO_PAGE for page in sequence.window_pages)
-            size = layout.slot_bytes + pages * layout.grow_page_bytes + windows * layout.window_page_bytes
+            size = spec.slot_bytes + pages * spec.grow_page_bytes + windows * spec.window_page_bytes
             if size <= room:
                 kept.add(sequence.seq_id)
                 room -= size
@@ -190,7 +190,7 @@ class StepRecorder:
         places = Places.of(plan.sequences)
         kept = [i for i, slot in enumerate(Places.of(step.plan.sequences).slots) if slot in places.slots]
         rows = {name: carry.cpu()[kept] for name, carry in step.carries.items()}
-        for name, store, ids in stores(self._cache.layers, places):
+        for name, store, ids in stores(self._cache, places):
             memory = store.memory
             rows[name] = torch.empty(len(ids), memory.shape[1], dtype=torch.uint8, device="cpu")
             index = torch.tensor(ids, dtype=torch.int64, device=memory.device)

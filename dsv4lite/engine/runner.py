@@ -19,8 +19,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS
@@ -34,7 +33,7 @@ from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.speculation.peers import Peers
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
@@ -113,7 +112,7 @@ class Runner:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: StateCache,
         sampler: Sampler | None,
         graphs: StepGraphs | None = None,
@@ -234,7 +233,7 @@ class Runner:
         each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
         experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
-        tokens = [*_WARM_UP_TOKENS, *(most // config.experts_per_token for most in pairs)]
+        tokens = [*_WARM_UP_TOKENS, *(most // max(1, config.experts_per_token) for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
         wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
@@ -262,12 +261,12 @@ class Runner:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
         if not model.share.first:
-            shape = (len(batch.token_ids_T), model.config.streams, model.config.hidden_size)
+            shape = (len(batch.token_ids_T), *model.hidden_shape)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
             self._link.receive((before_TND, *rest))
         if routed_TLK is not None:
             batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        layers = self.cache.layers if drafts else self.cache.layers[: len(model.layers)]
+        layers = self.cache.layers if drafts else self.cache.layers[: len(model.share.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
         if not model.share.last:
@@ -330,7 +329,7 @@ class Runner:
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         if plan.zero_rows and self._drafter is not None:
-            zero_fill(plan, self.cache.layers[len(self.model.layers) :])
+            zero_fill(plan, self.cache, len(self.model.share.layers))
         apply_copies(plan, self.cache)
 
     def _graph_for(self, shape: StepShape) -> GraphShape | None:

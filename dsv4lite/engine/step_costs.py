@@ -11,7 +11,7 @@ import torch
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.controller import StepCosts
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 
 _SIZES = (1, 8, 64)
 _REPLAYS = 2

@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.packing import empty_last_token, graph_sizes
-from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs, window_pages
+from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs
 from dsv4lite.kernels.runs import PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
+from dsv4lite.paging import window_pages
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.draft_state import DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: StateCache,
         *,
         max_num_seqs: int,
@@ -146,8 +146,8 @@ class StepGraphs:
         self._captured: dict[GraphShape, _Captured] = {}
         self._passes: dict[int, torch.cuda.CUDAGraph] = {}  # of the drafter, by number of sequences
         self._last: _Captured | None = None
-        self._most_pages = window_pages(model, widths[-1] + (0 if drafter is None else drafter.most))
-        lengths = sorted({min(model.config.most_unselected, max_model_len), max_model_len})
+        self._most_pages = window_pages(model.config.window, widths[-1] + (0 if drafter is None else drafter.most))
+        lengths = sorted({min(most, max_model_len) for most in (*model.short_lengths, max_model_len)})
         every = [(False, 1, lengths)] if drafter is None or adaptive else []
         every += [(drafter is not None, width, lengths[-1:]) for width in widths if width > 1 or drafter is not None]
         sizes = graph_sizes(max_num_seqs if max_tokens is None else min(max_num_seqs, max_tokens))
@@ -163,7 +163,7 @@ class StepGraphs:
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate what a step leaves to later graphs, at addresses that all shapes share."""
         share, config, device, dtype = self._model.share, self._model.config, self._cache.device, self._model.numerics.dtype
-        rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), (config.streams, config.hidden_size)
+        rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), self._model.hidden_shape
         self._before = None if share.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
         self._streams = None
         if not share.last or self.drafter is not None:
@@ -292,7 +292,7 @@ class StepGraphs:
         return graph, result
 
     def _inputs(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> Tensor:
-        pages = self._most_pages if shape.drafts else window_pages(self._model, shape.width)
+        pages = self._most_pages if shape.drafts else window_pages(self._model.config.window, shape.width)
         return step_inputs(sequences, shape.sequences, shape.width, pages, self.accepted.columns)
 
     def _forward(self, inputs: Tensor, shape: GraphShape, *, held_back: bool = False) -> StepOutput | Tensor:
@@ -302,7 +302,7 @@ class StepGraphs:
         if held_back:
             placed = place_runs_ref(*read)
         batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
-        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.layers)]
+        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.share.layers)]
         streams: Tensor = model(batch, layers, None if self._before is None else self._before[:rows])
         if self._streams is not None and (shape.drafts or not model.share.last):
             streams = self._streams[:rows].copy_(streams)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.runs import TOLD, PlacedRuns
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, Model
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import SequencePlan
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache
+from dsv4lite.state.store import StateCache
 
 
 class PageTables:
@@ -30,7 +30,7 @@ class PageTables:
     """
 
     def __init__(self, cache: StateCache, max_model_len: int) -> None:
-        pages = -(-max_model_len // GROW_PAGE)
+        pages = -(-max_model_len // PAGE_TOKENS)
         self.tensor = torch.zeros(cache.sizes.slots + 1, pages, dtype=torch.int32, device=cache.device)
         self._held: dict[int, tuple[int, ...]] = {}
         self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and pages of the last step
@@ -49,11 +49,6 @@ class PageTables:
         rows = torch.tensor([(s.slot, *s.pages, *([0] * (width - len(s.pages)))) for s in changed], dtype=torch.int32, device="cpu")
         rows = send(rows, self.tensor.device)
         self.tensor[rows[:, 0].long(), :width] = rows[:, 1:]
-
-
-def window_pages(model: DeepseekV4, width: int) -> int:
-    """Return how many sliding-window pages a step of ``width`` tokens of a sequence may read or write."""
-    return (model.config.window + width - 3) // WINDOW_PAGE + 2
 
 
 def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
@@ -91,7 +86,7 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
     return torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, size)
 
 
-def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: DeepseekV4, max_model_len: int) -> Batch:
+def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Model, max_model_len: int) -> Batch:
     """Return the batch of a step of equally many rows per sequence.
 
     Args:
@@ -118,8 +113,7 @@ def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Deepse
         window_first_S=inputs[4],
         singles=width == 1,
     )
-    deterministic = model.numerics.deterministic
-    batch = Batch.of(placed.tokens_T, paging, model.rotary, max_tokens=max_model_len, deterministic=deterministic)
+    batch = model.batch(placed.tokens_T, paging, max_tokens=max_model_len)
     batch.most_tokens = size * width  # other ranks replay the same shape
     return batch
 

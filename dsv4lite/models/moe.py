@@ -17,7 +17,7 @@ from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_d
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
-from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.config import MoEConfig
 from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
@@ -44,7 +44,7 @@ from dsv4lite.weights.quant import (
 class WideExperts(nn.Module):
     """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
+    def __init__(self, config: MoEConfig, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         self.limit, self.width, self.count = config.swiglu_limit, width, count
         self.partial = width < config.expert_width
@@ -71,7 +71,7 @@ class WideExperts(nn.Module):
 class TiledExperts(nn.Module):
     """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, count: int, width: int) -> None:
+    def __init__(self, config: MoEConfig, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         hidden, fp4 = config.hidden_size, numerics.resident_experts == "fp4"
         self.limit, self.count, self.partial = config.swiglu_limit, count, width < config.expert_width
@@ -97,7 +97,7 @@ class TiledExperts(nn.Module):
 class SharedExpert(nn.Module):
     """The clamped SwiGLU expert of every token, or one rank's part of its width; w1 (gate) lies above w3 (up)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, width: int) -> None:
+    def __init__(self, config: MoEConfig, numerics: Numerics, width: int) -> None:
         super().__init__()
         self.limit, self.width = config.swiglu_limit, width
         dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
@@ -155,12 +155,12 @@ class ExpertMap(nn.Module):
 class MoE(nn.Module):
     """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, *, hashed: bool) -> None:
+    def __init__(self, config: MoEConfig, numerics: Numerics, share: Share, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
         self.share, self.dtype = share, numerics.dtype
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_width)
+        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_part(c.expert_width))
         self.placement = share.first_placement(c)
         self.map: ExpertMap | None = None
         if share.redundant_experts is not None:
@@ -168,9 +168,9 @@ class MoE(nn.Module):
             if numerics.device.type != "meta":
                 self.map.set(self.placement)
         self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(
-            c, numerics, self.placement.slots_per_rank, share.expert_width
+            c, numerics, self.placement.slots_per_rank, share.expert_part(c.expert_width)
         )
-        self.shared = SharedExpert(c, numerics, share.shared_width)
+        self.shared = SharedExpert(c, numerics, share.part(c.expert_width))
         self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
         self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None

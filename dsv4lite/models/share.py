@@ -1,8 +1,7 @@
-"""How the ranks of a mesh share a V4 model: which layouts divide, and what one rank holds.
+"""How the ranks of a mesh share a model: which layouts divide, and what one rank holds.
 
-Within a pipeline stage, tp cuts heads by output groups, the shared expert by width, and the vocabulary. Routed experts go to the
-ranks of ep whole; where tp has more ranks than ep, each is cut by width among ``tp / ep`` of them. What makes the latent rows and
-chooses among them is everywhere, for these rows have a single head. ``v4_tensors.V4_SHARDING`` says the same of every tensor.
+Within a pipeline stage, tp cuts attention heads, dense matrices and the vocabulary. Routed experts go to the ranks of ep whole;
+where tp has more ranks than ep, each is cut by width among ``tp / ep`` of them. The family's ``Tensors`` say how each is cut.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.experts import can_tile
 from dsv4lite.layout import Layout
-from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, official_shapes, stored_tensors
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.eplb import Placement, balance
 from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_share, make_dispatcher
 from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
+from dsv4lite.weights.tensors import Tensors, stored_tensors
 
 UNSHARED_TOKENS = 128
 """So many tokens' shared expert takes as long as reading its weights: no copy of the ranks would save another one time."""
@@ -33,9 +32,6 @@ class Share:
 
     Attributes:
         mesh: The rank's place and its collectives.
-        heads, groups: Attention heads and output groups.
-        shared_width: Of the shared expert.
-        expert_width: Of every routed expert that it holds.
         vocab: Token ids whose rows of embedding and head it holds.
         layers: Hidden layers.
         dispatcher: How tokens get to their experts: a name, or what makes one.
@@ -44,10 +40,6 @@ class Share:
     """
 
     mesh: Mesh
-    heads: int
-    groups: int
-    shared_width: int
-    expert_width: int
     vocab: range
     layers: range
     dispatcher: str | DispatcherFactory
@@ -56,7 +48,8 @@ class Share:
     @classmethod
     def of(
         cls,
-        config: V4Config,
+        config: ModelConfig,
+        tensors: Tensors,
         mesh: Mesh,
         dispatcher: str | DispatcherFactory = "auto",
         redundant_experts: int | None = None,
@@ -66,16 +59,12 @@ class Share:
         Raises:
             ConfigError: The model cannot be shared so.
         """
-        check_layout(config, mesh.layout)
-        tp, part = mesh.layout.tp, config.vocab_size // mesh.layout.tp
+        check_layout(config, tensors, mesh.layout)
+        part = config.vocab_size // mesh.layout.tp
         return cls(
             mesh=mesh,
-            heads=config.num_attention_heads // tp,
-            groups=config.o_groups // tp,
-            shared_width=config.expert_width // tp,
-            expert_width=config.expert_width // width_ranks(mesh.layout),
             vocab=range(mesh.tp.rank * part, (mesh.tp.rank + 1) * part),
-            layers=stages(config, mesh.layout.pp)[mesh.pp.rank],
+            layers=stages(config, tensors, mesh.layout.pp)[mesh.pp.rank],
             dispatcher=dispatcher,
             redundant_experts=redundant_experts,
         )
@@ -95,10 +84,13 @@ class Share:
         """The ranks that work on the same tokens; see ``Layout``."""
         return self.mesh.peers
 
-    def local(self, config: V4Config) -> V4Config:
-        """Return the sizes of what this rank has of every layer."""
-        width = max(self.shared_width, self.expert_width)
-        return replace(config, num_attention_heads=self.heads, o_groups=self.groups, expert_width=width)
+    def part(self, size: int) -> int:
+        """Return this rank's part of a size that tp divides: heads, or the width of a dense matrix."""
+        return size // self.mesh.layout.tp
+
+    def expert_part(self, width: int) -> int:
+        """Return this rank's part of the width of a routed expert that it holds."""
+        return width // width_ranks(self.mesh.layout)
 
     @property
     def gathered(self) -> int:
@@ -109,7 +101,7 @@ class Share:
         """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
         return dtype if self.mesh.tp.size == 1 else torch.float32
 
-    def first_placement(self, config: V4Config) -> Placement:
+    def first_placement(self, config: ModelConfig) -> Placement:
         """Return where experts are at the start.
 
         Raises:
@@ -151,7 +143,7 @@ def width_ranks(layout: Layout) -> int:
     return max(1, layout.tp // layout.ep)
 
 
-def shards_of(config: V4Config, layout: Layout, rank: int) -> Shards:
+def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) -> Shards:
     """Return which part of every tensor of the checkpoint belongs to a rank."""
     place = layout.place(rank)
     axes = {
@@ -160,24 +152,22 @@ def shards_of(config: V4Config, layout: Layout, rank: int) -> Shards:
         "pp": (place.pp, layout.pp),
         "width": (place.tp // layout.ep, width_ranks(layout)),
     }
-    return Shards(table=V4_SHARDING, axes=axes, num_experts=config.num_experts)
+    return Shards(table=tensors.sharding, axes=axes, num_experts=config.num_experts)
 
 
-def check_layout(config: V4Config, layout: Layout) -> None:
+def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
     """Check that a model can be shared in a layout. Scale blocks are checked later, when tensors are cut.
 
     Raises:
         ConfigError: Names what does not divide.
     """
     tp, ep = layout.tp, layout.ep
-    for name, count, axis, size in (
-        ("o_groups", config.o_groups, "tp", tp),
-        ("vocab_size", config.vocab_size, "tp", tp),
-        ("moe_intermediate_size", config.expert_width, "tp", tp),
-        ("n_routed_experts", config.num_experts, "ep", ep),
-    ):
+    for name, count, axis in tensors.divides(config):
+        size = getattr(layout, axis)
         if count % size:
             raise ConfigError(f"{name}={count} cannot be shared equally by {axis}={size} ranks; choose a divisor")
+    if ep > 1 and not config.num_experts:
+        raise ConfigError(f"ep={ep}: this model has no routed experts to share; leave it at 1")
     if tp % ep and ep % tp:
         raise ConfigError(f"ep={ep} must divide tp={tp} or be a multiple of it: ranks of tp share either experts or their width")
     if layout.copies > 1 and layout.dp > 1:
@@ -186,7 +176,7 @@ def check_layout(config: V4Config, layout: Layout) -> None:
         raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
 
 
-def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
+def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[Layout, ...]:
     """Return every layout of so many devices in which a model can be shared, those with fewer stages first.
 
     Raises:
@@ -202,8 +192,8 @@ def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
         for ep in dict.fromkeys((1, tp, stage)):
             layout = Layout(tp=tp, ep=ep, dp=dp, pp=pp)
             try:
-                check_layout(config, layout)
-                _check_blocks(config, layout)
+                check_layout(config, tensors, layout)
+                _check_blocks(config, tensors, layout)
             except ConfigError:
                 continue
             found.append(layout)
@@ -212,7 +202,7 @@ def layouts_for(config: V4Config, devices: int) -> tuple[Layout, ...]:
     return tuple(found)
 
 
-def _check_blocks(config: V4Config, layout: Layout) -> None:
+def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
     """Check that no cut goes through a scale block, or through the tiles that experts lie in.
 
     Raises:
@@ -220,20 +210,25 @@ def _check_blocks(config: V4Config, layout: Layout) -> None:
     """
     if not config.quantized:
         return
-    if not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
+    if config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
-    shards, blocks = shards_of(config, layout, 0), {"dense": (128, 128), "expert": (1, 32)}
-    for name, spec in official_shapes(replace(config, num_experts=1, experts_per_token=1)).items():
+    shards, blocks = shards_of(config, tensors, layout, 0), {"dense": (128, 128), "expert": (1, 32)}
+    for name, spec in tensors.specs(_one_expert(config)).items():
         shards.cut(name, spec.shape, blocks.get(spec.kind, ()))
 
 
-def stages(config: V4Config, count: int) -> tuple[range, ...]:
+def _one_expert(config: ModelConfig) -> ModelConfig:
+    """Return a config of one routed expert per layer, as all of a layer are alike; a dense model stays as it is."""
+    return replace(config, num_experts=1, experts_per_token=1) if config.num_experts else config
+
+
+def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ...]:
     """Return the layers of every pipeline stage, such that the stage with the most bytes has as few as can be."""
     layers = config.num_hidden_layers
     if count == 1:
         return (range(layers),)
     weights = [0] * layers
-    for name, spec in official_shapes(replace(config, num_experts=1, experts_per_token=1)).items():
+    for name, spec in tensors.specs(_one_expert(config)).items():
         copies = config.num_experts if ".experts." in name else 1
         stored = stored_tensors(name, spec, quantized=config.quantized, expert_format="fp4" if config.quantized else "plain")
         place = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1

@@ -13,15 +13,16 @@ from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, check_s
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.layout import Layout
-from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.family import Family
 from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_floor
-from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, hop_bytes, paged_workspace, reference_workspace
+from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, paged_workspace, sampling_workspace
 from dsv4lite.speculation.speculator import make_speculators
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateLayout, StateSizes
+from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -183,7 +184,8 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
 
 
 def weight_bytes(
-    model: V4Config,
+    family: Family,
+    model: ModelConfig,
     numerics: Numerics,
     mesh: Mesh | None = None,
     *,
@@ -197,47 +199,52 @@ def weight_bytes(
         ConfigError: The model cannot be shared so.
     """
     meta = replace(numerics, device=torch.device("meta"))
-    skeleton = DeepseekV4(model, meta, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
+    options = {"dispatcher": dispatcher, "redundant_experts": redundant_experts, "with_mtp": with_mtp}
+    skeleton = family.build(model, meta, mesh, **options)
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
 def _working(
-    config: EngineConfig, model: V4Config, numerics: Numerics, longest: int, share: Share, drafting: Drafting
+    config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, share: Share, drafting: Drafting
 ) -> tuple[int, int]:
-    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each guess."""
-    tokens, sequences, local = config.max_num_batched_tokens, config.max_num_seqs, share.local(model)
+    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each draft."""
+    model, family, layout = source.model, source.family, config.layout
+    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
-    listed = config.max_logprobs
-    workspace, graphs = reference_workspace(local, tokens, sampled, listed), 0
-    on_cpu = numerics.device.type == "cpu"
-    if not on_cpu:
-        workspace = paged_workspace(local, numerics, tokens=tokens, sequences=sampled, longest=longest, listed=listed)
-        graphs = graph_bytes(local, numerics, sequences=sampled, longest=longest)
-    if not on_cpu and drafting.max_drafts:
-        graphs += drafting_bytes(local, numerics, sequences=sequences, rows=sampled, own=drafting.own is not None)
-    recorded = 0 if on_cpu else sampled
-    if config.layout.world > 1:
-        by_expert = config.dispatcher not in ("auto", "local", "all_gather")
-        partial = local.expert_width < model.expert_width
-        workspace += exchange_bytes(local, numerics, tokens, share.gathered, by_expert=by_expert, partial=partial)
-        graphs += exchange_bytes(local, numerics, recorded, share.gathered, by_expert=by_expert, partial=partial)
+    step = family.workspace(model, numerics, share, tokens=tokens, longest=longest)
+    sampling = sampling_workspace(model.vocab_size, sampled, config.max_logprobs)
+    workspace, graphs, recorded = step.widest + sampling, 0, 0
+    if numerics.device.type != "cpu":
+        recorded = sampled
+        workspace = paged_workspace(step, numerics, tokens=tokens, sampling=sampling)
+        decode = family.workspace(model, numerics, share, tokens=sampled, longest=longest)
+        graphs = graph_bytes(decode, model.vocab_size, sequences=sampled)
+        if drafting.max_drafts:
+            graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=sampled, own=drafting.own is not None)
+    if layout.world > 1:
+        by_expert, experts = config.dispatcher not in ("auto", "local", "all_gather"), step.experts
+        if by_expert and model.num_experts:
+            experts = family.workspace(replace(model, experts_per_token=1), numerics, share, tokens=1, longest=longest).experts
+        partial = share.expert_part(model.expert_width) < model.expert_width and share.part(model.expert_width) < model.expert_width
+        for count in (tokens, recorded):
+            exchanged = exchange_bytes(model, numerics, count, share.gathered, experts, by_expert=by_expert, partial=partial)
+            workspace, graphs = (workspace + exchanged, graphs) if count is tokens else (workspace, graphs + exchanged)
         if numerics.device.type == "cuda":
-            workspace += opened_bytes(len(config.layout.group(config.layout.exchanging, 0)))
-    if config.layout.pp > 1:
-        workspace += hop_bytes(local, numerics, tokens)
-        graphs += hop_bytes(local, numerics, recorded)
+            workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
+    if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
+        workspace, graphs = workspace + 2 * tokens * step.hidden, graphs + 2 * recorded * step.hidden
     return workspace, graphs
 
 
 def plan_state(
-    config: EngineConfig, model: V4Config, layout: StateLayout, budget: int, *, longest: int | None
+    config: EngineConfig, model: ModelConfig, spec: StateSpec, budget: int, *, longest: int | None
 ) -> tuple[StateSizes, int, tuple[str, ...]]:
     """Divide a budget of bytes between the stores.
 
     Returns:
         The sizes, the longest sequence that fits, and advice if it is shorter than wanted.
     """
-    span = (model.window - 2) // WINDOW_PAGE + 2
+    span = window_pages(model.window)
     snapshots = max(16, config.max_num_seqs) if config.enable_prefix_caching else 0
     fixed = StateSizes(
         grow_pages=0,
@@ -245,21 +252,19 @@ def plan_state(
         slots=config.max_num_seqs,
         snapshots=snapshots,
     )
-    left = budget - layout.bytes(fixed)
+    left = budget - spec.bytes(fixed)
     wanted = longest or model.max_positions
     # No more than all sequences at full length could use, and as much again for cached prefixes.
-    useful = 2 * config.max_num_seqs * -(-wanted // GROW_PAGE)
-    page = layout.grow_page_bytes
+    useful = 2 * config.max_num_seqs * -(-wanted // PAGE_TOKENS)
+    page = spec.grow_page_bytes
     pages = useful if page == 0 else max(0, min(useful, left // page))
-    length = min(wanted, pages * GROW_PAGE)
+    length = min(wanted, pages * PAGE_TOKENS)
     advice = []
     if length < wanted and longest is not None:
-        needed = layout.bytes(fixed) + -(-longest // GROW_PAGE) * page
+        needed = spec.bytes(fixed) + -(-longest // PAGE_TOKENS) * page
         advice.append(f"max_model_len={longest} needs {_gib(needed)} of state; there are {_gib(budget)}")
     if left < 0:
-        advice.append(
-            f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(layout.bytes(fixed))} before the first token"
-        )
+        advice.append(f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(spec.bytes(fixed))} before the first token")
     return replace(fixed, grow_pages=pages), length, tuple(advice)
 
 
@@ -280,17 +285,17 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
     """Return the model's own drafter as it is wanted, or by default as it comes, if it comes with one."""
-    kind, shape = source.drafter, source.model.dspark
+    kind, block = source.drafter, source.model.draft_block
     if wanted is None:
-        return MTP() if kind == "mtp" else DSpark(k=shape.block) if kind == "dspark" and shape is not None else None
+        return MTP() if kind == "mtp" else DSpark(k=block) if kind == "dspark" else None
     if kind != ("mtp" if isinstance(wanted, MTP) else "dspark"):
         lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
         instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
         raise UnsupportedError(
             f"speculative={wanted!r}: {source.folder} has no {lacks}; take {instead[kind]}, 'auto', a Speculator, or None"
         )
-    if isinstance(wanted, DSpark) and shape is not None and wanted.k > shape.block:
-        raise ConfigError(f"speculative={wanted!r}: the drafter's block has {shape.block} rows; k is at most that")
+    if isinstance(wanted, DSpark) and wanted.k > block:
+        raise ConfigError(f"speculative={wanted!r}: the drafter's block has {block} rows; k is at most that")
     return wanted
 
 
@@ -299,7 +304,7 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
     return (host_memory(),) * 2 if device.type == "cpu" else available_memory(device)
 
 
-def _longest(config: EngineConfig, model: V4Config) -> int | None:
+def _longest(config: EngineConfig, model: ModelConfig) -> int | None:
     """Return the tokens that a sequence is to have room for; ``None`` means what fits.
 
     Raises:
@@ -315,7 +320,7 @@ def _longest(config: EngineConfig, model: V4Config) -> int | None:
 
 def make_plan(
     config: EngineConfig,
-    model: V4Config,
+    source: ModelSource,
     numerics: Numerics,
     *,
     drafting: Drafting | None = None,
@@ -327,7 +332,7 @@ def make_plan(
 
     Args:
         config: Settings.
-        model: Sizes of the model.
+        source: The model.
         numerics: Arithmetic and device.
         drafting: Who guesses tokens ahead; by default nobody.
         rank: Which rank.
@@ -337,35 +342,33 @@ def make_plan(
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
-    longest = _longest(config, model)
+    model, family, longest = source.model, source.family, _longest(config, source.model)
     on_cpu = numerics.device.type == "cpu"
     available, total = (total, total) if total is not None else _memory_of(numerics.device)
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
-    share, extra = Share.of(model, mesh), config.redundant_experts
-    drafts, dtype, quantized = drafting.own is not None and share.last, numerics.dtype, numerics.quantized
-    layout = StateLayout.of(
-        model, dtype=dtype, quantized=quantized, with_mtp=drafts, drafts=drafting.max_drafts, layers=share.layers
-    )
+    share, extra = Share.of(model, family.tensors, mesh), config.redundant_experts
+    drafts = drafting.own is not None and share.last
+    spec = replace(family.state(model, numerics, share, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
-    weights = weight_bytes(model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    workspace, graphs = _working(config, model, numerics, longest or model.max_positions, share, drafting)
+    weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
+    workspace, graphs = _working(config, source, numerics, longest or model.max_positions, share, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
-    sizes, length, advice = plan_state(config, model, layout, budget, longest=longest)
-    per_sequence = layout.slot_bytes + ((model.window - 2) // WINDOW_PAGE + 2) * layout.window_page_bytes
-    used = weights + workspace + graphs + layout.bytes(sizes)
+    sizes, length, advice = plan_state(config, model, spec, budget, longest=longest)
+    per_sequence = spec.slot_bytes + window_pages(model.window) * spec.window_page_bytes
+    used = weights + workspace + graphs + spec.bytes(sizes)
     notes = list(advice)
     if room < 0:
         notes = [_too_large(weights, workspace + graphs, usable)]
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
     elif used > available:
-        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * layout.grow_page_bytes))
+        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
     if room >= 0 and length < 1:
         notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
-    pages_each = -(-max(1, length) // GROW_PAGE)
+    pages_each = -(-max(1, length) // PAGE_TOKENS)
     return MemoryPlan(
         model=config.model,
         planned_for=f"{target or f'the {numerics.device} of this machine'}: {_formats(numerics)}",
@@ -375,19 +378,19 @@ def make_plan(
                 total=total,
                 available=available,
                 weights=weights,
-                grow_pages=sizes.grow_pages * layout.grow_page_bytes,
-                window_pages=sizes.window_pages * layout.window_page_bytes,
-                slots=sizes.slots * layout.slot_bytes,
-                snapshots=sizes.snapshots * layout.snapshot_bytes,
+                grow_pages=sizes.grow_pages * spec.grow_page_bytes,
+                window_pages=sizes.window_pages * spec.window_page_bytes,
+                slots=sizes.slots * spec.slot_bytes,
+                snapshots=sizes.snapshots * spec.snapshot_bytes,
                 workspace=workspace,
                 graphs=graphs,
             ),
         ),
         sizes=sizes,
-        kv_tokens=sizes.grow_pages * GROW_PAGE,
+        kv_tokens=sizes.grow_pages * PAGE_TOKENS,
         max_model_len=length,
         max_concurrency=min(sizes.slots, sizes.grow_pages // pages_each),
-        bytes_per_token=layout.grow_page_bytes / GROW_PAGE,
+        bytes_per_token=spec.grow_page_bytes / PAGE_TOKENS,
         bytes_per_sequence=per_sequence,
         fits=not notes,
         advice=tuple(notes),
@@ -459,10 +462,10 @@ def plan_memory(
     drafting = choose_drafting(config, source)
 
     def plan_rank(config: EngineConfig, rank: int) -> MemoryPlan:
-        return make_plan(config, source.model, numerics, drafting=drafting, rank=rank, total=total, target=target)
+        return make_plan(config, source, numerics, drafting=drafting, rank=rank, total=total, target=target)
 
     if devices is not None:
-        return _best_plan(config, source.model, numerics, devices, chip, plan_rank)
+        return _best_plan(config, source, numerics, devices, chip, plan_rank)
     return merge_plans([plan_rank(config, rank) for rank in range(config.layout.world)])
 
 
@@ -497,7 +500,7 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
 
 def _best_plan(
     config: EngineConfig,
-    model: V4Config,
+    source: ModelSource,
     numerics: Numerics,
     devices: int,
     chip: Chip | None,
@@ -510,18 +513,21 @@ def _best_plan(
     """
     if devices < 1:
         raise ConfigError(f"devices={devices} must be at least 1")
-    rates = chip or CHIPS["h200"]  # some chip's, to put layouts in order; times are told of a chip that was named
+    tensors, rates = (
+        source.family.tensors,
+        chip or CHIPS["h200"],
+    )  # some chip's, to put layouts in order; times are told of a chip that was named
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
-    for layout in layouts_for(model, devices):
+    for layout in layouts_for(source.model, tensors, devices):
         sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
         one = replace(config, **sizes)
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)
         plans = [plan_rank(one, rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shares = [Share.of(model, Mesh.outline(layout, rank)) for rank in firsts]
+        shares = [Share.of(source.model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
         alone, full = (
-            [_floor(model, numerics, share, plan, count, rates) for share, plan in zip(shares, plans, strict=True)]
+            [_floor(source, numerics, share, plan, count, rates) for share, plan in zip(shares, plans, strict=True)]
             for count in (1, -(-config.max_num_seqs // layout.pp))
         )
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
@@ -532,9 +538,9 @@ def _best_plan(
     return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
 
 
-def _floor(model: V4Config, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
-    form = StateLayout.of(model, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False, layers=share.layers)
-    return stage_floor(model, numerics, share, form, plan.per_device[0].weights, sequences, chip)
+def _floor(source: ModelSource, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
+    reads = source.family.row_reads(source.model, numerics)
+    return stage_floor(source.model, numerics, share, plan.per_device[0].weights, sequences, chip, reads)
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

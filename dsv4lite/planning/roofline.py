@@ -13,10 +13,8 @@ from __future__ import annotations
 from math import pow
 
 from dsv4lite.device import Chip
-from dsv4lite.kernels.rows import page_bytes
-from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.share import Share
-from dsv4lite.state.cache import StateLayout
 from dsv4lite.weights.quant import Numerics
 
 HOP_S = 10e-6
@@ -25,7 +23,7 @@ _EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
 
 
 def stage_floor(
-    model: V4Config, numerics: Numerics, share: Share, layout: StateLayout, weights: int, sequences: int, chip: Chip
+    model: ModelConfig, numerics: Numerics, share: Share, weights: int, sequences: int, chip: Chip, row_reads: int
 ) -> float:
     """Return the seconds that one rank needs at least for its layers, where every sequence has one token.
 
@@ -33,34 +31,34 @@ def stage_floor(
         model: Sizes of the whole model.
         numerics: How weights lie in memory.
         share: What the rank has.
-        layout: Formats of its state.
         weights: Bytes of its weights.
         sequences: Of its replica.
         chip: What it runs on.
+        row_reads: Bytes of one layer's state that a sequence reads.
     """
     layers = len(share.layers)
-    state = sequences * layers * (model.window + model.index_topk) * page_bytes(layout.kv, 1)
+    state = sequences * layers * row_reads
     read = weights_read(model, numerics, share, weights, sequences) + state
     return read / chip.memory_bytes_s + layers * _collectives(model, share, sequences, chip)
 
 
-def weights_read(model: V4Config, numerics: Numerics, share: Share, weights: int, sequences: float) -> float:
+def weights_read(model: ModelConfig, numerics: Numerics, share: Share, weights: int, sequences: float) -> float:
     """Return the bytes of its weights that a rank needs where every sequence has one token, and experts are chosen evenly.
 
     Arguments are those of ``stage_floor``; ``sequences`` may be an average over replicas.
     """
-    slots = model.num_experts // share.mesh.ep.size
+    experts, slots = max(1, model.num_experts), model.num_experts // share.mesh.ep.size
     item = _EXPERT_ITEM.get(numerics.resident_experts, numerics.matrix_dtype.itemsize)
-    expert = 3 * model.hidden_size * share.expert_width * item
+    expert = 3 * model.hidden_size * share.expert_part(model.expert_width) * item
     tokens = sequences * share.gathered
-    used = slots * (1 - pow(1 - model.experts_per_token / model.num_experts, tokens))
+    used = slots * (1 - pow(1 - model.experts_per_token / experts, tokens))
     idle = len(share.layers) * (slots - used) * expert
     if share.first:  # of the embedding only the tokens' rows are read
         idle += len(share.vocab) * model.hidden_size * numerics.dtype.itemsize
     return weights - idle
 
 
-def _collectives(model: V4Config, share: Share, sequences: int, chip: Chip) -> float:
+def _collectives(model: ModelConfig, share: Share, sequences: int, chip: Chip) -> float:
     """Return the seconds that one layer's collectives take."""
     sums, row, size = _FLOAT * sequences * model.hidden_size, sequences * model.hidden_size, share.mesh.ep.size
     seconds = 0.0

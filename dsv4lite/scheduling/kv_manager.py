@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, first_window_page, pages_for
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.scheduling.pages import Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 from dsv4lite.scheduling.sequence import ALL_TOKENS, NO_SLOT, Sequence
 from dsv4lite.scheduling.step_plan import NO_PAGE

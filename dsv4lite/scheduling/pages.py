@@ -16,10 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PAGE_TOKENS = 256
-"""Tokens of one grow page; prefixes are cached at multiples of it."""
-WINDOW_PAGE_TOKENS = 64
-"""Tokens of one sliding-window page; divides ``PAGE_TOKENS``, so that a cached prefix ends at the end of a window page, too."""
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 
 
 def pages_for(num_tokens: int) -> int:
@@ -28,7 +25,12 @@ def pages_for(num_tokens: int) -> int:
 
 
 def first_window_page(position: int, window: int) -> int:
-    """Return the first logical window page that the token at ``position`` attends to; 0 without a sliding window."""
+    """Return the first logical window page that the token at ``position`` attends to; pages before it have slid away.
+
+    Args:
+        position: Of the token.
+        window: Tokens that sliding-window attention sees; 0 if no layer has a window, and so no pages.
+    """
     return max(0, position - window + 1) // WINDOW_PAGE_TOKENS if window else 0
 
 

@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dsv4lite.scheduling.pages import PAGE_TOKENS, IdPool, Pools
+from dsv4lite.paging import PAGE_TOKENS
+from dsv4lite.scheduling.pages import IdPool, Pools
 
 _KEY_BYTES = 16
 

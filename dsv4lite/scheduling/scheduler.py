@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
 from dsv4lite.scheduling.kv_manager import KVManager, StateMoves
-from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, PoolStats, pages_for
+from dsv4lite.scheduling.pages import Pools, PoolStats, pages_for
 from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 

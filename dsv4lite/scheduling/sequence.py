@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.scheduling.pages import PAGE_TOKENS
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
 
 if TYPE_CHECKING:

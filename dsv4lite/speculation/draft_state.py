@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch
+from dsv4lite.models.family import Batch
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, BlockModel
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
 from dsv4lite.speculation.mtp import MtpDrafter
-from dsv4lite.state.cache import LayerCache, StateCache
+from dsv4lite.state.store import LayerCache, StateCache
 
 
 class DeviceDrafter(Protocol):
@@ -59,11 +57,11 @@ class DeviceDrafter(Protocol):
         ...
 
 
-def make_drafter(own: MTP | DSpark, model: DeepseekV4, cache: StateCache) -> DeviceDrafter:
-    """Return the drafter that a setting names."""
+def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDrafter:
+    """Return the drafter that a setting names, of a model that has it: an ``MtpModel`` or a ``BlockModel``."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
-    return BlockDrafter(model, cache.layers[len(model.layers) :], own)
+    return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
 
 
 def draft(
@@ -119,11 +117,10 @@ class BlockDrafter:
     exactly as far as the window pages of the step.
     """
 
-    def __init__(self, model: DeepseekV4, caches: Sequence[LayerCache], settings: DSpark) -> None:
-        assert model.dspark is not None
+    def __init__(self, model: BlockModel, caches: Sequence[LayerCache], settings: DSpark) -> None:
         self.most = settings.k
-        self.per_pass = model.dspark.block
-        self._model, self._drafter = model, model.dspark
+        self.per_pass = model.config.draft_block
+        self._model = model
         self._caches = caches
         self._least = settings.min_confidence
 
@@ -133,20 +130,18 @@ class BlockDrafter:
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
         """Draft a block."""
         next_S = torch.where(state.positions_S < 0, -1, state.positions_S + 1)
-        frequencies = self._model.rotary.main
-        where = DraftBlock.of(next_S, state.window_SP, state.window_first_S, self.per_pass, frequencies)
 
         def pick(logits_SV: Tensor, place: int) -> Tensor:
             return choose(logits_SV.contiguous(), (next_S + place).int())
 
-        weights = (self._model.embedded, self._model.project)
-        out: Drafts = self._drafter(state.tokens_S, where, self._caches, *weights, pick, state.most)
+        windows = (state.window_SP, state.window_first_S)
+        token_ids_SG, confidence_SG = self._model.draft_block(state.tokens_S, next_S, *windows, self._caches, pick, state.most)
         if not self._least:
-            return out.token_ids_SG
-        holds_SG = (out.confidence_SG >= self._least).long().cumprod(1).bool()
-        return torch.where(holds_SG, out.token_ids_SG, UNKNOWN)
+            return token_ids_SG
+        holds_SG = (confidence_SG >= self._least).long().cumprod(1).bool()
+        return torch.where(holds_SG, token_ids_SG, UNKNOWN)
 
     def take_part(self, shape: StepShape) -> None:
         """See ``DeviceDrafter``."""
         if shape.max_drafts and self._model.share.gathered > 1:
-            self._drafter.take_part(shape.sequences)
+            self._model.draft_take_part(shape.sequences)

@@ -8,17 +8,17 @@ position later. The rows that drafting writes into the window are overwritten wh
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.deepseek_v4.batch import Batch
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Batch, MtpModel
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
+from dsv4lite.state.store import LayerCache
 
 
 class MtpDrafter:
@@ -30,8 +30,7 @@ class MtpDrafter:
         most: Most draft tokens in a row.
     """
 
-    def __init__(self, model: DeepseekV4, cache: LayerCache, most: int) -> None:
-        assert len(model.mtp) > 0 and most > 0
+    def __init__(self, model: MtpModel, cache: LayerCache, most: int) -> None:
         self.most = most
         self.per_pass = 1
         self._model = model
@@ -39,11 +38,13 @@ class MtpDrafter:
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Store the block's kv rows of a step."""
-        self._model.mtp_feed(streams_TND, replace(batch, token_ids_T=next_T), self._cache)
+        fed = copy(batch)
+        fed.token_ids_T = next_T
+        self._model.mtp_feed(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
         """Run the block once, where the window pages reach that far; int64 [S, 1]."""
-        page_S, pages = state.positions_S // WINDOW_PAGE - state.window_first_S, state.window_SP.shape[1]
+        page_S, pages = state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S, state.window_SP.shape[1]
         held_S = state.window_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
         room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
         streams_SND = self._run(state, room_S)
@@ -70,8 +71,7 @@ class MtpDrafter:
             singles=True,
         )
         model = self._model
-        most, deterministic = model.config.max_positions, model.numerics.deterministic
-        batch = Batch.of(state.tokens_S, paging, model.rotary, max_tokens=most, deterministic=deterministic)
+        batch = model.batch(state.tokens_S, paging, max_tokens=model.config.max_positions)
         batch.most_tokens = state.most
         return model.mtp_forward(state.streams_SND, batch, self._cache)
 

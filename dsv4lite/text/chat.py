@@ -116,6 +116,8 @@ REFRESHED = Efforts(
 )
 """Efforts of the refreshed releases (0731 and later), one level further up; their configuration has ``dspark_block_size``."""
 
+CHAT_FORMS: Mapping[str, Efforts] = MappingProxyType({"deepseek_v4": PREVIEW, "deepseek_v4_refreshed": REFRESHED})
+"""Chat formats by the names that families give (``Family.chat``)."""
 
 Parts = tuple[str, ...]
 _RESULT_END = re.compile("</(?=tool_result)", re.IGNORECASE)

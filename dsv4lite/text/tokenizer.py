@@ -20,12 +20,12 @@ from tokenizers.models import BPE
 
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError, shown
 from dsv4lite.files import TABLE_BYTES, read_bytes, read_json
-from dsv4lite.models.deepseek_v4.config import MOST_TOKENS
 from dsv4lite.text.scan import Scanner
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
+MOST_TOKENS = 1 << 23  # of a vocabulary: what sampling can number
 
 
 class Content(str):

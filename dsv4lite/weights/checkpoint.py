@@ -27,7 +27,7 @@ from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.errors import CheckpointError, shown
 from dsv4lite.files import TABLE_BYTES, open_regular, parse_json, read_json
 from dsv4lite.parallel.shard import Cut
-from dsv4lite.weights.names import Piece, translate
+from dsv4lite.weights.names import NameTables, Piece, translate
 
 ExpertFormat = Literal["fp4", "fp8", "plain"]
 
@@ -98,12 +98,20 @@ class Checkpoint:
     headers: Mapping[str, TensorInfo] = field(repr=False)
 
     @classmethod
-    def open(cls, model: str, revision: str | None = None, *, progress: Progress | None = None) -> Checkpoint:
+    def open(
+        cls,
+        model: str,
+        revision: str | None = None,
+        *,
+        names: Callable[[Mapping[str, Any]], NameTables],
+        progress: Progress | None = None,
+    ) -> Checkpoint:
         """Open a folder, or a hub id after fetching what is needed of it.
 
         Args:
             model: Folder or hub id.
             revision: Hub revision: branch, tag or commit.
+            names: Returns the names of the family that a ``config.json`` describes.
             progress: Told after every header (phase ``headers``, unit ``files``).
 
         Raises:
@@ -111,7 +119,8 @@ class Checkpoint:
         """
         folder = locate(model, revision)
         read_headers = partial(_read_headers, progress=progress or _silent)
-        config, generation_config, headers = _read_all(folder, read_config, read_generation_config, read_headers)
+        config, generation_config, external = _read_all(folder, read_config, read_generation_config, read_headers)
+        headers = _official(folder, external, names(config))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property
@@ -209,9 +218,9 @@ def _damaged(folder: Path, problems: Iterable[str]) -> CheckpointError:
 
 
 def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
-    """Read the headers of all shards; raise one error that lists everything that is wrong with them."""
+    """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
     problems: list[str] = []
-    external: list[TensorInfo] = []
+    external: dict[str, TensorInfo] = {}
     shards = _shards(folder)
     place = {name: file for file, listed in shards.items() for name in listed or ()}
     for done, (file, listed) in enumerate(shards.items(), start=1):
@@ -221,15 +230,23 @@ def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
             problems += error.problems or [str(error)]
         else:
             names = found.keys() if listed is None else listed
-            external += [found[name] for name in names if name in found]
+            external |= {name: found[name] for name in names if name in found}
             problems += [f"{name}: the index places it in {file}, which does not have it" for name in names if name not in found]
             twice = [name for name in found if place.get(name, file) != file]
             problems += [f"{name}: given twice, in {file} and in {place[name]}, where the index places it" for name in twice]
         progress(LoadProgress(phase="headers", done=done, total=len(shards), unit="files"))
+    if problems:
+        raise _damaged(folder, problems)
+    return external
+
+
+def _official(folder: Path, external: Mapping[str, TensorInfo], names: NameTables) -> dict[str, TensorInfo]:
+    """Return tensors by their official names."""
+    problems: list[str] = []
     headers: dict[str, TensorInfo] = {}
-    for info in external:
+    for info in external.values():
         try:
-            pieces = translate(info.name, info.shape)
+            pieces = translate(info.name, info.shape, names)
         except CheckpointError as error:
             problems.append(str(error))
             continue

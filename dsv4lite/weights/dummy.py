@@ -16,10 +16,10 @@ import torch
 from torch import Generator, Tensor
 
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, Tiles, scale_words
-from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.tensors import StoredTensor, official_shapes, stored_tensors
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.shard import Cut, blocks_of
 from dsv4lite.weights.checkpoint import ExpertFormat
+from dsv4lite.weights.tensors import StoredTensor, Tensors, stored_tensors
 
 # Drawing normal numbers is slow. Random bits become floats when sign, mantissa and the last bit of the exponent stay free, and the
 # rest of the exponent is fixed: magnitudes from 0.5 to below 2, in any format.
@@ -69,7 +69,8 @@ class TilePart:
 
 
 def dummy_tensors(
-    config: V4Config,
+    config: ModelConfig,
+    tensors: Tensors,
     *,
     expert_format: ExpertFormat,
     quantized: bool,
@@ -81,6 +82,7 @@ def dummy_tensors(
 
     Args:
         config: The model.
+        tensors: Its family's tables.
         expert_format: How routed experts are stored.
         quantized: Whether the dense matrices are FP8.
         seed: Another seed, other weights.
@@ -90,7 +92,7 @@ def dummy_tensors(
     Yields:
         Official name and a tensor of its own, in the official dtype.
     """
-    for name, spec in official_shapes(config).items():
+    for name, spec in tensors.specs(config).items():
         if names is not None and name not in names:
             continue
         stored = stored_tensors(name, spec, quantized=quantized, expert_format=expert_format)

@@ -7,17 +7,15 @@ import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
-from dsv4lite.models import read_architecture
-from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.models.deepseek_v4.tensors import official_shapes, stored_tensors
+from dsv4lite.models.config import DrafterKind, ModelConfig
+from dsv4lite.models.family import Family, Model, find_family
 from dsv4lite.models.share import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -26,11 +24,10 @@ from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, lo
 from dsv4lite.weights.dummy import TilePart, dummy_tensors, fill_tiles
 from dsv4lite.weights.loader import cut_pair, load, paired, reload, scale_name
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
+from dsv4lite.weights.tensors import TensorSpec, stored_tensors
 
 log = logging.getLogger("dsv4lite.weights")
 
-_DRAFTERS: Mapping[Literal["mtp", "dspark"], str] = {"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"}
-"""A tensor that only this kind of drafter has."""
 _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -42,9 +39,9 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _dense_fp8(model: V4Config, headers: Mapping[str, TensorInfo]) -> bool:
+def _dense_fp8(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo]) -> bool:
     """Return whether every dense matrix of a checkpoint is FP8 with e8m0 scales."""
-    dense = [name for name, spec in official_shapes(model).items() if spec.kind == "dense" and name in headers]
+    dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in headers]
     stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
     return stored == {("F8_E4M3", "F8_E8M0")}
 
@@ -70,30 +67,31 @@ class ModelSource:
 
     folder: Path
     generation_config: Mapping[str, Any]
-    model: V4Config
+    family: Family
+    model: ModelConfig
     dtype: torch.dtype
     expert_format: ExpertFormat
     dense_fp8: bool
     checkpoint: Checkpoint | None
 
     @property
-    def drafter(self) -> Literal["mtp", "dspark"] | None:
+    def drafter(self) -> DrafterKind | None:
         """The kind of drafter that it comes with.
 
         Raises:
             CheckpointError: Config and tensors tell of different ones.
         """
-        told: Literal["mtp", "dspark"] = "mtp" if self.model.dspark is None else "dspark"
-        if self.checkpoint is None:
-            return told if self.model.num_draft_layers else None
-        for kind, name in _DRAFTERS.items():
-            if name in self.checkpoint.headers and kind != told and self.model.num_draft_layers:
+        told = self.model.drafter
+        if self.checkpoint is None or told is None:
+            return told
+        for kind, name in self.family.drafters.items():
+            if name in self.checkpoint.headers and kind != told:
                 raise CheckpointError(
                     f"{self.folder}: config.json describes a drafter of kind {told!r}, but the tensors are of kind {kind!r}; "
                     "take the config.json that came with them",
                     problems=[f"{name}: unexpected"],
                 )
-        return told if self.model.num_draft_layers and _DRAFTERS[told] in self.checkpoint.headers else None
+        return told if self.family.drafters[told] in self.checkpoint.headers else None
 
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:
@@ -113,31 +111,39 @@ class ModelSource:
         if dummy:
             folder = locate(config.model, config.revision, weights=False)
             raw = {**read_config(folder), **config.hf_overrides}
-            model = read_architecture(raw)
+            family = find_family(raw, config.family)
+            model = family.read_config(raw)
             stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "plain"
             dtypes = {"float32": torch.float32, "float16": torch.float16}
             dtype = dtypes.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16)
             return cls(
                 folder=folder,
                 generation_config=read_generation_config(folder),
+                family=family,
                 model=model,
                 dtype=dtype,
                 expert_format=_EXPERT_FORMATS.get(stored, "plain"),
                 dense_fp8=model.quantized,
                 checkpoint=None,
             )
-        checkpoint = Checkpoint.open(config.model, config.revision)
-        model = read_architecture({**checkpoint.config, **config.hf_overrides})
+
+        def family_of(raw: Mapping[str, Any]) -> Family:
+            return find_family({**raw, **config.hf_overrides}, config.family)
+
+        checkpoint = Checkpoint.open(config.model, config.revision, names=lambda raw: family_of(raw).names)
+        family = family_of(checkpoint.config)
+        model = family.read_config({**checkpoint.config, **config.hf_overrides})
         embed = checkpoint.headers.get("embed.weight")
         if embed is None:
             raise CheckpointError(f"{checkpoint.folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
         return cls(
             folder=checkpoint.folder,
             generation_config=checkpoint.generation_config,
+            family=family,
             model=replace(model, quantized=checkpoint.quantized),
             dtype=_FLOATS.get(embed.dtype, torch.bfloat16),
             expert_format=checkpoint.expert_format,
-            dense_fp8=_dense_fp8(model, checkpoint.headers),
+            dense_fp8=_dense_fp8(family.tensors.specs(model), checkpoint.headers),
             checkpoint=checkpoint,
         )
 
@@ -151,7 +157,7 @@ class ModelSource:
         redundant_experts: int | None = None,
         seed: int = 0,
         progress: bool | Progress = False,
-    ) -> DeepseekV4:
+    ) -> Model:
         """Allocate the model, or a rank's share of it, and fill it.
 
         Args:
@@ -159,7 +165,8 @@ class ModelSource:
             mesh: This rank's place; default is that there are no others.
             with_mtp: Whether the drafter is wanted.
             dispatcher: How tokens get to experts on other ranks.
-            redundant_experts: As for ``DeepseekV4``.
+            redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with ``None`` no expert
+                moves.
             seed: Of random weights; every rank gets its part of the same ones.
             progress: Told of the bytes read.
 
@@ -168,10 +175,10 @@ class ModelSource:
             ConfigError: The model cannot be shared so.
         """
         mesh = mesh or Mesh.single()
-        shards = shards_of(self.model, mesh.layout, mesh.rank)
+        shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         started = time.monotonic()
         report = log_progress if progress is True else progress or None
-        model = DeepseekV4(
+        model = self.family.build(
             self.model, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp
         )
         slots = model.slots()
@@ -179,9 +186,9 @@ class ModelSource:
             load(self.checkpoint, slots, progress=report, shards=shards)
         else:
             self._invent(slots, shards, seed, numerics.device)
-        model.requires_grad_(False)
+        built: Model = model.requires_grad_(False).eval()
         log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
-        return model.eval()
+        return built
 
     def refill(self, slots: Mapping[str, Slot], numerics: Numerics, mesh: Mesh, *, seed: int = 0) -> None:
         """Fill some places of a rank's share again, with what ``build`` would have put there.
@@ -189,7 +196,7 @@ class ModelSource:
         Raises:
             CheckpointError: The checkpoint cannot be read any more, or is another one.
         """
-        shards = shards_of(self.model, mesh.layout, mesh.rank)
+        shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
             reload(self.checkpoint, slots, shards=shards)
         else:
@@ -201,6 +208,7 @@ class ModelSource:
         names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
         tensors = dummy_tensors(
             self.model,
+            self.family.tensors,
             expert_format=self.expert_format,
             quantized=self.model.quantized,
             seed=seed,
@@ -233,7 +241,7 @@ class ModelSource:
         """Return which of the tensors come with a scale."""
         stored = {
             name: stored_tensors(name, spec, quantized=self.model.quantized, expert_format=self.expert_format)
-            for name, spec in official_shapes(self.model).items()
+            for name, spec in self.family.tensors.specs(self.model).items()
             if name in names
         }
         return {name for name, parts in stored.items() if len(parts) == 2}

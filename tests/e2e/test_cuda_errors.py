@@ -32,7 +32,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
-from dsv4lite.state.cache import StateCache
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 
@@ -335,7 +335,7 @@ def test_cuda_error_in_a_step_ends_the_engine_and_frees_it(
         streams = [stack.enter_context(llm.stream(prompt, params)) for prompt in (SHORT, LONG, SHORT) * 4]  # 8 run, 4 wait
         next(iter(streams[0]))
         engine = engine_of(llm)
-        held = [weakref.ref(engine._runner.model), weakref.ref(engine._runner.cache.layers[0].window)]
+        held = [weakref.ref(engine._runner.model), weakref.ref(engine._runner.cache.layers[0].stores["window"])]
         monkeypatch.setattr(DeepseekV4, "logits", raising(boom))
         errors = []
         for stream in streams:

@@ -40,6 +40,7 @@ from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import SamplingParams
 from dsv4lite.scheduling.step_plan import StepPlan
 from dsv4lite.speculation import drafters
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, SMALL, engine_of, nan_embedding, opened, prompts_of, write_model
@@ -407,13 +408,13 @@ def test_a_failing_recorder_hides_no_error(
     assert dumps(tmp_path) == []
 
 
-@pytest.mark.parametrize("broken", ["carries", "stores"])
+@pytest.mark.parametrize("broken", [(StateCache, "slots"), (recorder_file, "stores")], ids=["slots", "stores"])
 def test_a_failing_recorder_stops_no_request(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[Any, str]
 ) -> None:
     with opened(model) as llm:
         expected = tokens_of(llm, [SHORT, [POISON], OTHER])
-    monkeypatch.setattr(recorder_file, broken, fails)
+    monkeypatch.setattr(*broken, fails)
     with opened(model, dump_dir=str(tmp_path)) as llm:
         assert tokens_of(llm, [SHORT, [POISON], OTHER]) == expected
         assert not recorder_of(llm).active
@@ -443,8 +444,8 @@ def test_large_steps_are_saved_in_part(model: Path, tmp_path: Path, monkeypatch:
     for pages, kept in ((2, ["0", "2"]), (0, [])):
         folder = tmp_path / str(pages)
         with opened(model, dump_dir=folder) as llm:
-            layout = recorder_of(llm)._cache.layout
-            room = pages * layout.grow_page_bytes + 3 * layout.window_page_bytes + 2 * layout.slot_bytes
+            spec = recorder_of(llm)._cache.spec
+            room = pages * spec.grow_page_bytes + 3 * spec.window_page_bytes + 2 * spec.slot_bytes
             monkeypatch.setattr(recorder_file, "MAX_STATE_BYTES", room if pages else 1)
             tokens_of(llm, prompts)
         (path,) = dumps(folder)

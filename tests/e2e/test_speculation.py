@@ -25,7 +25,7 @@ from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import DraftProposer
-from dsv4lite.state.cache import LayerCache
+from dsv4lite.state.store import LayerCache
 from tests import recorded
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks

@@ -119,7 +119,7 @@ def test_drafter_finds_nothing_of_others_where_it_missed_tokens(
             if form != "references":
                 graphs = engine.call(record_all).result()
             for layer in engine._runner.cache.layers[len(engine._runner.model.layers) :]:
-                layer.window.memory.fill_(filler)
+                layer.stores["window"].memory.fill_(filler)
             for prompt in (*prompts, prompts[2]):  # the last one from a cached prefix
                 lengths[0] = itertools.cycle([0] * 4 + [2] * 4 + [0] + [1] * 3)
                 said.append(llm.generate(prompt, PARAMS).token_ids)

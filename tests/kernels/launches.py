@@ -38,7 +38,8 @@ from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, sa
 from dsv4lite.kernels.warmup import Specialization, recording
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.state.cache import StateCache, StateSizes
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from tests.kernels.steps import step_of
 from tests.tiny import FLASH, PRO, TINY
@@ -122,7 +123,7 @@ def _steps(
     config = replace(parse_config(settings), num_hidden_layers=len(RATIOS), ratios=RATIOS, num_hash_layers=1, num_mtp_layers=0)
     model = DeepseekV4(config, Numerics.choose(**{"dtype": torch.bfloat16, "deterministic": False, **numerics}, device=META))
     sizes = StateSizes(grow_pages=16, window_pages=16, slots=max(decodes), snapshots=0)
-    cache = StateCache.allocate(model.layout, sizes, META)
+    cache = StateCache.allocate(model.state_spec, sizes, META)
     graphs = StepGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
 
     def prefill(tokens: int, longest: int) -> None:

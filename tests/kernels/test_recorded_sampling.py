@@ -20,7 +20,8 @@ from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.scheduling.sequence import Sequence
 from dsv4lite.speculation.mtp import MtpDrafter
-from dsv4lite.state.cache import StateCache, StateSizes
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, fill, poisoned, tiny_checkpoint
 from tests.recorded import record, without_device
@@ -52,7 +53,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None, own: bool = False) -> Runner:
-    cache, vocab_size = StateCache.allocate(replace(model.layout, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
+    cache, vocab_size = StateCache.allocate(replace(model.state_spec, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
     sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.share.last else None
     if not recorded:
         return Runner(model, cache, sampler)

@@ -29,7 +29,7 @@ from dsv4lite.request import Request, SamplingParams  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
 from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
-from dsv4lite.state.cache import StateCache, StateSizes  # noqa: E402
+from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
 from tests.recorded import Recording, without_device  # noqa: E402
 
@@ -82,7 +82,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def runner_of(mesh: Mesh) -> Runner:
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
-    cache, vocab_size, sampler = StateCache.allocate(model.layout, SIZES, CPU), OFFICIAL.vocab_size, None
+    cache, vocab_size, sampler = StateCache.allocate(model.state_spec, SIZES, CPU), OFFICIAL.vocab_size, None
     if model.share.last:
         sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=4)
     graphs = StepGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
@@ -103,7 +103,7 @@ def test_dry_run_of_draft_tokens_needs_nothing_that_kernels_write(monkeypatch: p
     """A regression: rows of a step whose kernels did not run were looked up wherever the memory said."""
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, with_mtp=True).requires_grad_(False)
-    cache = StateCache.allocate(replace(model.layout, copies=3), SIZES, CPU)
+    cache = StateCache.allocate(replace(model.state_spec, copies=3), SIZES, CPU)
     sampler = Sampler(OFFICIAL.vocab_size, CPU, 0, slots=SIZES.slots, rows=12)
     drafter = MtpDrafter(model, cache.layers[-1], 2)
     most: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_LENGTH, "max_tokens": 12}

@@ -13,10 +13,13 @@ import torch
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine.runner import Runner
-from dsv4lite.models.deepseek_v4.batch import Batch, SequenceInput, make_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.paging import SequenceInput
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 
 triton = pytest.importorskip("triton")
@@ -49,7 +52,7 @@ def shipped(*ratios: int) -> DeepseekV4:
 
 def step_of(model: DeepseekV4, tokens: int) -> Batch:
     """Return a step that reads the beginning of a prompt."""
-    pages, windows = -(-tokens // GROW_PAGE), -(-tokens // WINDOW_PAGE)
+    pages, windows = -(-tokens // PAGE_TOKENS), -(-tokens // WINDOW_PAGE_TOKENS)
     sequence = SequenceInput(
         token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
     )
@@ -59,8 +62,8 @@ def step_of(model: DeepseekV4, tokens: int) -> Batch:
 @torch.inference_mode()
 def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
     model = shipped(0, 4, 128, 0)
-    sizes = StateSizes(grow_pages=MOST // GROW_PAGE + 1, window_pages=1, slots=1, snapshots=0)
-    cache = StateCache.allocate(model.layout, sizes, CPU)
+    sizes = StateSizes(grow_pages=MOST // PAGE_TOKENS + 1, window_pages=1, slots=1, snapshots=0)
+    cache = StateCache.allocate(model.state_spec, sizes, CPU)
     runner = Runner(model, cache, None)
     with recording() as wanted:
         runner.dry_run(MOST, MOST)
@@ -80,7 +83,7 @@ def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
 def test_brief_passes_launch_what_whole_ones_do() -> None:
     model = shipped(0, *(0, 4, 128) * 4)
     sizes = StateSizes(grow_pages=2, window_pages=1, slots=1, snapshots=0)
-    cache = StateCache.allocate(model.layout, sizes, CPU)
+    cache = StateCache.allocate(model.state_spec, sizes, CPU)
     ran: list[int] = []
     for number, block in enumerate(model.layers):
         block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))

@@ -9,10 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, SequenceInput, make_batch
+from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, StateCache, StateSizes
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.paging import SequenceInput
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
 
@@ -53,20 +55,17 @@ class PagedModel:
     def __init__(self, model: DeepseekV4, *, tokens: int, sequences: int = 1, seed: int = 0) -> None:
         self.model, config = model, model.config
         rng = random.Random(seed)
-        grow = sequences * (-(-tokens // GROW_PAGE) + 1)
-        window = sequences * (-(-(tokens + config.window) // WINDOW_PAGE) + 2)
+        grow = sequences * (-(-tokens // PAGE_TOKENS) + 1)
+        window = sequences * (-(-(tokens + config.window) // WINDOW_PAGE_TOKENS) + 2)
         sizes = StateSizes(grow_pages=grow, window_pages=window, slots=sequences + 2, snapshots=2)
-        layout = model.layout
+        spec = model.state_spec
         self.device = model.numerics.device
-        self.cache = StateCache.allocate(layout, sizes, self.device)
-        assert self.cache.nbytes == layout.bytes(sizes)
-        for layer in self.cache.layers:
-            for store in (layer.window, layer.entries, layer.keys):
-                if isinstance(store, RowStore):
-                    store.memory.fill_(POISON)
-            for carry in (layer.carry, layer.key_carry):
-                if carry is not None:
-                    carry.fill_(float("nan"))
+        self.cache = StateCache.allocate(spec, sizes, self.device)
+        assert self.cache.nbytes == spec.bytes(sizes)
+        for _, _, store in self.cache.stores():
+            store.memory.fill_(POISON)
+        for slot in self.cache.slots().values():
+            slot.fill_(float("nan"))
         self._grow, self._window, self._slots = Pool(grow, rng), Pool(window, rng), Pool(sizes.slots, rng)
 
     def open(self) -> PagedSequence:
@@ -84,17 +83,17 @@ class PagedModel:
     def prepare(self, sequence: PagedSequence, token_ids: Sequence[int]) -> SequenceInput:
         """Take the pages that the next tokens need, and free those that no later token reads."""
         start, end = sequence.length, sequence.length + len(token_ids)
-        while len(sequence.pages) * GROW_PAGE < end:
+        while len(sequence.pages) * PAGE_TOKENS < end:
             sequence.pages.append(self._grow.take())
-        first_read = max(0, start - self.model.config.window + 1) // WINDOW_PAGE
+        first_read = max(0, start - self.model.config.window + 1) // WINDOW_PAGE_TOKENS
         gone = sequence.window_pages[: first_read - sequence.window_first]
         self._poison_window(page for page in gone if page >= 0)
         sequence.window_pages = sequence.window_pages[first_read - sequence.window_first :]
         sequence.window_first = first_read
         first_write = max(start, end - self.model.config.window)
-        for page in range(first_read + len(sequence.window_pages), (end - 1) // WINDOW_PAGE + 1):
+        for page in range(first_read + len(sequence.window_pages), (end - 1) // WINDOW_PAGE_TOKENS + 1):
             # A long chunk skips pages that nobody will read: its early rows are never written.
-            sequence.window_pages.append(self._window.take() if (page + 1) * WINDOW_PAGE > first_write else -1)
+            sequence.window_pages.append(self._window.take() if (page + 1) * WINDOW_PAGE_TOKENS > first_write else -1)
         return SequenceInput(
             token_ids=token_ids,
             start=start,
@@ -106,9 +105,9 @@ class PagedModel:
 
     def _poison_window(self, pages: Iterable[int]) -> None:
         ids = list(pages)
-        for layer in self.cache.layers:
-            assert isinstance(layer.window, RowStore)
-            layer.window.memory[ids] = POISON
+        for _, part, store in self.cache.stores():
+            if part.lifetime == "window":
+                store.memory[ids] = POISON
         self._window.give(ids)
 
     def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Rotary, SequenceInput, make_batch
+from dsv4lite.models.deepseek_v4.batch import Rotary, make_batch
+from dsv4lite.state.paging import SequenceInput
 
 CPU = torch.device("cpu")
 ROTARY = Rotary.of(main=torch.ones(32), compress=torch.ones(32), ratios=(0, 4, 128), device=CPU)

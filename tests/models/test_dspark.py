@@ -25,7 +25,8 @@ from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
-from dsv4lite.models.deepseek_v4.tensors import official_shapes
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Numerics, linear
@@ -184,9 +185,9 @@ def test_rounded_rows_give_the_published_drafts(model: DeepseekV4) -> None:
     """Context rows and the block's own are rounded alike; the main model's are not."""
     state = PagedModel(model, tokens=37)
     for layer in state.cache.layers[5:]:
-        window = layer.window
+        window = layer.stores["window"]
         assert isinstance(window, RowStore)
-        layer.window = RoundedStore(RoundedRow(32, torch.float32), len(window.memory), window.rows_per_page, state.device)
+        layer.stores["window"] = RoundedStore(RoundedRow(32, torch.float32), len(window.memory), window.rows_per_page, state.device)
     sequence = state.open()
     out = draft(state, [sequence], run(state, sequence, tiny_ids(37))[-1:])
     assert out.token_ids_SG.tolist() == [[45, 50, 15, 24, 24]]
@@ -257,7 +258,7 @@ def test_every_part_gives_the_published_values(model: DeepseekV4, trace: Trace) 
     x_main = rms_norm(linear(taps[None], drafter.main_proj), drafter.main_norm, TINY_DSPARK.norm_eps)
     assert_values(x_main[0, :4], "-0.46745 1.11374 0.91092 0.42538")
     address = torch.tensor([sequence.window_pages[0] * 64 + 10])
-    rows = [layer.window.read(address, torch.float32)[0] for layer in state.cache.layers[5:]]
+    rows = [layer.stores["window"].read(address, torch.float32)[0] for layer in state.cache.layers[5:]]
     assert_values(rows[0][[0, 1, 2, 3, 24, 25, 26, 27]], "1.84364 -1.08102 -0.09796 0.81314 -2.18957 1.08935 0.53302 -0.04780")
     assert_values(rows[2][[0, 1, 2, 3, 24, 25, 26, 27]], "0.00664 -1.56614 0.84182 -3.18297 -0.92046 1.08570 0.79233 0.85077")
     assert_values(trace.attended[0][0, :4], "-0.30269 -0.58213 -0.48214 -0.25127")
@@ -369,10 +370,10 @@ def test_model_has_a_place_for_every_tensor_of_the_drafter() -> None:
     with_drafter, without = (DeepseekV4(config, numerics, with_mtp=drafts) for drafts in (True, False))
     assert {name: slot.shape for name, slot in with_drafter.slots().items()} == shapes
     assert without.dspark is None and {name for name in shapes if not name.startswith("mtp.")} == set(without.slots())
-    assert len(with_drafter.layout.ratios) == len(without.layout.ratios) + 3
+    assert len(with_drafter.state_spec.layers) == len(without.state_spec.layers) + 3
     for model, drafts in ((with_drafter, True), (without, False)):
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        assert weight_bytes(config, numerics, with_mtp=drafts) == held
+        assert weight_bytes(FAMILIES["deepseek_v4"], config, numerics, with_mtp=drafts) == held
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -418,7 +419,7 @@ ANCHORS = [3, 4]
 
 
 def stored_tensors() -> dict[str, Tensor]:
-    return dict(dummy_tensors(STORED, expert_format="fp4", quantized=True, seed=1))
+    return dict(dummy_tensors(STORED, V4_TENSORS, expert_format="fp4", quantized=True, seed=1))
 
 
 def behind_prompts(model: DeepseekV4) -> tuple[PagedModel, list[PagedSequence]]:
@@ -457,10 +458,8 @@ def on_gpu() -> tuple[PagedModel, list[PagedSequence]]:
 def test_every_op_of_a_draft_agrees_with_its_reference(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
     """The rows that a step keeps for the drafter, and a draft: each op on the kernels' own inputs."""
     state, sequences = on_gpu
-    for layer in state.cache.layers:
-        for carry in (layer.carry, layer.key_carry):
-            if carry is not None:  # of nobody: its poison would be among what an op leaves behind
-                carry.masked_fill_(carry.isnan(), 0.0)
+    for slot in state.cache.slots().values():  # of no sequence: its poison would be among what an op writes
+        slot.masked_fill_(slot.isnan(), 0.0)
     watch = OpWatch(state.model, state.cache, rows=2, tokens=2)
     with torch.no_grad(), watch.watching():
         state.step([(sequence, [7]) for sequence in sequences])
@@ -517,7 +516,7 @@ def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None
     state = PagedModel(model, tokens=40)
     sequence = state.open()
     anchor = run(state, sequence, tiny_ids(11))[-1]
-    before = [layer.window.memory.clone() for layer in state.cache.layers if isinstance(layer.window, RowStore)]
+    before = [store.memory.clone() for _, part, store in state.cache.stores() if part.lifetime == "window"]
     where = DraftBlock.of(
         torch.tensor([11, -1]),
         torch.tensor([sequence.window_pages, [-1] * len(sequence.window_pages)], dtype=torch.int32),
@@ -528,5 +527,5 @@ def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None
     with torch.no_grad():
         out = drafter_of(model)(torch.tensor([anchor, 0]), where, state.cache.layers[5:], model.embedded, model.project)
     assert out.token_ids_SG[0].tolist() == [15, 1, 1, 1, 1] and out.logits_SGV[1].isfinite().all()
-    after = [layer.window.memory for layer in state.cache.layers if isinstance(layer.window, RowStore)]
+    after = [store.memory for _, part, store in state.cache.stores() if part.lifetime == "window"]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

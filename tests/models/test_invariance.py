@@ -181,17 +181,15 @@ def test_prefix_continues_from_a_snapshot_to_the_bit(exact: DeepseekV4, name: st
     paged.step([(first, ids[100:256])])
     paged.cache.save(torch.tensor([first.slot]), torch.tensor([1]))
     second = paged.open()
-    for layer in paged.cache.layers:
-        for carry in (layer.carry, layer.key_carry):
-            if carry is not None:
-                carry[second.slot] = float("nan")
+    for slot in paged.cache.slots().values():
+        slot[second.slot] = float("nan")
     paged.cache.restore(torch.tensor([1]), torch.tensor([second.slot]))
     second.length, second.pages = 256, list(first.pages)
     second.window_first = first.window_first
     second.window_pages = [page if page < 0 else paged.take_window() for page in first.window_pages]
     held = [i for i, page in enumerate(first.window_pages) if page >= 0]
-    paged.cache.copy_window_pages(
-        torch.tensor([first.window_pages[i] for i in held]), torch.tensor([second.window_pages[i] for i in held])
+    paged.cache.copy_pages(
+        "window", torch.tensor([first.window_pages[i] for i in held]), torch.tensor([second.window_pages[i] for i in held])
     )
     paged.step([(first, random_ids(exact.config, 70, 1))])
     got = [paged.step([(second, ids[a:b])])[0] for a, b in ((256, 257), (257, 271), (271, len(ids)))]

@@ -175,13 +175,13 @@ def test_csa_output_agrees(csa: AttentionRun, outputs: Outputs) -> None:
 def test_compressed_entries_agree(csa: AttentionRun, hca: AttentionRun, outputs: Outputs) -> None:
     for run, layer in ((csa, 1), (hca, 2)):
         wanted = outputs[f"main.entries.{layer}"]
-        got = run.cache.entries.read(torch.arange(len(wanted)), torch.bfloat16)
+        got = run.cache.stores["entries"].read(torch.arange(len(wanted)), torch.bfloat16)
         assert distance(got, wanted) < 3e-4
 
 
 def test_index_keys_agree(csa: AttentionRun, outputs: Outputs) -> None:
     wanted = outputs["main.index_keys.1"]
-    got = csa.cache.keys.read(torch.arange(len(wanted)), torch.bfloat16)
+    got = csa.cache.stores["keys"].read(torch.arange(len(wanted)), torch.bfloat16)
     assert (got != wanted).float().mean() < 1e-3
 
 

@@ -14,6 +14,8 @@ from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.moe import TiledExperts, WideExperts
 from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.checkpoint import ExpertFormat
@@ -33,7 +35,7 @@ def whole(output: Tensor | ExpertSum) -> Tensor:
 
 
 def checkpoint(config: V4Config, form: ExpertFormat) -> Mapping[str, Tensor]:
-    return dict(dummy_tensors(config, expert_format=form, quantized=True))
+    return dict(dummy_tensors(config, V4_TENSORS, expert_format=form, quantized=True))
 
 
 @pytest.mark.parametrize("form", ["fp4", "fp8"])
@@ -70,7 +72,7 @@ def test_padding_gets_the_shared_expert_alone() -> None:
 def test_planned_bytes_are_those_of_the_checkpoint() -> None:
     model, tensors = DeepseekV4(SMALL, resident("fp4")), checkpoint(SMALL, "fp4")
     held = (*model.parameters(), *model.buffers())
-    assert weight_bytes(SMALL, resident("fp4"), with_mtp=False) == sum(t.nbytes for t in held)
+    assert weight_bytes(FAMILIES["deepseek_v4"], SMALL, resident("fp4"), with_mtp=False) == sum(t.nbytes for t in held)
     stored = sum(t.nbytes for name, t in tensors.items() if name.startswith("layers.0.ffn.experts."))
     experts = model.get_submodule("layers.0.ffn.experts")
     assert sum(t.nbytes for t in experts.parameters()) == stored

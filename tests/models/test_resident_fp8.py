@@ -12,6 +12,8 @@ from torch import Tensor
 from dsv4lite.errors import CheckpointError
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.quant import Matrix, Numerics
@@ -27,7 +29,7 @@ def resident(deterministic: bool = False) -> Numerics:
 
 
 def checkpoint(config: V4Config, seed: int = 0) -> Mapping[str, Tensor]:
-    return dict(dummy_tensors(config, expert_format="fp4", quantized=True, seed=seed))
+    return dict(dummy_tensors(config, V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
 
 
 @pytest.mark.parametrize(("config", "deterministic"), [(SMALL, False), (ODD, True)], ids=["small", "odd-deterministic"])
@@ -54,7 +56,9 @@ def test_fused_matrices_keep_one_scale_per_block_where_borders_allow() -> None:
 
 def test_planned_bytes_are_those_held() -> None:
     model = DeepseekV4(SMALL, resident())
-    assert weight_bytes(SMALL, resident(), with_mtp=False) == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert weight_bytes(FAMILIES["deepseek_v4"], SMALL, resident(), with_mtp=False) == sum(
+        t.nbytes for t in (*model.parameters(), *model.buffers())
+    )
     matrices = [m for m in model.modules() if isinstance(m, Matrix) and m.scale is not None]
     assert matrices and all(m.weight.element_size() == m.scale.element_size() == 1 for m in matrices if m.scale is not None)
 

@@ -70,7 +70,7 @@ def test_csa_agrees(model: DeepseekV4, outputs: Outputs) -> None:
     check_entries(run, outputs, 1)
     keys = outputs["main.index_keys.1"]
     places = addresses(run, len(keys), 4)
-    stored = run.layers[1].keys.read(places, torch.bfloat16).cpu()
+    stored = run.layers[1].stores["keys"].read(places, torch.bfloat16).cpu()
     assert (stored != keys).float().mean() < 5e-3
 
 
@@ -81,7 +81,7 @@ def addresses(run: Run, count: int, ratio: int) -> Tensor:
 
 def check_entries(run: Run, outputs: Outputs, layer: int) -> None:
     wanted = outputs[f"main.entries.{layer}"]
-    got = run.layers[layer].entries.read(addresses(run, len(wanted), OFFICIAL.ratios[layer]), torch.bfloat16).cpu()
+    got = run.layers[layer].stores["entries"].read(addresses(run, len(wanted), OFFICIAL.ratios[layer]), torch.bfloat16).cpu()
     assert distance(got, wanted) < 3e-3
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.weights.names import translate
 from dsv4lite.weights.quant import Slot, TensorSlot
 from tests.golden import fill, plain, poisoned
@@ -73,7 +74,7 @@ class Pair:
 def official_state(model: Any) -> dict[str, Tensor]:
     """Return transformers' parameters and buffers under the official names."""
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not name.endswith("inv_freq")}
-    return {piece.name: tensor[piece.index] for name, tensor in state.items() for piece in translate(name, tensor.shape)}
+    return {piece.name: tensor[piece.index] for name, tensor in state.items() for piece in translate(name, tensor.shape, V4_NAMES)}
 
 
 def make_pair(name: str, *, deterministic: bool = False) -> Pair:
@@ -129,7 +130,7 @@ def test_gradients_of_all_weights_agree(deterministic: bool) -> None:
     wanted = {
         piece.name: (torch.zeros_like(tensor) if grads[name] is None else grads[name])[piece.index]
         for name, tensor in pair.theirs.named_parameters()
-        for piece in translate(name, tensor.shape)
+        for piece in translate(name, tensor.shape, V4_NAMES)
     }
     ours = torch.nn.functional.cross_entropy(pair.ours.logits(pair.ours.one_pass(ids.tolist()))[:-1], ids[1:])
     assert (ours - loss).abs() < 1e-5

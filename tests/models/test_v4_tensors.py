@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
-from dsv4lite.models.deepseek_v4.tensors import StoredTensor, TensorSpec, official_shapes, stored_tensors
+from dsv4lite.models.deepseek_v4.tensors import official_shapes
+from dsv4lite.weights.tensors import StoredTensor, TensorSpec, stored_tensors
 from tests.tiny import FLASH_REFRESHED, PRO_REFRESHED, TINY, flash, pro
 
 

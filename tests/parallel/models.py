@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4lite.models import moe
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.share import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -21,7 +22,7 @@ from dsv4lite.weights.loader import load, reload
 from dsv4lite.weights.quant import CopiedSlot, MatrixSlot, TileSlot
 from tests.golden import OFFICIAL, TINY, plain, poisoned, rounded
 from tests.models.paged import PagedModel
-from tests.tiny import write_checkpoint
+from tests.tiny import v4_names, write_checkpoint
 
 # Everything that four ranks share divides by four.
 PLAIN = replace(TINY, vocab_size=64, num_attention_heads=8, o_groups=4, num_experts=8)
@@ -79,7 +80,11 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
     if job.resident:
         numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
     model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, redundant_experts=job.redundant_experts, with_mtp=True)
-    load(Checkpoint.open(str(job.folder)), model.slots(), shards=shards_of(job.config, mesh.layout, mesh.rank))
+    load(
+        Checkpoint.open(str(job.folder), names=v4_names),
+        model.slots(),
+        shards=shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank),
+    )
     return model.requires_grad_(False)
 
 
@@ -114,7 +119,9 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
     for slot in moved.values():
         for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
             forget(place)
-    reload(Checkpoint.open(str(job.folder)), moved, shards=shards_of(job.config, mesh.layout, mesh.rank))
+    reload(
+        Checkpoint.open(str(job.folder), names=v4_names), moved, shards=shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank)
+    )
     even = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
     assert imbalances[: len(blocks)] == list(zip(uneven, even, strict=True))
     return before, run(model, mesh, job), len(moved), uneven, even

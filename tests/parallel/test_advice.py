@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,14 @@ from dsv4lite.device import CHIPS
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.state import row_reads
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning import memory
 from dsv4lite.planning.memory import _working, plan_memory
 from dsv4lite.planning.roofline import HOP_S, stage_floor
-from dsv4lite.state.cache import StateLayout
 from tests.e2e.engines import SMALL
 from tests.golden import plain
 from tests.tiny import flash, pro
@@ -39,22 +43,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_layouts_are_those_that_divide() -> None:
     """Two output groups leave tp two ranks, and three layers leave pp two of four."""
     expected = {(tp, ep, 4 // tp // pp, pp) for pp in (1, 2) for tp in (1, 2) for ep in (1, tp, 4 // pp)}
-    found = layouts_for(parse_config(MODEL), 4)
+    found = layouts_for(parse_config(MODEL), V4_TENSORS, 4)
     assert {(layout.tp, layout.ep, layout.dp, layout.pp) for layout in found} == expected
     assert len(found) == len(expected) and {layout.world for layout in found} == {4}
 
 
 def test_layouts_leave_scale_blocks_whole() -> None:
     """V4-Pro's experts, 3072 wide, are cut between blocks of 128 by eight ranks, but not by sixteen."""
-    assert Layout(tp=8) in layouts_for(pro(), 8) and Layout(tp=8) in layouts_for(flash(), 8)
-    assert not any(layout.tp == 16 for layout in layouts_for(pro(), 16))
+    assert Layout(tp=8) in layouts_for(pro(), V4_TENSORS, 8) and Layout(tp=8) in layouts_for(flash(), V4_TENSORS, 8)
+    assert not any(layout.tp == 16 for layout in layouts_for(pro(), V4_TENSORS, 16))
 
 
 def test_plan_for_devices_is_that_of_the_best_layout(folder: str) -> None:
     settings = {**SETTINGS, "device": "auto", "gpu": "h200"}
     plan = plan_memory(folder, devices=4, **settings)
     best = plan.layouts[0]
-    assert len(plan.per_device) == 4 and len(plan.layouts) == len(layouts_for(parse_config(MODEL), 4))
+    assert len(plan.per_device) == 4 and len(plan.layouts) == len(layouts_for(parse_config(MODEL), V4_TENSORS, 4))
     sizes = {
         "tensor_parallel_size": best.layout.tp,
         "expert_parallel_size": best.layout.ep,
@@ -105,8 +109,9 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: py
     ):
         sizes = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep, "data_parallel_size": layout.dp}
         config = EngineConfig(model="any", **sizes, pipeline_parallel_size=layout.pp)
-        share = Share.of(flash(), Mesh.outline(layout, 0))
-        arguments = (config, flash(), replace(plain(), device=torch.device("cuda")), 100, share, Drafting())
+        share = Share.of(flash(), V4_TENSORS, Mesh.outline(layout, 0))
+        source: Any = SimpleNamespace(model=flash(), family=FAMILIES["deepseek_v4"])
+        arguments = (config, source, replace(plain(), device=torch.device("cuda")), 100, share, Drafting())
         opened = _working(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "opened_bytes", lambda ranks: 0)
@@ -134,10 +139,9 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
     """With so many sequences that every expert is used, a step reads all weights but the embedding."""
     config = replace(parse_config(MODEL), num_hidden_layers=2, ratios=(0, 0, 0))
     for layout, sums in ((Layout(), 0), (Layout(tp=2), 2), (Layout(tp=2, ep=2), 2), (Layout(ep=2), 1)):
-        share = Share.of(config, Mesh.outline(layout, 0))
-        form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
+        share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
         sequences, weights = 1000, 10**9
-        got = stage_floor(config, plain(), share, form, weights, sequences, H200)
+        got = stage_floor(config, plain(), share, weights, sequences, H200, row_reads(config, plain()))
         rows = sequences * 2 * (config.window + config.index_topk) * 4 * config.head_dim
         read = weights - 4 * len(share.vocab) * config.hidden_size + rows
         travels = HOP_S + 4 * sequences * config.hidden_size / H200.link_bytes_s  # an all-reduce of two sends half of it twice
@@ -146,9 +150,8 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
 
 def test_floor_of_one_token_reads_its_experts_only() -> None:
     config, layout = parse_config(MODEL), Layout(ep=2)
-    share = Share.of(config, Mesh.outline(layout, 0))
-    form = StateLayout.of(config, dtype=plain().dtype, quantized=False, with_mtp=False)
-    one, all_of_them = (stage_floor(config, plain(), share, form, 10**9, count, H200) for count in (1, 10**4))
+    share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
+    one, all_of_them = (stage_floor(config, plain(), share, 10**9, count, H200, row_reads(config, plain())) for count in (1, 10**4))
     expert = 3 * config.hidden_size * config.expert_width * 4
     assert one < all_of_them
     idle = config.num_hidden_layers * (4 - 4 * config.experts_per_token / 8) * expert

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
 from tests.parallel.dispatchers import OwnAllGather, OwnLocal
@@ -31,7 +32,7 @@ def plain_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def quantized_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    tensors = dict(dummy_tensors(QUANTIZED, expert_format="fp4", quantized=True))
+    tensors = dict(dummy_tensors(QUANTIZED, V4_TENSORS, expert_format="fp4", quantized=True))
     folder = write(tmp_path_factory.mktemp("quantized") / "model", tensors)
     ids = [(37 * t * t + 11 * t) % QUANTIZED.vocab_size for t in range(139)]
     prompts = (tuple(ids), tuple(reversed(ids[:70])))

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4lite.kernels.quantize import dequantize_matrix, round_fp8
 from dsv4lite.kernels.routing import swiglu
 from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import OFFICIAL, OFFICIAL_OUTPUTS, official_checkpoint, official_ids, official_model
 from tests.models.test_official_golden import Outputs, distance, distances
@@ -120,7 +121,7 @@ def test_logits_move_no_further_than_by_one_rounding(found: Outputs, outputs: Ou
 @pytest.mark.parametrize("resident", [False, True], ids=["widened", "resident"])
 def test_layers_of_four_ranks_are_within_the_limits_of_one(ranks: Ranks, tmp_path: Path, resident: bool) -> None:
     ids = tuple((37 * t * t + 11 * t) % WIDE.vocab_size for t in range(139))
-    folder = write(tmp_path / "model", dict(dummy_tensors(WIDE, expert_format="fp4", quantized=True)))
+    folder = write(tmp_path / "model", dict(dummy_tensors(WIDE, V4_TENSORS, expert_format="fp4", quantized=True)))
     job = Job(folder=folder, config=WIDE, prompts=(ids,), cuts=(), resident=resident)
     (one,) = ranks.run(layer_outputs, job, layout=Layout())
     for layout in (Layout(tp=4), Layout(tp=4, ep=2)):

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4lite.layout import Layout
 from dsv4lite.models import moe
 from dsv4lite.models import share as share_module
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.share import UNSHARED_TOKENS, Share
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -120,7 +121,7 @@ def test_copies_share_the_shared_expert_of_many_tokens(ranks: Ranks, job: Job, l
 @pytest.mark.parametrize("layout", [ONE, Layout(tp=2), Layout(dp=2, ep=2), Layout(ep=4), *TOGETHER], ids=str)
 def test_shared_expert_of_every_token_is_added_by_one_copy(layout: Layout) -> None:
     for tokens in (1, UNSHARED_TOKENS, UNSHARED_TOKENS + 1, 1001):
-        shares = [Share.of(PLAIN, Mesh.outline(layout, rank)) for rank in range(layout.world)]
+        shares = [Share.of(PLAIN, V4_TENSORS, Mesh.outline(layout, rank)) for rank in range(layout.world)]
         for tp in range(layout.tp):
             for dp in range(layout.dp):
                 parts = [range(tokens)[s.shared_tokens(tokens)] for s in shares if (s.mesh.place.tp, s.mesh.place.dp) == (tp, dp)]

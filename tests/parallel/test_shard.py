@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, official_shapes
+from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, official_shapes
 from dsv4lite.models.share import shards_of
 from dsv4lite.parallel.shard import Cut, Experts, Replicate, Shards, Split, blocks_of, pattern_of, slice_for
 from tests.tiny import flash, pro
@@ -40,7 +40,7 @@ def shapes_of(config: Callable[[], V4Config]) -> dict[str, Any]:
 def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config], tp: int, ep: int) -> None:
     c, shapes = config(), shapes_of(config)
     layout = Layout(tp=tp, ep=ep)
-    ranks = [shards_of(c, layout, rank) for rank in range(layout.world)]
+    ranks = [shards_of(c, V4_TENSORS, layout, rank) for rank in range(layout.world)]
     for name, spec in shapes.items():
         rule = V4_SHARDING[pattern_of(name)]
         cuts = [rank.cut(name, spec.shape, BLOCKS.get(spec.kind, ())) for rank in ranks]
@@ -84,7 +84,7 @@ def test_tensor_without_a_place_may_be_another_ranks(axes: dict[str, tuple[int, 
 
 
 def test_experts_are_cut_by_width_where_tp_exceeds_ep() -> None:
-    shards = shards_of(flash(), Layout(tp=4, ep=2), 3)
+    shards = shards_of(flash(), V4_TENSORS, Layout(tp=4, ep=2), 3)
     assert shards.cut("layers.0.ffn.experts.7.w1.weight", (2048, 4096), (1, 32)) == (slice(1024, 2048), slice(0, 4096))
     assert shards.cut("layers.0.ffn.experts.7.w2.weight", (4096, 2048), (1, 32)) == (slice(0, 4096), slice(1024, 2048))
 

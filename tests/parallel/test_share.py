@@ -15,12 +15,14 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.models.deepseek_v4.tensors import official_shapes, stored_tensors
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.share import check_layout, shards_of, stages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot
 from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.tensors import stored_tensors
 from tests.golden import plain, rounded
 from tests.parallel.models import PLAIN, QUANTIZED
 from tests.tiny import flash, pro
@@ -47,7 +49,7 @@ def test_ranks_hold_every_element_once_and_otherwise_whole_copies(config: V4Conf
     shapes = official_shapes(config)
     for rank in range(layout.world):
         model = DeepseekV4(config, replace(numerics, device=META), Mesh.outline(layout, rank), dispatcher=Idle, with_mtp=True)
-        shards = shards_of(config, layout, rank)
+        shards = shards_of(config, V4_TENSORS, layout, rank)
         for name, slot in model.slots().items():
             cut = shards.cut(name, shapes[name].shape)
             assert slot.shape == tuple(part.stop - part.start for part in cut)
@@ -82,7 +84,7 @@ class Idle:
 )
 def test_layout_that_does_not_divide_is_refused(layout: Layout, change: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_layout(replace(PLAIN, **change), layout)
+        check_layout(replace(PLAIN, **change), V4_TENSORS, layout)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_layout_that_does_not_divide_is_refused(layout: Layout, change: dict[str
     ],
 )
 def test_stages_have_about_equally_many_bytes(config: V4Config, count: int, expected: list[int]) -> None:
-    found = stages(config, count)
+    found = stages(config, V4_TENSORS, count)
     assert [layer for stage in found for layer in stage] == list(range(config.num_hidden_layers))
     assert [len(stage) for stage in found] == expected
 
@@ -110,7 +112,7 @@ def test_stages_are_the_best_of_all_cuts(count: int) -> None:
         weights[layer] += sum(tensor.nbytes for tensor in stored)
     cuts = [(0, *cut, 9) for cut in combinations(range(1, 9), count - 1)]
     best = min(max(sum(weights[a:b]) for a, b in pairwise(cut)) for cut in cuts)
-    assert max(sum(weights[layer] for layer in stage) for stage in stages(config, count)) == best
+    assert max(sum(weights[layer] for layer in stage) for stage in stages(config, V4_TENSORS, count)) == best
 
 
 def value(slot: Slot) -> torch.Tensor:
@@ -130,6 +132,7 @@ def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layou
     config = replace(QUANTIZED, quantized=form != "plain", num_experts=4, vocab_size=64)
     numerics = plain() if form == "plain" else replace(rounded(), resident_experts=form)
     source = ModelSource(
+        family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
         model=config,
@@ -140,7 +143,7 @@ def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layou
     )
     whole = source.build(numerics, with_mtp=True, seed=3).slots()
     for rank in range(layout.world):
-        mesh, shards = Mesh.outline(layout, rank), shards_of(config, layout, rank)
+        mesh, shards = Mesh.outline(layout, rank), shards_of(config, V4_TENSORS, layout, rank)
         slots = source.build(numerics, mesh, with_mtp=True, dispatcher=Idle, seed=3).slots()
         for name, slot in slots.items():
             assert torch.equal(value(slot), value(whole[name])[shards.cut(name, whole[name].shape)]), name

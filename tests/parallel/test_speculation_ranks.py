@@ -16,6 +16,7 @@ from dsv4lite.errors import EngineDeadError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -182,7 +183,7 @@ def refreshed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**REFRESHED, **SHARED, "compress_ratios": [4, 8, 0, 0, 0]}
     shape = parse_config(config)
     assert shape.dspark is not None
-    assert all(set(shape.dspark.targets).intersection(layers) for layers in stages(shape, 2))
+    assert all(set(shape.dspark.targets).intersection(layers) for layers in stages(shape, V4_TENSORS, 2))
     return write_model(tmp_path_factory.mktemp("refreshed"), config, seed=2)
 
 

@@ -13,6 +13,7 @@ from dsv4lite import ConfigError, MemoryPlan, SamplingParams, plan_memory
 from dsv4lite.__main__ import main
 from dsv4lite.device import CHIPS, host_memory
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import merge_plans
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.e2e.engines import SMALL, opened, write_tokenizer
@@ -180,7 +181,7 @@ def test_host_memory_without_limits_is_what_is_free(tmp_path: Path) -> None:
 
 def test_float16_checkpoint_is_computed_in_float32_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was computed in bfloat16, which rounds its weights, without a word."""
-    tensors = dummy_tensors(parse_config(SMALL), expert_format="plain", quantized=False)
+    tensors = dummy_tensors(parse_config(SMALL), V4_TENSORS, expert_format="plain", quantized=False)
     halves = ((name, tensor.half() if tensor.is_floating_point() else tensor) for name, tensor in tensors)
     write_checkpoint(tmp_path, {**SMALL, "torch_dtype": "float16"}, halves)
     assert "float32 matrices, float32 experts, float32 KV rows" in plan_memory(str(tmp_path), memory_bytes=GIB).planned_for

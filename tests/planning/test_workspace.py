@@ -21,8 +21,10 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, _model_pass, paged_workspace
-from dsv4lite.state.cache import StateCache, StateLayout, StateSizes
+from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
+from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, paged_workspace, sampling_workspace
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.quant import Numerics
 from examples.benchmark import flash
@@ -150,9 +152,9 @@ def numerics_of(kind: str, *, deterministic: bool) -> Numerics:
 
 def paged_model(config: V4Config, numerics: Numerics) -> tuple[DeepseekV4, StateCache]:
     config = replace(config, quantized=numerics.quantized)
-    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=False)
     sizes = StateSizes(grow_pages=4, window_pages=8, slots=2, snapshots=0)
-    return DeepseekV4(config, numerics), StateCache.allocate(layout, sizes, META)
+    model = DeepseekV4(config, numerics)
+    return model, StateCache.allocate(model.state_spec, sizes, META)
 
 
 CASES: Mapping[str, tuple[V4Config, int, int]] = {
@@ -162,6 +164,12 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
     "few tokens, long context": (FLASH, 64, 1 << 20),
     "small": (SMALL, 8192, 16384),
 }
+
+
+def whole_workspace(model: DeepseekV4, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
+    step = workspace(model.config, numerics, model.share, tokens=tokens, longest=longest)
+    sampling = sampling_workspace(model.config.vocab_size, sequences, 0)
+    return paged_workspace(step, numerics, tokens=tokens, sampling=sampling)
 
 
 def check_widest_point(ledger: Ledger, case: str, kind: str, *, deterministic: bool) -> None:
@@ -174,7 +182,7 @@ def check_widest_point(ledger: Ledger, case: str, kind: str, *, deterministic: b
     lived, counted = ledger.allocator.peak - before, _model_pass(config, numerics, tokens, longest)
     assert 0.97 * lived <= counted <= 1.15 * lived + MIB, (lived, counted)
     numerics = numerics_of(kind, deterministic=deterministic)
-    assert paged_workspace(config, numerics, tokens=tokens, sequences=64, longest=longest) >= _GAPS * lived
+    assert whole_workspace(model, tokens=tokens, sequences=64, longest=longest, numerics=numerics) >= _GAPS * lived
 
 
 @pytest.mark.usefixtures("nothing_is_launched")
@@ -198,7 +206,7 @@ def test_workspace_of_plain_models_is_what_lives_at_the_widest_point(
 
 def check_one_piece(ledger: Ledger, config: V4Config, numerics: Numerics, tokens: int, longest: int) -> None:
     model, cache = paged_model(config, numerics)
-    whole = paged_workspace(config, numerics, tokens=tokens, sequences=8, longest=longest)
+    whole = whole_workspace(model, tokens=tokens, sequences=8, longest=longest, numerics=numerics)
     allocator = ledger.allocator = Allocator()
     allocator.give_back(*allocator.take(whole - SMALL_BLOCKS))
     for count in (2, 100, tokens, 1025, 513, 4, 7777, 1500, 12, 3000, tokens, 5000, 600, 32, tokens):

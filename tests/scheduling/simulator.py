@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dsv4lite.errors import RequestFailedError
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate
-from dsv4lite.scheduling.pages import PAGE_TOKENS, WINDOW_PAGE_TOKENS, Pools, first_window_page
+from dsv4lite.scheduling.pages import Pools, first_window_page
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import Sequence
 

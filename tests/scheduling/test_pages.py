@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.scheduling.pages import PAGE_TOKENS, IdPool, Pools, first_window_page, pages_for
+from dsv4lite.paging import PAGE_TOKENS
+from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 
 

@@ -11,8 +11,9 @@ import weakref
 import pytest
 
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.kv_manager import KVManager
-from dsv4lite.scheduling.pages import WINDOW_PAGE_TOKENS, Pools, pages_for
+from dsv4lite.scheduling.pages import Pools, pages_for
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import State, WaitingQueue, make_sequences
 from tests.scheduling.simulator import EOS, Harness, request

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import dsv4lite
+from dsv4lite import paging
+from dsv4lite.kernels import indexer
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsv4lite"
@@ -23,7 +25,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "files", "request", "config", "layout", "models.deepseek_v4.config")},
+    {"vocabulary": ("errors", "files", "request", "config", "layout", "paging")},
     {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",)},
     {"models": ("models", "weights")},
@@ -37,6 +39,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 # Imports that point upward all the same: for annotations, or once a request asks for it.
 UPWARD = {
+    ("config", "models.family"): "the type of a family of the host's own",
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
     ("request", "text.parse"): "the type of a parsed tool call",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
@@ -50,8 +53,9 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the api passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "files", "request", "config", "layout", "llm", "models.deepseek_v4.config", "parallel.shard", "parallel.eplb",
-    "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling", "api",
+    "errors", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config", "parallel.shard",
+    "parallel.eplb", "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling",
+    "api",
 )  # fmt: skip
 READS_ENVIRONMENT = "config"
 PROGRAM = "__main__"  # where we are the host ourselves, and may print and set up logging
@@ -281,6 +285,26 @@ def test_rooms_do_not_know_what_is_none_of_their_business() -> None:
                     yield module.at(found.line, f"{name} is none of its business")
 
     assert findings(nosy) == []
+
+
+def test_families_are_named_by_their_own_folder_and_one_table() -> None:
+    """A family is a value: only ``models/family.py``, which has the table, imports the modules of a family's folder."""
+    families = {name for name, module in MODULES.items() if name.startswith("models.") and module.path.parent != PACKAGE / "models"}
+    families = {".".join(name.split(".")[:2]) for name in families}
+    assert "models.deepseek_v4" in families
+
+    def names_a_family(module: Module) -> Iterator[str]:
+        for name, found in inner_imports(module):
+            own = [family for family in families if is_within(name, family) and not is_within(module.name, family)]
+            if own and module.name != "models.family":
+                yield module.at(found.line, f"imports {name}")
+
+    assert findings(names_a_family) == []
+
+
+def test_page_sizes_of_the_kernels_are_those_of_the_state() -> None:
+    """``kernels`` imports nothing of the package, so it has a copy of its own."""
+    assert indexer.PAGE_TOKENS == paging.PAGE_TOKENS and paging.PAGE_TOKENS % paging.WINDOW_PAGE_TOKENS == 0
 
 
 def test_kernels_import_only_torch_and_triton_and_themselves() -> None:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
-from dsv4lite.models.deepseek_v4.tensors import official_shapes, stored_tensors
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.tensors import stored_tensors
 from tests.tiny import TINY_QUANTIZED
 from tests.weights.test_loader import dequantize
 
@@ -27,7 +29,7 @@ def config() -> V4Config:
 
 
 def dummies(config: V4Config, expert_format: ExpertFormat = "fp4", quantized: bool = True, seed: int = 0) -> dict[str, Tensor]:
-    return dict(dummy_tensors(config, expert_format=expert_format, quantized=quantized, seed=seed))
+    return dict(dummy_tensors(config, V4_TENSORS, expert_format=expert_format, quantized=quantized, seed=seed))
 
 
 @pytest.mark.parametrize(("expert_format", "quantized"), FORMATS)
@@ -99,13 +101,13 @@ def test_dummy_leaves_global_randomness_alone(config: V4Config) -> None:
 def test_dummy_is_made_lazily(config: V4Config) -> None:
     """Asking for the first tensor of a huge model must not make the others."""
     huge = parse_config({**TINY_QUANTIZED, "vocab_size": 10, "moe_intermediate_size": 1 << 20, "hidden_size": 1 << 14})
-    name, tensor = next(dummy_tensors(huge, expert_format="fp4", quantized=True))
+    name, tensor = next(dummy_tensors(huge, V4_TENSORS, expert_format="fp4", quantized=True))
     assert name == "embed.weight" and tensor.shape == (10, 1 << 14)
 
 
 def test_dummy_makes_only_what_is_wanted(config: V4Config) -> None:
     names = {"norm.weight", "layers.1.attn.wkv.weight"}
-    some, every = dict(dummy_tensors(config, expert_format="fp4", quantized=True, names=names)), dummies(config)
+    some, every = dict(dummy_tensors(config, V4_TENSORS, expert_format="fp4", quantized=True, names=names)), dummies(config)
     assert some.keys() == names | {"layers.1.attn.wkv.scale"}
     assert all(torch.equal(tensor.view(torch.uint8), every[name].view(torch.uint8)) for name, tensor in some.items())
 
@@ -143,6 +145,7 @@ def test_filled_tiles_depend_on_name_and_seed_only() -> None:
 def test_dummy_fills_every_parameter(form: ExpertFormat) -> None:
     model = parse_config({**TINY_QUANTIZED, "hidden_size": 128, "moe_intermediate_size": 128})
     source = ModelSource(
+        family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
         model=model,

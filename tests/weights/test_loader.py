@@ -13,13 +13,14 @@ from torch import Tensor
 from dsv4lite.config import LoadProgress
 from dsv4lite.errors import CheckpointError, ConfigError
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
-from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, TensorKind, official_shapes
+from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, official_shapes
 from dsv4lite.parallel.shard import Shards, Split, pattern_of
 from dsv4lite.weights import checkpoint as reading
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.loader import load, match, paired
-from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, write_checkpoint
+from dsv4lite.weights.tensors import TensorKind
+from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, v4_names, write_checkpoint
 
 # Cuts into two must fall on scale blocks of 128.
 CONFIG = {
@@ -103,11 +104,11 @@ def truth(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def everything(config: V4Config, expert_format: ExpertFormat = "fp4", quantized: bool = True) -> dict[str, Tensor]:
-    return dict(dummy_tensors(config, expert_format=expert_format, quantized=quantized, seed=3))
+    return dict(dummy_tensors(config, V4_TENSORS, expert_format=expert_format, quantized=quantized, seed=3))
 
 
 def opened(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None = None) -> Checkpoint:
-    return Checkpoint.open(str(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes)))
+    return Checkpoint.open(str(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes)), names=v4_names)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
 from dsv4lite.weights.checkpoint import Checkpoint, Wanted, read_tensors
 from dsv4lite.weights.names import Piece, translate
-from tests.tiny import RELEASE_ONLY, TINY, flash
+from tests.tiny import RELEASE_ONLY, TINY, flash, v4_names
 
 # What transformers builds: the backbone without the MTP block.
 EXPECTED = {name: spec.shape for name, spec in official_shapes(parse_config(TINY)).items() if not name.startswith("mtp.")}
@@ -32,7 +33,7 @@ def official(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict under official names."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        for piece in translate(name, tensor.shape):
+        for piece in translate(name, tensor.shape, V4_NAMES):
             assert piece.name not in found
             found[piece.name] = tensor[piece.index]
     return found
@@ -44,7 +45,7 @@ def test_module_names_of_transformers_give_the_official_table(theirs: Any) -> No
 
 def test_saved_model_of_transformers_gives_the_official_table_and_values(theirs: Any, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
-    checkpoint = Checkpoint.open(str(tmp_path))
+    checkpoint = Checkpoint.open(str(tmp_path), names=v4_names)
     assert {name: info.shape for name, info in checkpoint.headers.items()} == EXPECTED
     values = official(theirs.state_dict())
     for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values()):
@@ -57,7 +58,7 @@ def test_model_saved_under_its_module_names_gives_the_same_values(theirs: Any, t
 
     theirs.config.save_pretrained(tmp_path)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(str(tmp_path))
+    checkpoint = Checkpoint.open(str(tmp_path), names=v4_names)
     values = official(theirs.state_dict())
     read = {info.name: tensor.clone() for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values())}
     assert read.keys() == values.keys() == EXPECTED.keys()
@@ -67,7 +68,7 @@ def test_model_saved_under_its_module_names_gives_the_same_values(theirs: Any, t
 def test_official_names_stay_as_they_are() -> None:
     for name, spec in official_shapes(flash()).items():
         for given in (name, name.replace(".weight", ".scale")):
-            assert translate(given, spec.shape) == [Piece(name=given)]
+            assert translate(given, spec.shape, V4_NAMES) == [Piece(name=given)]
 
 
 @pytest.mark.parametrize(
@@ -87,34 +88,34 @@ def test_official_names_stay_as_they_are() -> None:
     ],
 )
 def test_names_are_matched_by_whole_components(given: str, expected: str) -> None:
-    assert translate(given, (4, 4)) == [Piece(name=expected)]
+    assert translate(given, (4, 4), V4_NAMES) == [Piece(name=expected)]
 
 
 @pytest.mark.parametrize("name", ["layers.3.mlp.gatekeeper.weight", "vision.patch_embed.weight", "lm_head2.weight", "layers.3"])
 def test_unknown_name_stays_as_it_is(name: str) -> None:
-    assert translate(name, (4, 4)) == [Piece(name=name)]
+    assert translate(name, (4, 4), V4_NAMES) == [Piece(name=name)]
 
 
 @pytest.mark.parametrize(
     "name", ["mtp.0.embed.weight", "mtp.0.emb.tok.weight", "mtp.0.head.weight", "mtp.0.shared_head.head.weight"]
 )
 def test_copies_of_embedding_and_head_under_mtp_are_skipped(name: str) -> None:
-    assert translate(name, (61, 64)) == []
+    assert translate(name, (61, 64), V4_NAMES) == []
 
 
 def test_stacked_experts_are_gate_over_up() -> None:
-    pieces = translate("model.layers.1.mlp.experts.gate_up_proj", (2, 6, 5))
+    pieces = translate("model.layers.1.mlp.experts.gate_up_proj", (2, 6, 5), V4_NAMES)
     assert [(piece.name.removeprefix("layers.1.ffn.experts."), piece.index) for piece in pieces] == [
         ("0.w1.weight", (0, slice(0, 3))),
         ("0.w3.weight", (0, slice(3, 6))),
         ("1.w1.weight", (1, slice(0, 3))),
         ("1.w3.weight", (1, slice(3, 6))),
     ]
-    scales = translate("model.layers.1.mlp.experts.down_proj_scale_inv", (2, 6, 5))
+    scales = translate("model.layers.1.mlp.experts.down_proj_scale_inv", (2, 6, 5), V4_NAMES)
     assert [piece.name for piece in scales] == ["layers.1.ffn.experts.0.w2.scale", "layers.1.ffn.experts.1.w2.scale"]
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 5), (6, 5), (2, 2, 6, 5)])
 def test_stacked_experts_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match="gate_up_proj has shape"):
-        translate("model.layers.1.mlp.experts.gate_up_proj", shape)
+        translate("model.layers.1.mlp.experts.gate_up_proj", shape, V4_NAMES)

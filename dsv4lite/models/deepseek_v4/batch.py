@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,36 +16,15 @@ from torch import Tensor
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import GradientStore, PlainRow, RowStore
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.state.cache import GROW_PAGE, WINDOW_PAGE, LayerCache, StateCache, StateLayout, StateSizes
+from dsv4lite.models.deepseek_v4.state import state_spec
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.state.spec import StateSizes
+from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import Numerics
 
 # Programs that share a token's rows, by the most tokens of a step: few tokens alone do not fill a chip.
 SPLITS: tuple[tuple[float, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (math.inf, 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceInput:
-    """One sequence's part of a step, in plain ints.
-
-    Attributes:
-        token_ids: New tokens, at positions ``start``, ``start + 1``, …
-        slot: Where its compressor state is.
-        pages: Its grow pages, in order, for all positions up to the last new one.
-        window_first: Logical index of the first of ``window_pages``.
-        window_pages: Physical window pages; -1 where a page is neither read nor written.
-        drafts: How many of the last tokens are drafts. Without drafts, the compressor state after the last token goes to copy 0;
-            with drafts, which are then all tokens but the first, the state after token i goes to copy i.
-        carry: The copy of the compressor state that it starts from.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    slot: int
-    pages: Sequence[int]
-    window_first: int
-    window_pages: Sequence[int]
-    drafts: int = 0
-    carry: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,56 +110,9 @@ class Batch:
 
 
 def make_batch(sequences: Sequence[SequenceInput], rotary: Rotary, device: torch.device, *, deterministic: bool) -> Batch:
-    """Return the batch of a step, with one copy to the device."""
-    lens = [len(s.token_ids) for s in sequences]
-    starts = [s.start for s in sequences]
-    rows = [0, *accumulate(lens)][:-1]
-    columns: list[list[int]] = [
-        [token for s in sequences for token in s.token_ids],
-        [position for s in sequences for position in range(s.start, s.start + len(s.token_ids))],
-        [index for index, length in enumerate(lens) for _ in range(length)],
-        [s.slot for s in sequences],
-        starts,
-        rows,
-        lens,
-        [s.drafts for s in sequences],
-        [s.carry for s in sequences],
-        [s.window_first for s in sequences],
-        _flat([s.window_pages for s in sequences], -1),
-        _flat([s.pages for s in sequences], 0),
-    ]
-    # Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and not again while requests run.
-    aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
-    packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    parts = packed.split([len(column) for column in aligned])
-    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = (
-        part[: len(column)] for part, column in zip(parts, columns, strict=True)
-    )
-    paging = Paging(
-        positions_T=positions,
-        sequence_T=sequence,
-        slots_S=slots,
-        first_S=first,
-        rows_S=row,
-        lens_S=length,
-        drafts_S=drafts,
-        carry_S=carry,
-        grow_SP=grow.view(len(lens), -1),
-        window_SP=window.view(len(lens), -1),
-        window_first_S=window_first,
-        singles=max(lens) == 1,
-    )
-    longest = max(s.start + len(s.token_ids) for s in sequences)
-    return Batch.of(token_ids.long(), paging, rotary, max_tokens=longest, deterministic=deterministic)
-
-
-def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:
-    """Return tables one after the other, all as long as the longest."""
-    width = max(1, max(len(table) for table in tables))
-    return [value for table in tables for value in (*table, *([filler] * (width - len(table))))]
+    """Return the batch of a step."""
+    token_ids_T, paging, longest = make_paging(sequences, device)
+    return Batch.of(token_ids_T, paging, rotary, max_tokens=longest, deterministic=deterministic)
 
 
 def one_pass(
@@ -198,13 +129,13 @@ def one_pass(
     """
     sequences, grow, windows = [], 0, 0
     for slot, ids in enumerate(prompts):
-        pages = range(grow, grow + -(-len(ids) // GROW_PAGE))
-        window_pages = range(windows, windows + -(-len(ids) // WINDOW_PAGE))
+        pages = range(grow, grow + -(-len(ids) // PAGE_TOKENS))
+        window_pages = range(windows, windows + -(-len(ids) // WINDOW_PAGE_TOKENS))
         grow, windows = pages.stop, window_pages.stop
         sequences.append(SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=window_pages))
-    layout = StateLayout.of(config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=True)
+    spec = state_spec(config, numerics, range(num_layers), drafter=False)
     sizes = StateSizes(grow_pages=grow, window_pages=windows, slots=len(prompts), snapshots=0)
-    rows = GradientStore if isinstance(layout.kv, PlainRow) and torch.is_grad_enabled() else RowStore
-    cache = StateCache.allocate(replace(layout, ratios=config.ratios[:num_layers]), sizes, numerics.device, rows=rows)
+    plain = all(isinstance(store.format, PlainRow) for store in spec.stores)
+    cache = StateCache.allocate(spec, sizes, numerics.device, rows=GradientStore if plain and torch.is_grad_enabled() else RowStore)
     batch = make_batch(sequences, rotary, numerics.device, deterministic=numerics.deterministic)
     return batch, cache.layers

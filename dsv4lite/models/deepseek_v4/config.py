@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
+from dsv4lite.models.config import DrafterKind, MoEConfig
+from dsv4lite.paging import PAGE_TOKENS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
@@ -110,9 +112,6 @@ _IGNORED = (
     *("intermediate_size", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "attention_dropout", "expert_dtype"),
     *("pad_token_id", "sep_token_id", "is_encoder_decoder"),
 )
-# A page of the cache holds whole groups; otherwise a group's entry would lie in a page that its tokens do not have yet.
-PAGE_TOKENS = 256
-
 _KIND_OF = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
@@ -146,20 +145,16 @@ class DSparkConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class V4Config:
+class V4Config(MoEConfig):
     """Sizes of a DeepSeek-V4 model.
 
     Attributes:
         ratios: Compression of each layer, those of the drafter last: 0 (sliding window only), 4 (CSA) or another number (HCA).
         num_hash_layers: Leading layers that choose experts by token id.
         num_mtp_layers: MTP blocks; a refreshed release has none.
-        quantized: The checkpoint's matrices are FP8 or FP4, so its arithmetic includes the roundings of spec chapter 4.
         dspark: The drafter of a refreshed release.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     head_dim: int
     rope_dim: int
@@ -177,7 +172,6 @@ class V4Config:
     num_shared_experts: int = 1
     num_mtp_layers: int = 1
     route_scale: float = 1.5
-    swiglu_limit: float = 10.0
     window: int = 128
     streams: int = 4
     sinkhorn_iters: int = 20
@@ -187,7 +181,6 @@ class V4Config:
     compress_rope_theta: float = 160000.0
     yarn: Yarn = Yarn()
     max_positions: int = 1048576
-    quantized: bool = False
     bos_token_id: int | None = 0
     eos_token_id: int | None = 1
     dspark: DSparkConfig | None = None
@@ -216,6 +209,7 @@ class V4Config:
             raise UnsupportedError(f"n_shared_experts={self.num_shared_experts}: V4 has exactly one shared expert")
         if self.index_dim & (self.index_dim - 1):
             raise UnsupportedError(f"index_head_dim={self.index_dim} must be a power of two for the Hadamard transform")
+        # A page of the cache holds whole groups; otherwise a group's entry would lie in a page that its tokens do not have yet.
         uneven = [ratio for ratio in self.ratios if ratio and PAGE_TOKENS % ratio]
         if uneven:
             raise UnsupportedError(
@@ -240,6 +234,16 @@ class V4Config:
     def num_draft_layers(self) -> int:
         """Layers of the drafter, after the hidden ones."""
         return self.num_mtp_layers if self.dspark is None else self.dspark.stages
+
+    @property
+    def drafter(self) -> DrafterKind | None:
+        """The kind of drafter that the config describes."""
+        return None if not self.num_draft_layers else "mtp" if self.dspark is None else "dspark"
+
+    @property
+    def draft_block(self) -> int:
+        """Most draft tokens of one pass of a block drafter."""
+        return 0 if self.dspark is None else self.dspark.block
 
     @property
     def nope_dim(self) -> int:

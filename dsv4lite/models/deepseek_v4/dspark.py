@@ -31,7 +31,8 @@ from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4.model import Attention, Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.share import Share
-from dsv4lite.state.cache import WINDOW_PAGE, LayerCache
+from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Rounded, TensorSlot, linear, parameter, rounded_linear
 
 Pick = Callable[[Tensor, int], Tensor]
@@ -99,7 +100,7 @@ class DraftBlock:
             carry_S=nothing_S,
             grow_SP=nothing_S[:, None],
             window_SP=torch.full((count, 2), -1, dtype=torch.int32, device=device),
-            window_first_S=first_S // WINDOW_PAGE,
+            window_first_S=first_S // WINDOW_PAGE_TOKENS,
             singles=False,
         )
         whole = Paging(
@@ -221,13 +222,13 @@ class DSparkDrafter(nn.Module):
         c, angles = self.config, where.angles
         norms = (attn.q_norm, attn.kv_norm, *angles, c.norm_eps)
         latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
-        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.window, where.own, self.block)
+        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], where.own, self.block)
         query = rounded_linear(qr_TR, qr_scales, attn.wq_b, x_TD.dtype)
         q_THC, _, norm_eps = head_norms(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps)
         o_THC = paged_attention(
             q_THC,
             fresh,
-            cache.window,
+            cache.stores["window"],
             None,
             where.whole,
             attn.attn_sink,

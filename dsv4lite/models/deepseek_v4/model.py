@@ -20,19 +20,23 @@ from dsv4lite.kernels.hc import HcWeights, hc_head_norm
 from dsv4lite.kernels.indexer import choose_paged
 from dsv4lite.kernels.latent_norm_store import latent_norms
 from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import head_norms
 from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary, one_pass
 from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.cache import LayerCache, StateLayout
+from dsv4lite.state.spec import StateSpec
+from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -82,8 +86,8 @@ class Attention(nn.Module):
         c = self.config = config
         self.numerics, self.share = numerics, share
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        self.heads, self.groups = share.heads, share.groups
-        heads, channels = share.heads, c.head_dim
+        heads, channels = share.part(c.num_attention_heads), c.head_dim
+        self.heads, self.groups = heads, share.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
@@ -91,8 +95,8 @@ class Attention(nn.Module):
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
         self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
-        self.wo_a = dense(share.groups, c.o_lora_rank, heads * channels // share.groups)
-        self.wo_b = dense(c.hidden_size, share.groups * c.o_lora_rank, rounds_input=True)
+        self.wo_a = dense(self.groups, c.o_lora_rank, heads * channels // self.groups)
+        self.wo_b = dense(c.hidden_size, self.groups * c.o_lora_rank, rounds_input=True)
         if self.ratio:
             self.compressor = Compressor(c, numerics, self.ratio, channels)
             rows = 2 * self.compressor.columns
@@ -115,7 +119,7 @@ class Attention(nn.Module):
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, project = self._enter(x_TD, rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
-        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.window, paging, c.window)
+        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], paging, c.window)
         # Sequences that see at most top-k entries attend to all of them, without scores.
         index_heads = c.index_heads if self.kind == "csa" and batch.max_tokens > c.most_unselected else 0
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
@@ -126,14 +130,14 @@ class Attention(nn.Module):
         weights_TH = self._compress(project, batch, cache, index_heads)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
-            assert cache.keys is not None and weights_TH is not None
-            keys = (weights_TH, cache.keys, paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale)
+            assert weights_TH is not None
+            keys = (weights_TH, cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale)
             selected_TK = choose_paged(iq_THC, *keys, any_order=any_order)
         return paged_attention(
             q_THC,
             fresh,
-            cache.window,
-            cache.entries,
+            cache.stores["window"],
+            cache.stores.get("entries"),
             paging,
             self.attn_sink,
             c.head_dim**-0.5,
@@ -149,7 +153,7 @@ class Attention(nn.Module):
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
         """Store the kv rows that later tokens read, and nothing else; only for layers without compressed entries."""
         norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
-        latent_norms(linear(x_TD, self.wq_a_wkv, rounded=rounded), *norms, cache.window, batch.paging, self.config.window)
+        latent_norms(linear(x_TD, self.wq_a_wkv, rounded=rounded), *norms, cache.stores["window"], batch.paging, self.config.window)
 
     def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """Return the latents, and a function that returns the inputs of compressors and indexer."""
@@ -161,13 +165,11 @@ class Attention(nn.Module):
         """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
         if project is None:
             return None
-        assert cache.entries is not None and cache.carry is not None
         projected, width = project(), self.compressor.columns
-        self.compressor(projected[:, : 2 * width], cache.carry, cache.entries, batch)
+        self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
         if self.kind == "csa":
-            assert cache.keys is not None and cache.key_carry is not None
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor(part, cache.key_carry, cache.keys, batch)
+            self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
@@ -312,10 +314,10 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, mesh or Mesh.single(), dispatcher, redundant_experts)
+        share = self.share = Share.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
         drafts = with_mtp and share.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
-        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, share.mesh.pp.size)[-1].start
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, share.mesh.pp.size)[-1].start
         if share.first or drafts:
             self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
         if share.last:
@@ -346,12 +348,23 @@ class DeepseekV4(nn.Module):
         )
 
     @property
-    def layout(self) -> StateLayout:
-        """Formats of this model's state."""
-        numerics, with_mtp = self.numerics, len(self.mtp) > 0 or self.dspark is not None
-        return StateLayout.of(
-            self.config, dtype=numerics.dtype, quantized=numerics.quantized, with_mtp=with_mtp, layers=self.share.layers
-        )
+    def state_spec(self) -> StateSpec:
+        """What this rank keeps of its sequences."""
+        return state_spec(self.config, self.numerics, self.share.layers, drafter=len(self.mtp) > 0 or self.dspark is not None)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual streams, [N, D]."""
+        return (self.config.streams, self.config.hidden_size)
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """The length up to which the indexer has nothing to choose, and does not run."""
+        return (self.config.most_unselected,)
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        """Return a step, with the angles that its layers share; see ``models.family.Model``."""
+        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
@@ -458,6 +471,29 @@ class DeepseekV4(nn.Module):
         mtp = self.mtp[depth]
         assert isinstance(mtp, Mtp)
         return self._head(streams_TND, mtp.hc_head, mtp.norm)
+
+    def draft_block(
+        self,
+        anchors_S: Tensor,
+        next_S: Tensor,
+        window_SP: Tensor,
+        window_first_S: Tensor,
+        caches: Sequence[LayerCache],
+        pick: Callable[[Tensor, int], Tensor],
+        most_sequences: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draft a block with DSpark; see ``models.family.BlockModel``."""
+        from dsv4lite.models.deepseek_v4.dspark import DraftBlock
+
+        assert self.dspark is not None
+        where = DraftBlock.of(next_S, window_SP, window_first_S, self.dspark.block, self.rotary.main)
+        out = self.dspark(anchors_S, where, caches, self.embedded, self.project, pick, most_sequences)
+        return out.token_ids_SG, out.confidence_SG
+
+    def draft_take_part(self, most_sequences: int) -> None:
+        """Do of ``draft_block`` what ``take_part`` does of ``forward``."""
+        assert self.dspark is not None
+        self.dspark.take_part(most_sequences)
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config

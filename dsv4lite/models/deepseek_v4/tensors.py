@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Literal
-
-import torch
 
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
-from dsv4lite.weights.checkpoint import ExpertFormat
-
-TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
+from dsv4lite.weights.tensors import TensorKind, Tensors, TensorSpec
 
 # Scales follow their weights. Heads of an output group stay together: tp is at most o_groups. The latent rows have one head, so
 # whatever makes them and chooses among them is on every rank.
@@ -78,32 +71,6 @@ V4_SHARDING: Mapping[str, Rule] = {
     "mtp.*.markov_head.markov_w2": Replicate(),
     "mtp.*.confidence_head.proj": Replicate(),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor of the model.
-
-    Attributes:
-        shape: In elements, whatever the storage.
-        kind: ``dense`` and ``expert`` matrices are quantized in quantized checkpoints; the others are stored in the dtype of that
-            name.
-    """
-
-    shape: tuple[int, ...]
-    kind: TensorKind
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint, as stored: packed bytes are elements, and scales are tensors of their own."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def official_shapes(config: V4Config) -> dict[str, TensorSpec]:
@@ -214,35 +181,13 @@ def _expert(config: V4Config, name: str, kind: TensorKind) -> dict[str, TensorSp
     }
 
 
-def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_format: ExpertFormat) -> dict[str, StoredTensor]:
-    """Return how a checkpoint stores a tensor of the model: itself, and its scale if it has one.
-
-    Args:
-        name: Official name.
-        spec: Its shape and kind.
-        quantized: The dense matrices are FP8 with one scale per 128 x 128 block.
-        expert_format: Of the routed experts: ``fp4`` packs two elements per byte, with one scale per 32 elements of a row.
-    """
-    form = expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "plain"
-    if form == "plain":
-        return {name: StoredTensor(spec.shape, _PLAIN_DTYPES[spec.kind])}
-    rows, columns = spec.shape
-    scale = name.removesuffix("weight") + "scale"
-    if form == "fp4":
-        return {
-            name: StoredTensor((rows, columns // 2), torch.int8),
-            scale: StoredTensor((rows, -(-columns // 32)), torch.float8_e8m0fnu),
-        }
-    return {
-        name: StoredTensor((rows, columns), torch.float8_e4m3fn),
-        scale: StoredTensor((-(-rows // 128), -(-columns // 128)), torch.float8_e8m0fnu),
-    }
+def _divides(config: V4Config) -> tuple[tuple[str, int, str], ...]:
+    return (
+        ("o_groups", config.o_groups, "tp"),
+        ("vocab_size", config.vocab_size, "tp"),
+        ("moe_intermediate_size", config.expert_width, "tp"),
+        ("n_routed_experts", config.num_experts, "ep"),
+    )
 
 
-_PLAIN_DTYPES: Mapping[TensorKind, torch.dtype] = {
-    "dense": torch.bfloat16,
-    "expert": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "i64": torch.int64,
-}
+V4_TENSORS = Tensors(specs=official_shapes, sharding=V4_SHARDING, divides=_divides)

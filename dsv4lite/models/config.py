@@ -1,0 +1,75 @@
+"""What the engine asks of a model's config, whichever its family, and what a family counts for the memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+DrafterKind = Literal["mtp", "dspark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes that every family has; each family's config adds its own.
+
+    Attributes:
+        max_positions: Most tokens of a sequence.
+        window: Tokens that sliding-window attention sees, the token itself included; 0 if no layer has a window.
+        num_experts: Routed experts of a layer; 0 for a dense model.
+        experts_per_token: That a token goes to.
+        expert_width: Hidden channels of a routed expert.
+        quantized: The checkpoint's matrices are quantized, and so its arithmetic.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_positions: int
+    window: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    quantized: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    @property
+    def drafter(self) -> DrafterKind | None:
+        """The kind of drafter that the config describes."""
+        return None
+
+    @property
+    def draft_block(self) -> int:
+        """Most draft tokens of one pass of a block drafter."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(ModelConfig):
+    """Sizes of a model with routed experts.
+
+    Attributes:
+        route_scale: Factor of the routed experts' weights.
+        swiglu_limit: Bound of the inputs of SwiGLU.
+    """
+
+    route_scale: float = 1.0
+    swiglu_limit: float = 10.0
+
+
+class PassBytes(NamedTuple):
+    """Bytes of one rank's pass.
+
+    Attributes:
+        hidden: The residual of one token.
+        held: Of one token, during the whole pass.
+        widest: All that lives at the widest point, of any number of tokens up to the most.
+        split: The same of steps of few tokens, whose attention is split; 0 if it never is.
+        experts: Of one token, while routed experts work.
+    """
+
+    hidden: int
+    held: int
+    widest: int
+    split: int = 0
+    experts: int = 0

@@ -1,0 +1,59 @@
+"""What a V4 model keeps of its sequences: the formats of rows, compressor state, and which layers have them (report 3.5).
+
+    window      every layer      raw kv rows of the last tokens
+    entries     csa and hca      compressed kv rows, one per ``ratio`` tokens
+    keys        csa              index keys, at the addresses of the entries
+    carry       csa and hca      compressor state float32 [A, 3, C]: running maximum, sum and weighted sum of each channel, of the
+                                 previous group and the present one (csa, A = 2) or of the present one (hca, A = 1)
+    key_carry   csa              the same of the index keys
+
+At a 256-token boundary all groups are complete: only the previous group of csa layers counts, so a snapshot keeps nothing else.
+"""
+
+from __future__ import annotations
+
+from dsv4lite.kernels.compress import OVERLAP_RATIO
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, page_bytes
+from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.state.spec import LayerSpec, SlotSpec, StateSpec, StoreSpec
+from dsv4lite.weights.quant import Numerics
+
+_EMPTY = (float("-inf"), 0.0, 0.0)
+
+
+def kv_format(config: V4Config, numerics: Numerics) -> RowFormat:
+    """Return the format of raw and compressed kv rows: packed FP8 rows for quantized models."""
+    return Fp8Kv(config.nope_dim, config.rope_dim) if numerics.quantized else PlainRow(config.head_dim, numerics.dtype)
+
+
+def key_format(config: V4Config, numerics: Numerics) -> RowFormat:
+    """Return the format of index keys: FP4 for quantized models."""
+    return Fp4Key(config.index_dim) if numerics.quantized else PlainRow(config.index_dim, numerics.dtype)
+
+
+def state_spec(config: V4Config, numerics: Numerics, layers: range, *, drafter: bool) -> StateSpec:
+    """Return the state of some hidden layers and, with ``drafter``, of the drafter's."""
+    numbers = [*layers, *range(config.num_hidden_layers, len(config.ratios) if drafter else 0)]
+    return StateSpec(layers=tuple(_layer(config, numerics, config.ratios[number]) for number in numbers))
+
+
+def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
+    kv, key = kv_format(config, numerics), key_format(config, numerics)
+    window = StoreSpec("window", kv, "window")
+    if not ratio:
+        return (window,)
+    entries = StoreSpec("entries", kv, tokens_per_row=ratio)
+    if ratio != OVERLAP_RATIO:
+        return window, entries, SlotSpec("carry", (1, 3, kv.width), _EMPTY)
+    return (
+        window,
+        entries,
+        StoreSpec("keys", key, tokens_per_row=ratio),
+        SlotSpec("carry", (2, 3, kv.width), _EMPTY, snapshot=1),
+        SlotSpec("key_carry", (2, 3, key.width), _EMPTY, snapshot=1),
+    )
+
+
+def row_reads(config: V4Config, numerics: Numerics) -> int:
+    """Return the bytes of one layer's rows that a token of a short sequence reads: its window, and one selection."""
+    return (config.window + config.index_topk) * page_bytes(kv_format(config, numerics), 1)

@@ -1,0 +1,223 @@
+"""A family of models as one value: everything that the engine has to know of it, and the table of the families that ship.
+
+The engine, scheduler, state, planning and drafters use a model through ``Family`` and ``Model`` and never name one. A family of the
+host's own is passed as ``EngineConfig.family``; its functions must be importable where ranks live in child processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.names import V4_NAMES
+from dsv4lite.models.deepseek_v4.state import row_reads, state_spec
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.models.deepseek_v4.workspace import workspace
+from dsv4lite.models.share import Share
+from dsv4lite.state.spec import StateSpec
+from dsv4lite.state.store import LayerCache
+from dsv4lite.weights.names import NameTables
+from dsv4lite.weights.quant import Numerics, Slot
+from dsv4lite.weights.tensors import Tensors
+
+
+class Batch(Protocol):
+    """One step's tokens, as a family's ``Model.batch`` returns them with whatever its layers read besides.
+
+    Attributes:
+        token_ids_T: int64; anything valid for padding.
+        paging: Their positions, sequences and pages.
+        max_tokens: No sequence is longer than this after the step, as far as the host knows.
+        routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+        most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
+        taps_TK: What a drafter reads of layers of several stages, on its way from stage to stage.
+    """
+
+    token_ids_T: Tensor
+    paging: Paging
+    max_tokens: int
+    routed_TLK: Tensor | None
+    most_tokens: int | None
+    taps_TK: Tensor | None
+
+
+class Model(Protocol):
+    """One rank's part of a model, an ``nn.Module``: what the engine asks of it.
+
+    The residual (``hidden``) is opaque to the engine: it goes from stage to stage, to the logits and to drafters.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def numerics(self) -> Numerics: ...
+    @property
+    def share(self) -> Share: ...
+    @property
+    def state_spec(self) -> StateSpec:
+        """What this rank keeps of its sequences: its hidden layers, then its drafter's."""
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual, in the dtype of ``numerics``."""
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """Lengths up to which every sequence of a step launches less: decode graphs are captured for each."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be captured in a CUDA graph."""
+
+    @property
+    def passes_taps(self) -> bool:
+        """Whether stages pass on what a drafter reads of their layers (``empty_taps``)."""
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        """Return a step, with the tables that the family's layers share."""
+
+    def __call__(self, batch: Any, caches: Sequence[LayerCache], hidden: Tensor | None = None) -> Tensor:
+        """Run a step through this rank's layers, from the residual of the stage before; return the residual [T, …] after them."""
+
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor of the checkpoint that this rank holds, by its official name."""
+
+    def brief(self) -> AbstractContextManager[None]:
+        """Let passes skip layers that launch nothing that others do not: for dry runs."""
+
+    def empty_taps(self, tokens: int) -> Tensor:
+        """Return room for what a drafter reads of so many tokens."""
+
+    def take_part(self, most_tokens: int | None = None) -> None:
+        """Run this rank's experts for the tokens of other ranks, with none of its own."""
+
+    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
+        """Choose anew where experts are; return the places to fill, and each layer's imbalance before and after."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class MtpModel(Model, Protocol):
+    """A model with multi-token prediction blocks, whose state is the last layer of its spec."""
+
+    def mtp_feed(self, hidden: Tensor, batch: Any, cache: LayerCache) -> None:
+        """Write the block's rows of a step: the model's residual [T, …], and the *next* token at each position in ``batch``."""
+
+    def mtp_forward(self, hidden: Tensor, batch: Any, cache: LayerCache) -> Tensor:
+        """Run the block on the same; return its own residual."""
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of the token after the next."""
+
+    def mtp_take_part(self, most_tokens: int) -> None:
+        """Do of ``mtp_forward`` what ``take_part`` does of a step."""
+
+
+class BlockModel(Model, Protocol):
+    """A model with a block drafter, which reads the model's layers during a step."""
+
+    def draft_block(
+        self,
+        anchors_S: Tensor,
+        next_S: Tensor,
+        window_SP: Tensor,
+        window_first_S: Tensor,
+        caches: Sequence[LayerCache],
+        pick: Callable[[Tensor, int], Tensor],
+        most_sequences: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draft what follows each sequence's newest token ``anchors_S`` at position ``next_S`` (negative for padding).
+
+        ``pick`` chooses drafts int64 [S] from the logits [S, V] of place k of the block. Returns the drafts int64 [S, G], and the
+        chance float32 [S, G] that each holds if those before it do.
+        """
+
+    def draft_take_part(self, most_sequences: int) -> None:
+        """Do of ``draft_block`` what ``take_part`` does of a step."""
+
+
+class Workspace(Protocol):
+    """Counts what a pass allocates."""
+
+    def __call__(self, config: Any, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
+        """Return the bytes of a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, on one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Family:
+    """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
+
+    Attributes:
+        name: The ``model_type`` of its configs.
+        read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
+        tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
+        names: Other names of these tensors.
+        state: Returns what a rank's layers, and with ``drafter=True`` those of its drafter, keep of a sequence; takes config,
+            ``Numerics``, ``Share`` and ``drafter``.
+        build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
+        workspace: What a pass allocates.
+        row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
+        drafters: A tensor that only a checkpoint with this kind of drafter has.
+        chat: Returns the name of the chat format (``text.chat.CHAT_FORMS``).
+    """
+
+    name: str
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    tensors: Tensors
+    names: NameTables = field(default_factory=NameTables)
+    state: Callable[..., StateSpec]
+    build: Callable[..., Any]
+    workspace: Workspace
+    row_reads: Callable[[Any, Numerics], int]
+    drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
+    chat: Callable[[Any], str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Family(name={self.name!r}, …)"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v4": Family(
+        name="deepseek_v4",
+        read_config=parse_config,
+        tensors=V4_TENSORS,
+        names=V4_NAMES,
+        state=lambda config, numerics, share, drafter: state_spec(config, numerics, share.layers, drafter=drafter),
+        build=DeepseekV4,
+        workspace=workspace,
+        row_reads=row_reads,
+        drafters={"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"},
+        chat=lambda config: "deepseek_v4" if config.dspark is None else "deepseek_v4_refreshed",
+    ),
+}
+
+
+def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
+    """Return the family of a ``config.json``: the one that is ``given``, or one that ships.
+
+    Raises:
+        ConfigError: What is given is no ``Family``.
+        UnsupportedError: The config is of another family.
+    """
+    if not isinstance(given, Family | None):
+        raise ConfigError(f"family={shown(given)} must be a dsv4lite.models.family.Family, or None")
+    families = FAMILIES if given is None else {given.name: given}
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in families:
+        known = ", ".join(families)
+        raise UnsupportedError(f"model_type={shown(name)} is not supported (known: {known}){near_match(shown(name), families)}")
+    return families[name]

@@ -1,0 +1,110 @@
+"""Sequence state on one device: the tensors of a ``StateSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.rows import RowStore
+from dsv4lite.state.spec import Lifetime, SharedStore, StateSizes, StateSpec, StoreSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """State of one layer, by the names of its spec.
+
+    Attributes:
+        stores: Rows in pages.
+        slots: float32 [slots, copies, *shape]: copy 0 is the state after a step, or copy i that after token i of a verify step.
+    """
+
+    stores: dict[str, RowStore] = field(default_factory=dict)
+    slots: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StateCache:
+    """The tensors of a ``StateSpec``; mutable, owned by one engine.
+
+    Attributes:
+        layers: In the order of the spec.
+        snapshots: Slots that snapshots keep parts of, and those parts, float32 [snapshots, kept, …].
+    """
+
+    spec: StateSpec
+    sizes: StateSizes
+    device: torch.device
+    layers: list[LayerCache]
+    snapshots: list[tuple[Tensor, Tensor]]
+    _slots: list[tuple[Tensor, Tensor]]  # and what they begin with
+
+    @classmethod
+    def allocate(cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: type[RowStore] = RowStore) -> StateCache:
+        """Allocate ``spec.bytes(sizes)`` bytes, with stores of the class ``rows``."""
+        counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
+        layers: list[LayerCache] = []
+        snapshots, filled = [], []
+        for layer in spec.layers:
+            stores: dict[str, RowStore] = {}
+            slots: dict[str, Tensor] = {}
+            for part in layer:
+                if isinstance(part, StoreSpec):
+                    stores[part.name] = rows(part.format, counts[part.lifetime], part.rows_per_page, device)
+                elif isinstance(part, SharedStore):
+                    stores[part.name] = layers[part.layer].stores[part.name]
+                else:
+                    fill = torch.tensor(part.fill, dtype=torch.float32, device=device)[:, None]
+                    slot = slots[part.name] = torch.empty(sizes.slots, spec.copies, *part.shape, dtype=torch.float32, device=device)
+                    filled.append((slot.copy_(fill), fill))
+                    if part.snapshot:
+                        kept = torch.empty(sizes.snapshots, part.snapshot, *part.shape[1:], dtype=torch.float32, device=device)
+                        snapshots.append((slot, kept.copy_(fill)))
+            layers.append(LayerCache(stores=stores, slots=slots))
+        return cls(spec, sizes, device, layers, snapshots, filled)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held."""
+        tensors = [slot for slot, _ in self._slots] + [kept for _, kept in self.snapshots]
+        return sum(store.nbytes for _, _, store in self.stores()) + sum(tensor.nbytes for tensor in tensors)
+
+    def stores(self, first: int = 0) -> Iterator[tuple[str, StoreSpec, RowStore]]:
+        """Yield every store of the layers from ``first`` on, as ``layers.I.name``, with its spec."""
+        for i in range(first, len(self.layers)):
+            for part in self.spec.layers[i]:
+                if isinstance(part, StoreSpec):
+                    yield f"layers.{i}.{part.name}", part, self.layers[i].stores[part.name]
+
+    def slots(self) -> dict[str, Tensor]:
+        """Return every slot tensor float32 [slots, copies, …] by its name, ``layers.I.name``."""
+        return {f"layers.{i}.{name}": slot for i, layer in enumerate(self.layers) for name, slot in layer.slots.items()}
+
+    def reset(self, slots: Tensor) -> None:
+        """Let slots int64 [N] begin anew, in copy 0."""
+        for slot, fill in self._slots:
+            slot[slots, 0] = fill.expand(slot.shape[2:])
+
+    def save(self, slots: Tensor, snapshots: Tensor) -> None:
+        """Keep what slots hold in copy 0, at a 256-token boundary."""
+        for slot, kept in self.snapshots:
+            kept[snapshots] = slot[slots, 0, : kept.shape[1]]
+
+    def restore(self, snapshots: Tensor, slots: Tensor) -> None:
+        """Set slots to what snapshots hold."""
+        self.reset(slots)
+        for slot, kept in self.snapshots:
+            slot[slots, 0, : kept.shape[1]] = kept[snapshots]
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots, copy 0 of each."""
+        for slot, _ in self._slots:
+            slot[target, 0] = slot[source, 0]
+
+    def copy_pages(self, lifetime: Lifetime, source: Tensor, target: Tensor) -> None:
+        """Copy pages in every store of a lifetime."""
+        for _, part, store in self.stores():
+            if part.lifetime == lifetime:
+                store.copy_pages(source, target)

@@ -1,0 +1,90 @@
+"""The tensors of a checkpoint as a family's tables describe them: shapes and kinds, how they are stored, how ranks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from dsv4lite.parallel.shard import Rule
+from dsv4lite.weights.checkpoint import ExpertFormat
+
+TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """The tables of one family. Official names: ``embed.weight``, ``layers.N.…``, ``mtp.N.…`` of a drafter, others of the head.
+
+    Attributes:
+        specs: Every tensor of a config's model by its official name; matrices are ``[out, in]``, and scales are not listed.
+        sharding: How the ranks share each tensor.
+        divides: Sizes of a config that an axis must divide: the key in ``config.json``, the size, the axis.
+    """
+
+    specs: Callable[[Any], dict[str, TensorSpec]]
+    sharding: Mapping[str, Rule]
+    divides: Callable[[Any], tuple[tuple[str, int, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of the model.
+
+    Attributes:
+        shape: In elements, whatever the storage.
+        kind: ``dense`` and ``expert`` matrices are quantized in quantized checkpoints; the others are stored in the dtype of that
+            name.
+    """
+
+    shape: tuple[int, ...]
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, as stored: packed bytes are elements, and scales are tensors of their own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_format: ExpertFormat) -> dict[str, StoredTensor]:
+    """Return how a checkpoint stores a tensor of the model: itself, and its scale if it has one.
+
+    Args:
+        name: Official name.
+        spec: Its shape and kind.
+        quantized: The dense matrices are FP8 with one scale per 128 x 128 block.
+        expert_format: Of the routed experts: ``fp4`` packs two elements per byte, with one scale per 32 elements of a row.
+    """
+    form = expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "plain"
+    if form == "plain":
+        return {name: StoredTensor(spec.shape, _PLAIN_DTYPES[spec.kind])}
+    rows, columns = spec.shape
+    scale = name.removesuffix("weight") + "scale"
+    if form == "fp4":
+        return {
+            name: StoredTensor((rows, columns // 2), torch.int8),
+            scale: StoredTensor((rows, -(-columns // 32)), torch.float8_e8m0fnu),
+        }
+    return {
+        name: StoredTensor((rows, columns), torch.float8_e4m3fn),
+        scale: StoredTensor((-(-rows // 128), -(-columns // 128)), torch.float8_e8m0fnu),
+    }
+
+
+_PLAIN_DTYPES: Mapping[TensorKind, torch.dtype] = {
+    "dense": torch.bfloat16,
+    "expert": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "i64": torch.int64,
+}
