@@ -37,6 +37,8 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "thread": {},
     "thread-mtp": {"speculative": MTP(2, adaptive=False)},
     "process": {"executor": "process"},
+    "process-mtp": {"executor": "process", "speculative": MTP(2, adaptive=False)},
+    "tp2": {"tensor_parallel_size": 2},
     "tp2-mtp": {"tensor_parallel_size": 2, "speculative": MTP(2, adaptive=False)},
 }
 GOOD = (
