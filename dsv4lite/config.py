@@ -26,6 +26,7 @@ KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float32"]
 ExecutorKind = Literal["auto", "thread", "process", "external"]
 ReplicaPlacement = Literal["prefix", "round_robin"]
 Progress = Callable[["LoadProgress"], None]
+ModelFamily = Union["Family", None]
 ExpertDispatch = Union[Literal["auto", "local", "all_gather", "all_to_all"], "DispatcherFactory"]
 
 MAX_DRAFTS = 16
@@ -326,7 +327,7 @@ class EngineConfig:
     redundant_experts: int | None = None
     rebalance_steps: int = 3000
     dispatcher: ExpertDispatch = "auto"
-    family: Family | None = None
+    family: ModelFamily = None
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None

@@ -20,6 +20,7 @@ from dsv4lite.config import (
     ExpertDispatch,
     KvCacheDtype,
     LoadFormat,
+    ModelFamily,
     Progress,
     ReplicaPlacement,
     Speculative,
@@ -62,6 +63,7 @@ class EngineSettings(TypedDict, total=False):
     compile_cache_dir: str | None
     dump_dir: str | None
     hf_overrides: Mapping[str, Any]
+    family: ModelFamily
     tensor_parallel_size: int
     expert_parallel_size: int
     data_parallel_size: int

@@ -34,6 +34,7 @@ from dsv4lite.errors import (
     RequestFailedError,
 )
 from dsv4lite.llm import AsyncLLM
+from dsv4lite.models.family import Family
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
@@ -1563,7 +1564,11 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
 
 
 def test_settings_mirror_the_engine_config() -> None:
-    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory}  # aliases in both refer to them by name
+    names = {
+        "LoadProgress": LoadProgress,
+        "DispatcherFactory": DispatcherFactory,
+        "Family": Family,
+    }  # aliases in both refer to them by name
     wanted = get_type_hints(EngineConfig, localns=names)
     del wanted["model"]
     assert get_type_hints(EngineSettings, localns=names) == wanted

@@ -89,8 +89,8 @@ CACHES = {
     "kernels.gemm.triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 34_810
-MAX_TEST_LINES = 34_785
+MAX_PACKAGE_LINES = 34_815
+MAX_TEST_LINES = 34_790
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
