@@ -243,8 +243,7 @@ def test_first_layer_mixes_and_attends_as_published(model: DeepseekV4, trace: Tr
 
 
 def stored(trace: Trace, layer: int, what: str) -> Tensor:
-    store = getattr(trace.caches[layer], what)
-    assert store is not None
+    store = trace.caches[layer].stores[what]
     return store.read(torch.arange(len(store.memory) * store.rows_per_page), torch.float32)
 
 
