@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dsv4lite.engine.step_graphs import graph_widths
 from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.kernels.runs import place_runs
-from dsv4lite.models.deepseek_v4.batch import Rotary
+from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.speculation.accepted_lengths import AcceptedLengths
@@ -23,7 +23,8 @@ from dsv4lite.speculation.draft_state import DraftState
 CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
 ONES = torch.ones(2)
-MODEL: Any = SimpleNamespace(rotary=Rotary.of(ONES, ONES, (), CPU), numerics=SimpleNamespace(deterministic=True))
+ROTARY = Rotary.of(ONES, ONES, (), CPU)
+MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, deterministic=True))
 NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
 TOKENS = st.integers(0, 2)  # few, so that guesses are right
 
