@@ -591,7 +591,7 @@ class Engine:
         def fail() -> None:
             raise loss
 
-        if self._info is not None:  # else whoever starts the engine is told
+        if self._info is not None:  # else the call that starts the engine raises
             self._announce(loss)
             asked = self._asked
             if asked is not None:
@@ -629,7 +629,7 @@ class Engine:
         return self._dead
 
     def _announce(self, dead: EngineDeadError) -> None:
-        """Tell everybody that the engine is dead, in any thread; who comes second tells nobody."""
+        """Report the engine's death to the host once, from any thread; later calls do nothing."""
         with self._dying:
             if self._dead is not None:
                 return

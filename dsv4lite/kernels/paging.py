@@ -39,7 +39,7 @@ class Paging:
     """One step, int32 throughout.
 
     Attributes:
-        positions_T: Position of each token; -1 is padding, which reads and writes no store and whose results nobody looks at.
+        positions_T: Position of each token; -1 is padding, which reads and writes no store and whose results are ignored.
         sequence_T: Row of the per-sequence tensors; any valid one for padding.
         slots_S: Where each sequence's accumulators are; -1 is padding.
         first_S: Position of its first token in this step.

@@ -192,7 +192,7 @@ class MoE(nn.Module):
             x_TD: Inputs.
             token_ids_T: For the hash.
             routed_TK: Receives the experts chosen.
-            rounded: ``x`` in FP8, where somebody has it already.
+            rounded: ``x`` in FP8, where it exists already.
             positions_T: Negative for padding, which gets no routed experts.
             most_tokens: As many as the rank has that has the most, of those that share the experts; ``None`` if it is not known.
         """
@@ -275,7 +275,7 @@ class MoE(nn.Module):
         dispatch, ep, tokens, top_k = self.dispatch, self.share.mesh.ep, len(x_TD), self.config.experts_per_token
         if self.shared.w2.scale is None:
             return None
-        # What somebody else has made of a dispatcher gets every call.
+        # A dispatcher of the host's own gets every call.
         if dispatch is None or type(dispatch) is Local:
             if not suits_decode_small(tokens, top_k):
                 return None
@@ -331,7 +331,7 @@ class MoE(nn.Module):
         return parts
 
     def take_part(self, most_tokens: int | None) -> None:
-        """Let this rank's experts work on other ranks' tokens: its own is a single one that nobody wants."""
+        """Run this rank's experts on other ranks' tokens; its own token is a single one of padding."""
         device = self.gate.weight.device
         nowhere_T = torch.full((1,), -1, dtype=torch.int32, device=device)
         nothing_TD = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device)

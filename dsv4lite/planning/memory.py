@@ -334,7 +334,7 @@ def make_plan(
         config: Settings.
         source: The model.
         numerics: Arithmetic and device.
-        drafting: Who guesses tokens ahead; by default nobody.
+        drafting: The drafters of the engine; default is none.
         rank: Which rank.
         total: Bytes of the device; default is what this machine has.
         target: The device in words; default is this machine's.

@@ -1,7 +1,7 @@
 """Random weights in the official formats, plausible enough to run, to time and to size a model without its checkpoint.
 
 Activations stay finite and of order one, experts are chosen about evenly, and hash layers hold random expert ids. Every tensor
-has its own generator, seeded with its name: it does not depend on the others, and nobody else's random numbers are touched.
+has its own generator, seeded with its name: it does not depend on the others, and no other random numbers are touched.
 Each kind of device draws numbers of its own.
 """
 

@@ -49,7 +49,7 @@ class Piece:
 def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece]:
     """Return the official tensors that an external tensor holds.
 
-    A name that no table knows is returned as it is: whoever compares it with a model says that it is unexpected.
+    A name that no table knows is returned as it is; ``loader.match`` reports it as unexpected.
 
     Args:
         name: External name.

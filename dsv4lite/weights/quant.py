@@ -318,7 +318,7 @@ def linear(
         x_TK: Inputs as they are.
         matrix: Rounds them as it wants.
         dtype: Of the result.
-        rounded: ``x`` in FP8, where somebody has it already.
+        rounded: ``x`` in FP8, where it exists already.
         out: Where the result is wanted, contiguous.
     """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile

@@ -79,7 +79,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     between = item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _wide_streams(c, numerics)
     widest = max(
         between,
-        # Projections for compressed entries, which nobody has read yet.
+        # Projections for compressed entries, not read yet.
         _FLOAT * _compressed_columns(c) * (2 if again else 1),
         # Queries as they come from the projection, and normed.
         latents + 2 * (heads + index_heads),
