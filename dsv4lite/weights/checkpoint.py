@@ -394,9 +394,9 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     """Read tensors, in the order in which they lie on disk, whatever the order asked for.
 
     Shards are read one after the other and front to back, in large blocks, by a few threads that stay ahead of the consumer by at
-    most 512 MiB (or by one tensor, if that is larger). Ranges that are not needed are skipped. Of a tensor cut along dimension 0 only
-    those rows are read; cuts along other dimensions read whole rows and return a view, because a part of a row is usually smaller
-    than what a disk reads at once.
+    most 512 MiB (or by one tensor, if that is larger). Ranges that are not needed are skipped. Of a tensor cut along dimension 0
+    only those rows are read. Cuts along other dimensions read whole rows and return a view, because a part of a row is usually
+    smaller than what a disk reads at once.
 
     Leaving the iterator early (``close``, ``break`` and dropping it) stops the threads.
 
