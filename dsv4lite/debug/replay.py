@@ -24,7 +24,7 @@ from dsv4lite.engine.packing import empty_last_token, pack
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.errors import ConfigError
-from dsv4lite.kernels.runs import place_runs
+from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.family import Batch, Family, Model
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
@@ -171,7 +171,7 @@ def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
     inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model.config.window), {}).to(device)
     resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
-    return step_batch(inputs, place_runs(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
+    return step_batch(inputs, place_spans(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
 
 
 def _state(dump: StepDump, places: Places, model: Model) -> StateCache:

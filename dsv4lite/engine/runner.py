@@ -379,7 +379,7 @@ class Runner:
             asked = sampler.prepare(sequences)
             rules = sampler.rules(asked, sequences, first_rows)
             out = self._graphs.sample(asked.needs, None if rules is None else rules.masks) if asked.needs else captured.out
-            begun = Arrival(captured.placed.runs_XS[:, : len(sequences)]) if shape.unresolved else None
+            begun = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
             return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, rules, begun)
         if done.streams_TND is None or not self.model.share.last:
             return None

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from dsv4lite.engine.packing import empty_last_token, graph_sizes
 from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs
-from dsv4lite.kernels.runs import PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
+from dsv4lite.kernels.spans import PlacedSpans, place_spans
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.sampler import Sampler
@@ -75,7 +75,7 @@ class StepOutput:
         streams: For the drafter, final streams [R, N, D].
     """
 
-    placed: PlacedRuns
+    placed: PlacedSpans
     logits: Tensor
     best: tuple[Tensor, Tensor, Tensor]
     out: Tensor
@@ -298,9 +298,9 @@ class StepGraphs:
     def _forward(self, inputs: Tensor, shape: GraphShape, *, held_back: bool = False) -> StepOutput | Tensor:
         """Run one step; if kernels are ``held_back``, indices come from a reference, since no kernel has written them."""
         model, read = self._model, (inputs, shape.width, self.last_token, self._next, self._drafts)
-        placed = place_runs(*read)
+        placed = place_spans(*read)
         if held_back:
-            placed = place_runs_ref(*read)
+            placed = place_spans.reference(*read)
         batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
         layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.share.layers)]
         streams: Tensor = model(batch, layers, None if self._before is None else self._before[:rows])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.runs import TOLD, PlacedRuns
+from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.sampling.state import send
@@ -54,7 +54,7 @@ class PageTables:
 def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
     """Return the integers of a step, int32 [rows, size] on the CPU; missing sequences are padding.
 
-    The first ``TOLD`` rows are positions, slots, copies of the compressor state, numbers of draft tokens, first window pages and,
+    The first ``FIELDS`` rows are positions, slots, copies of the compressor state, numbers of draft tokens, first window pages and,
     for sequences with unresolved drafts, their columns in ``AcceptedLengths``, else -1. ``width`` rows of tokens follow. The window
     pages, as [size, pages], begin at row ``_pages_row(width)``.
 
@@ -81,24 +81,24 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
         *chain.from_iterable([some + tails[len(some)] for some in held]),
         *none * pages,
     ]
-    told, unused = size * (TOLD + width), 4 * size * (_pages_row(width) - TOLD - width)
+    told, unused = size * (FIELDS + width), 4 * size * (_pages_row(width) - FIELDS - width)
     packed = struct.pack(f"{told}i{unused}x{size * pages}i", *values)  # torch.tensor takes five times as long to read a list
     return torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, size)
 
 
-def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Model, max_model_len: int) -> Batch:
+def step_batch(inputs: Tensor, placed: PlacedSpans, tables: Tensor, model: Model, max_model_len: int) -> Batch:
     """Return the batch of a step of equally many rows per sequence.
 
     Args:
         inputs: From ``step_inputs``.
-        placed: Its rows, from ``place_runs``.
+        placed: Its rows, from ``place_spans``.
         tables: int32 [slots + 1, P], KV pages by slot.
         model: The model that runs it.
         max_model_len: No sequence is longer.
     """
     size = inputs.shape[1]
     width = len(placed.tokens_T) // size
-    start_S, drafts_S, carry_S = placed.runs_XS[:3]
+    start_S, drafts_S, state_copy_S = placed.spans_XS[:3]
     paging = Paging(
         positions_T=placed.positions_T,
         sequence_T=placed.sequence_T,
@@ -107,7 +107,7 @@ def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Model,
         rows_S=placed.rows_S,
         lens_S=placed.lens_S,
         drafts_S=drafts_S,
-        carry_S=carry_S,
+        state_copy_S=state_copy_S,
         grow_SP=tables.index_select(0, placed.places_S),
         window_SP=inputs[_pages_row(width) :].view(size, -1),
         window_first_S=inputs[4],
@@ -120,4 +120,4 @@ def step_batch(inputs: Tensor, placed: PlacedRuns, tables: Tensor, model: Model,
 
 def _pages_row(width: int) -> int:
     """Return the row of ``step_inputs`` where window pages begin: a multiple of 4, so that they are aligned to 16 bytes."""
-    return -(-(TOLD + width) // 4) * 4
+    return -(-(FIELDS + width) // 4) * 4

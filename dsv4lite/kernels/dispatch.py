@@ -66,20 +66,21 @@ def on_gpu(device: torch.device) -> bool:
 def use_triton(*arguments: object) -> bool:
     """Return whether an op with these arguments runs its kernel.
 
-    It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and no argument is ``ReferenceOnly``.
+    It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
     """
-    first = next(_tensors(arguments), None)
+    every = list(_flat(arguments))
+    first = next((argument for argument in every if isinstance(argument, Tensor)), None)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
-    return not any(isinstance(argument, ReferenceOnly) for argument in arguments)
+    return not any(isinstance(argument, ReferenceOnly) for argument in every)
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
     for argument in arguments:
-        if isinstance(argument, Tensor):
+        if isinstance(argument, tuple):
+            yield from _flat(argument)
+        else:
             yield argument
-        elif isinstance(argument, tuple):
-            yield from _tensors(argument)
 
 
 def capability_of(device: torch.device) -> int:

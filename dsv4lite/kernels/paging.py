@@ -46,7 +46,7 @@ class Paging:
         rows_S: Row of that token.
         lens_S: Its number of tokens.
         drafts_S: How many of the last ones are guesses: what accumulators hold before each of them is kept in a copy of its own.
-        carry_S: In which copy the accumulators are that it starts with.
+        state_copy_S: In which copy the accumulators are that it starts with.
         grow_SP: Pages of 256 positions each, from position 0; what is past the end is any valid page.
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
@@ -61,7 +61,7 @@ class Paging:
     rows_S: Tensor
     lens_S: Tensor
     drafts_S: Tensor
-    carry_S: Tensor
+    state_copy_S: Tensor
     grow_SP: Tensor
     window_SP: Tensor
     window_first_S: Tensor

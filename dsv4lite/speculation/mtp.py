@@ -64,7 +64,7 @@ class MtpDrafter:
             rows_S=every,
             lens_S=torch.ones_like(every),
             drafts_S=nothing,
-            carry_S=nothing,
+            state_copy_S=nothing,
             grow_SP=nothing[:, None],
             window_SP=state.window_SP,
             window_first_S=state.window_first_S,

@@ -78,7 +78,7 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
         rows_S=row,
         lens_S=length,
         drafts_S=drafts,
-        carry_S=carry,
+        state_copy_S=carry,
         grow_SP=grow.view(len(lens), -1),
         window_SP=window.view(len(lens), -1),
         window_first_S=window_first,

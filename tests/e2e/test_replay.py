@@ -154,9 +154,9 @@ def wrong_row(number: int) -> Launcher:
     calls = itertools.count()
 
     def launch(*args: Any) -> None:
-        compress.compress_step_ref(*args)
+        compress.compress_step.reference(*args)
         if next(calls) == number:
-            args[4].memory[0] = 0x38
+            args[0].store.memory[0] = 0x38
 
     return launch
 
@@ -200,11 +200,8 @@ def test_a_wrong_kernel_is_named(
     place: str,
     problem: str,
 ) -> None:
-    reference, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
-    if op == "head_norms":
-        monkeypatch.setattr(heads.head_norms, "launches", lambda *args: True)
-    else:
-        monkeypatch.setattr(reference, "use_triton", lambda x: True)
+    folder, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
+    monkeypatch.setattr(getattr(folder, op), "launches", lambda *args: True)
     monkeypatch.setattr(kernels, f"{op}_triton", launcher)
     report = replay(paged["mixed"])
     assert {ran.op for ran in report.ops if ran.compared} == {op}

@@ -15,8 +15,8 @@ from paged import attention_bound
 from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.attention import paged_attention, paged_attention_ref
-from dsv4lite.kernels.indexer import choose_paged, index_scores_paged, index_scores_paged_ref, select_paged
+from dsv4lite.kernels.attention import AttentionInputs, paged_attention
+from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores_paged, select_paged
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
@@ -46,13 +46,9 @@ class Step:
     sink: Tensor
     visible: Tensor
 
-    def attend(self, entries: RowStore | None, ratio: int, selected: Tensor | None, splits: int) -> Tensor:
+    def inputs(self, entries: RowStore | None, ratio: int, selected: Tensor | None, splits: int) -> AttentionInputs:
         rows = self.fresh, self.window, entries, self.paging
-        return paged_attention(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected, splits)
-
-    def reference(self, entries: RowStore | None, ratio: int, selected: Tensor | None) -> Tensor:
-        rows = self.fresh, self.window, entries, self.paging
-        return paged_attention_ref(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected)
+        return AttentionInputs(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected, splits)
 
 
 def step_of(sequences: int, first: int, length: int) -> Step:
@@ -73,7 +69,7 @@ def step_of(sequences: int, first: int, length: int) -> Step:
         rows_S=ints(each * length),
         lens_S=ints(torch.full((sequences,), length)),
         drafts_S=ints(torch.zeros(sequences)),
-        carry_S=ints(torch.zeros(sequences)),
+        state_copy_S=ints(torch.zeros(sequences)),
         grow_SP=ints(torch.randperm(sequences * grow).view(sequences, grow)),
         window_SP=ints(torch.randperm(sequences * width).view(sequences, width)),
         window_first_S=ints(torch.full((sequences,), oldest)),
@@ -144,7 +140,7 @@ def rows_of(step: Step, ratio: int, selected: Tensor | None) -> int:
 def bench_prefill(length: int, first: int) -> None:
     step = step_of(1, first, length)
     for name, (entries, ratio, selected) in layers(step, -(-(first + length) // 256)).items():
-        time = microseconds(lambda _, e=entries, r=ratio, s=selected: step.attend(e, r, s, 1), 1, calls=2)
+        time = microseconds(lambda _, e=entries, r=ratio, s=selected: paged_attention(step.inputs(e, r, s, 1)), 1, calls=2)
         rate = rows_of(step, ratio, selected) * HEADS * 512 * 4 / time / 1e6
         print(f"prefill {length:6d} after {first:6d}  {name:8s} {time:9.1f} us  {rate:6.1f} TFLOP/s")
 
@@ -152,15 +148,17 @@ def bench_prefill(length: int, first: int) -> None:
 def bench_decode(sequences: int, context: int, *, sweep: bool) -> None:
     step = step_of(sequences, context - 1, 1)
     for name, (entries, ratio, selected) in layers(step, sequences * -(-context // 256)).items():
-        wanted = step.reference(entries, ratio, selected)
+        wanted = paged_attention.reference(step.inputs(entries, ratio, selected, 1))
         found = []
         for splits in SPLITS:
-            check(step.attend(entries, ratio, selected, splits), wanted, f"{name} {splits}")
-            time = microseconds(lambda _, e=entries, r=ratio, s=selected, n=splits: step.attend(e, r, s, n), 1, calls=20)
+            given = step.inputs(entries, ratio, selected, splits)
+            check(paged_attention(given), wanted, f"{name} {splits}")
+            time = microseconds(lambda _, given=given: paged_attention(given), 1, calls=20)
             found.append((time, splits))
         floor = rows_of(step, ratio, selected) * 584 / BANDWIDTH * 1e6
         best = min(found)
-        cold = cold_microseconds(lambda e=entries, r=ratio, s=selected, n=best[1]: step.attend(e, r, s, n), step)
+        given = step.inputs(entries, ratio, selected, best[1])
+        cold = cold_microseconds(lambda given=given: paged_attention(given), step)
         every = "  ".join(f"{splits}:{time:.1f}" for time, splits in found) if sweep else ""
         print(
             f"decode {sequences:3d} x {context:7d}  {name:8s} {best[0]:7.1f} us at {best[1]:2d} splits, {cold:7.1f} cold, "
@@ -175,13 +173,15 @@ def bench_index(sequences: int, first: int, length: int) -> None:
     iq = Fp4Key(128).simulate(torch.randn(tokens, INDEX_HEADS, 128, device=CUDA).to(torch.bfloat16))
     weights = torch.randn(tokens, INDEX_HEADS, device=CUDA).to(torch.bfloat16)
     few = slice(tokens - min(tokens, 4), tokens)
-    got = index_scores_paged(iq[few], weights[few], keys, step.paging, TOP_K, entries, begin=few.start)
-    wanted = index_scores_paged_ref(iq[few], weights[few], keys, step.paging, 0, entries, begin=few.start)
+    given = IndexInputs(iq, weights, keys, step.paging, TOP_K, entries)
+    got = index_scores_paged(given, few.start, few.stop)
+    wanted = index_scores_paged.reference(given._replace(top_k=0), few.start, few.stop)
     for n, count in enumerate(step.visible[few].tolist()):
         assert (got[n, :count] == wanted[n, :count]).float().mean() > 0.9, "scores"
-    both = microseconds(lambda _: choose_paged(iq, weights, keys, step.paging, TOP_K, entries), 1)
-    scores = index_scores_paged(iq[:256], weights[:256], keys, step.paging, TOP_K, entries)
-    select = microseconds(lambda _: select_paged(scores, step.paging, TOP_K, 4), 1)
+    both = microseconds(lambda _: choose_paged(given), 1)
+    scores = index_scores_paged(given, 0, min(tokens, 256))
+    selected = torch.empty(len(scores), TOP_K, dtype=torch.int32, device=CUDA)
+    select = microseconds(lambda _: select_paged(scores, step.paging, 4, 0, selected), 1)
     print(f"index  {sequences:3d} x {length:5d} after {first:7d}  both {both:9.1f} us  selection of {len(scores)} {select:8.1f} us")
 
 

@@ -11,8 +11,8 @@ import torch
 from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.compress import compress_step, compress_step_ref, empty_carry
-from dsv4lite.kernels.latent_norm_store import latent_norms, latent_norms_ref
+from dsv4lite.kernels.compress import CompressInputs, compress_step, empty_state
+from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
@@ -43,7 +43,7 @@ def step(tokens: int, singles: bool) -> Paging:
         rows_S=numbers[:count].clone(),
         lens_S=ints([1 if singles else tokens] * count),
         drafts_S=ints([0] * count),
-        carry_S=ints([0] * count),
+        state_copy_S=ints([0] * count),
         grow_SP=pages,
         window_SP=windows,
         window_first_S=ints([0] * count),
@@ -61,11 +61,11 @@ def latent_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, fl
     norms = [torch.rand(size, device=CUDA) + 0.5 for size in (1024, 512)]
     angles = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0).to(CUDA))
     store = RowStore(KV, paging.window_SP.numel(), 64, CUDA)
-    ours = latent_norms(latent[0], *norms, *angles, 1e-6, store, paging)
-    theirs = latent_norms_ref(latent[0], *norms, *angles, 1e-6, store, paging)
+    given = [LatentInputs(x, *norms, *angles, 1e-6, store, paging) for x in latent]
+    ours, theirs = latent_norms(given[0]), latent_norms.reference(given[0])
     error = max(differing(a, b) for a, b in zip(ours, theirs, strict=True))
     moved = tokens * (2 * 1536 + 1024 + 8 + 584)
-    return lambda i: latent_norms(latent[i], *norms, *angles, 1e-6, store, paging), moved, error
+    return lambda i: latent_norms(given[i]), moved, error
 
 
 def heads_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, float]:
@@ -87,16 +87,16 @@ def compress_case(paging: Paging, tokens: int, copies: int, ratio: int, fmt: Row
     ape, norm = torch.randn(ratio, columns, device=CUDA), torch.rand(width, device=CUDA) + 0.5
     angles = rope_angles(paging.positions_T // ratio * ratio, rope_frequencies(64, 10000.0).to(CUDA))
     stores = [RowStore(fmt, paging.grow_SP.numel(), 256 // ratio, CUDA) for _ in range(2)]
-    carries = [empty_carry(len(paging.slots_S), 1, sets, width, device=CUDA) for _ in range(2)]
+    states = [empty_state(len(paging.slots_S), 1, sets, width, device=CUDA) for _ in range(2)]
 
     def call(i: int, reference: bool = False) -> None:
-        op = compress_step_ref if reference else compress_step
-        op(projected[i], ape, norm, carries[reference], stores[reference], paging, ratio, *angles, 1e-6, fmt is KEY)
+        op, state = compress_step.reference if reference else compress_step, (states[reference], stores[reference], paging)
+        op(CompressInputs(projected[i], ape, norm, *state, ratio, *angles, 1e-6, fmt is KEY))
 
     call(0)
     call(0, reference=True)
-    torch.testing.assert_close(*carries, rtol=1e-5, atol=1e-5)
-    moved = tokens * 8.0 * columns + (24.0 * carries[0].shape[1] * width * tokens if paging.singles else 0)
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+    moved = tokens * 8.0 * columns + (24.0 * states[0].shape[1] * width * tokens if paging.singles else 0)
     return call, moved, differing(stores[0].memory, stores[1].memory)
 
 

@@ -32,9 +32,9 @@ from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, p
 from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies
-from dsv4lite.kernels.runs import place_runs
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
+from dsv4lite.kernels.spans import place_spans
 from dsv4lite.kernels.warmup import Specialization, recording
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
@@ -144,7 +144,7 @@ def _selection() -> None:
     """The best of as many scores as one program takes, at each of its sizes, and of more."""
     paging = step_of([0, 0], [1, 1], device=META)
     for columns in (1024, 2048, 4096, 8192, 8193):
-        select_paged(_empty(2, columns, dtype=torch.bfloat16), paging, 512, 4)
+        select_paged(_empty(2, columns, dtype=torch.bfloat16), paging, 4, 0, _empty(2, 512, dtype=torch.int32))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,7 +165,7 @@ def _runs() -> None:
     last_token = _empty(17, dtype=torch.int64)
     for size, width, guesses in ((1, 1, 0), (4, 2, 1), (64, 5, 4)):
         columns = (_empty(3, 16, dtype=torch.int64), _empty(guesses, 16, dtype=torch.int64))
-        place_runs(_empty(15, size, dtype=torch.int32), width, last_token, *columns)
+        place_spans(_empty(15, size, dtype=torch.int32), width, last_token, *columns)
 
 
 def _ranks() -> None:

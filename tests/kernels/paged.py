@@ -37,7 +37,7 @@ def make_paging(steps: Sequence[tuple[int, int]], device: torch.device, *, paddi
         rows_S=ints([sum(lens[:s]) for s in range(len(steps))]),
         lens_S=ints(lens),
         drafts_S=ints([0] * len(steps)),
-        carry_S=ints([0] * len(steps)),
+        state_copy_S=ints([0] * len(steps)),
         grow_SP=ints(grow),
         window_SP=ints(window),
         window_first_S=ints(firsts),

@@ -62,7 +62,7 @@ def step_of(
         rows_S=ints([*rows, *range(sum(lens), sum(lens) + blank)]),
         lens_S=ints([*lens, *([1] if singles else [0]) * blank]),
         drafts_S=ints([*(drafts or [0] * count), *[0] * blank]),
-        carry_S=ints([*(carry or [0] * count), *[0] * blank]),
+        state_copy_S=ints([*(carry or [0] * count), *[0] * blank]),
         grow_SP=ints(pages_of).view(-1, grow_pages),
         window_SP=ints([table + [-1] * (wide - len(table)) for table in tables] + [[-1] * wide] * blank).view(-1, wide),
         window_first_S=ints([*firsts, *[0] * blank]),

@@ -24,7 +24,6 @@ import pytest
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention import triton as attention_triton
-from dsv4lite.kernels.attention import unquantized_triton as unquantized_attention
 from dsv4lite.kernels.experts import triton as experts_triton
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.hc import LEAST_RESIDENT
@@ -186,12 +185,11 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
     heads = (8, 16, 64, 128)
     attention = {attention_triton.tile_for(count, chip) for count in heads}
-    wanted = {(tile.heads, tile.rows, tile.swap, tile.num_warps) for tile in attention}
-    assert wanted <= tiles("attention.triton", "_attend_kernel", "HEADS", "ROWS", "SWAP", "num_warps")
-    shapes = itertools.product(heads, (1024, 2048), (1, unquantized_attention.FEW_SPLITS), (chip,))
-    unquantized = {unquantized_attention.tile_for(*shape) for shape in shapes}
-    wanted = {(tile.heads, tile.rows, tile.num_warps) for tile in unquantized}
-    assert wanted <= tiles("attention.unquantized_triton", "_attend_kernel", "HEADS", "ROWS", "num_warps")
+    shapes = itertools.product(heads, (1024, 2048), (1, attention_triton.SMALL_BLOCK_SPLITS), (chip,))
+    unquantized = {attention_triton.unquantized_tile_for(*shape) for shape in shapes}
+    wanted = {(tile.heads, tile.rows, tile.swap, tile.num_warps, True) for tile in attention}
+    wanted |= {(tile.heads, tile.rows, tile.swap, tile.num_warps, False) for tile in unquantized}
+    assert wanted <= tiles("attention.triton", "_attend_kernel", "HEADS", "ROWS", "SWAP", "num_warps", "PACKED")
     sizes = [1 << n for n in range(10, indexer_triton.MOST.bit_length())]
     assert {(size, size // 512) for size in sizes} <= tiles("indexer.triton", "_select_kernel", "BLOCK", "num_warps")
     assert {(number,) for number in range(3)} <= tiles("indexer.triton", "_segment_kernel", "PASS")

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dsv4lite.kernels.compress import (
     OVERLAP_RATIO,
+    CompressInputs,
     compress,
     compress_step,
-    compress_step_ref,
-    empty_carry,
-    make_prefixes,
+    empty_state,
     make_segments,
 )
 from dsv4lite.kernels.norm import rms_norm
@@ -67,31 +66,31 @@ def prompt(length: int, ratio: int, seed: int = 0) -> Prompt:
     return Prompt(random(length, columns, seed=seed), random(length, columns, seed=seed + 100, scale=4.0))
 
 
-def step(prompts: list[Prompt], counts: list[int], carry: Tensor, ratio: int) -> tuple[list[list[tuple[int, Tensor]]], Tensor]:
-    """Feed the next tokens of some sequences; return the (position, entry) pairs that close in each, and the new carry."""
+def step(prompts: list[Prompt], counts: list[int], state: Tensor, ratio: int) -> tuple[list[list[tuple[int, Tensor]]], Tensor]:
+    """Feed the next tokens of some sequences; return the (position, entry) pairs that close in each, and the new state."""
     starts = torch.tensor([p.start for p in prompts])
     segments = make_segments(starts, torch.tensor(counts), ratio)
     parts = [slice(p.start, p.start + n) for p, n in zip(prompts, counts, strict=True)]
     values = torch.cat([p.values[part] for p, part in zip(prompts, parts, strict=True)])
     scores = torch.cat([p.scores[part] for p, part in zip(prompts, parts, strict=True)])
-    entries, carry = compress(values, scores, carry, segments)
+    entries, state = compress(values, scores, state, segments)
     closed: list[list[tuple[int, Tensor]]] = [[] for _ in prompts]
     owners = segments.sequence_G[segments.closed_E].tolist()
     for owner, position, entry in zip(owners, segments.positions_E.tolist(), entries, strict=True):
         closed[owner].append((position, entry))
     for p, count in zip(prompts, counts, strict=True):
         p.start += count
-    return closed, carry
+    return closed, state
 
 
 def run(p: Prompt, cuts: list[int], ratio: int) -> tuple[Tensor, Tensor]:
-    """Feed one sequence in parts; return its entries and the last carry."""
-    carry, found = empty_carry(1, sets_of(ratio), WIDTH), []
+    """Feed one sequence in parts; return its entries and the last state."""
+    state, found = empty_state(1, sets_of(ratio), WIDTH), []
     for a, b in zip([0, *cuts], [*cuts, len(p.values)], strict=True):
-        closed, carry = step([p], [b - a], carry, ratio)
+        closed, state = step([p], [b - a], state, ratio)
         found += closed[0]
     assert [position for position, _ in found] == list(range(0, len(p.values) - ratio + 1, ratio))
-    return (torch.stack([entry for _, entry in found]) if found else torch.empty(0, WIDTH)), carry
+    return (torch.stack([entry for _, entry in found]) if found else torch.empty(0, WIDTH)), state
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -106,49 +105,49 @@ def test_entries_equal_the_softmax_over_the_group(ratio: int, length: int) -> No
 @settings(max_examples=60)
 def test_no_cut_changes_a_bit(length: int, ratio: int, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=8))) if length > 1 else []
-    whole, carry = run(prompt(length, ratio), [], ratio)
-    parts, carry_of_parts = run(prompt(length, ratio), cuts, ratio)
+    whole, state = run(prompt(length, ratio), [], ratio)
+    parts, state_of_parts = run(prompt(length, ratio), cuts, ratio)
     assert torch.equal(parts, whole)
-    assert torch.equal(carry_of_parts, carry)
+    assert torch.equal(state_of_parts, state)
 
 
 @given(data=st.data(), ratio=st.sampled_from(RATIOS))
 @settings(max_examples=40)
-def test_sequences_of_one_step_do_not_meet(data: st.DataObject, ratio: int) -> None:
+def test_sequences_of_one_step_are_independent(data: st.DataObject, ratio: int) -> None:
     """Several sequences in one step, one of them full of NaN, give each what it gets alone."""
     lengths = data.draw(st.lists(st.integers(2, 40), min_size=2, max_size=4))
-    sick = data.draw(st.integers(0, len(lengths) - 1))
+    poisoned = data.draw(st.integers(0, len(lengths) - 1))
     prompts = [prompt(length, ratio, seed) for seed, length in enumerate(lengths)]
-    prompts[sick].values.fill_(float("nan"))
-    carry = empty_carry(len(lengths), sets_of(ratio), WIDTH)
+    prompts[poisoned].values.fill_(float("nan"))
+    state = empty_state(len(lengths), sets_of(ratio), WIDTH)
     first = [data.draw(st.integers(1, length - 1)) for length in lengths]
-    found, carry = step(prompts, first, carry, ratio)
-    later, _ = step(prompts, [length - count for length, count in zip(lengths, first, strict=True)], carry, ratio)
+    found, state = step(prompts, first, state, ratio)
+    later, _ = step(prompts, [length - count for length, count in zip(lengths, first, strict=True)], state, ratio)
     for seed, length in enumerate(lengths):
-        if seed != sick:
+        if seed != poisoned:
             expected, _ = run(prompt(length, ratio, seed), [], ratio)
             got = [entry for _, entry in found[seed] + later[seed]]
             assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_carry_of_a_stranger_is_not_read(ratio: int) -> None:
-    """A sequence that starts on a border reads its own carry only; the second segment of a step starts afresh."""
+def test_state_of_another_sequence_is_not_read(ratio: int) -> None:
+    """A sequence that starts at a boundary reads its own state only; the second segment of a step starts afresh."""
     p = prompt(3 * ratio, ratio)
     expected, _ = run(p, [], ratio)
     p.start = 0
-    carry = torch.cat([torch.full((1, sets_of(ratio), 3, WIDTH), float("nan")), empty_carry(1, sets_of(ratio), WIDTH)])
-    sick = prompt(3 * ratio, ratio, 5)
-    closed, _ = step([sick, p], [3 * ratio, 3 * ratio], carry, ratio)
+    state = torch.cat([torch.full((1, sets_of(ratio), 3, WIDTH), float("nan")), empty_state(1, sets_of(ratio), WIDTH)])
+    poisoned = prompt(3 * ratio, ratio, 5)
+    closed, _ = step([poisoned, p], [3 * ratio, 3 * ratio], state, ratio)
     assert torch.equal(torch.stack([entry for _, entry in closed[1]]), expected)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_closed_group_leaves_nothing_but_the_next_ones_lower_half(ratio: int) -> None:
-    _, carry = run(prompt(2 * ratio, ratio), [], ratio)
-    fresh = empty_carry(1, 1, WIDTH)
-    assert torch.equal(carry[:, -1:], fresh)
-    assert sets_of(ratio) == 1 or not torch.equal(carry[:, :1], fresh)
+    _, state = run(prompt(2 * ratio, ratio), [], ratio)
+    fresh = empty_state(1, 1, WIDTH)
+    assert torch.equal(state[:, -1:], fresh)
+    assert sets_of(ratio) == 1 or not torch.equal(state[:, :1], fresh)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -166,14 +165,14 @@ def test_gradients_equal_those_of_the_softmax(ratio: int) -> None:
     weight = random(19 // ratio, WIDTH, seed=3).double()
     expected = torch.autograd.grad((entries_of(values, scores, ratio) * weight).sum(), (values, scores))
     segments = make_segments(torch.tensor([0]), torch.tensor([19]), ratio)
-    entries, _ = compress(values, scores, empty_carry(1, sets_of(ratio), WIDTH), segments)
+    entries, _ = compress(values, scores, empty_state(1, sets_of(ratio), WIDTH), segments)
     got = torch.autograd.grad((entries * weight).sum(), (values, scores))
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.isfinite(ours).all()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_segments_name_places_groups_and_borders() -> None:
+def test_segments_end_at_boundaries_of_groups() -> None:
     s = make_segments(torch.tensor([2, 7, 4]), torch.tensor([7, 1, 4]), 4)
     # positions 2 3 | 4 5 6 7 | 8      7      4 5 6 7
     assert s.sequence_G.tolist() == [0, 0, 0, 1, 2]
@@ -183,12 +182,6 @@ def test_segments_name_places_groups_and_borders() -> None:
     assert s.missing_GL is not None
     rows = [row[~gone].tolist() for row, gone in zip(s.tokens_GL, s.missing_GL, strict=True)]
     assert rows == [[0, 1], [2, 3, 4, 5], [6], [7], [8, 9, 10, 11]]
-
-
-def test_prefixes_are_the_runs_and_their_beginnings_before_drafts() -> None:
-    p = make_prefixes(torch.tensor([5, 3, 1]), torch.tensor([0, 2, 0]))
-    assert p.owner_P.tolist() == [0, 1, 1, 1, 2] and p.lens_P.tolist() == [5, 1, 2, 3, 1]
-    assert p.copy_P.tolist() == [0, 0, 1, 2, 0] and p.whole_P.tolist() == [True, False, False, True, True]
 
 
 # ---------------------------------------------------------------------------------------------------------- a step into the store
@@ -207,10 +200,10 @@ FORMATS: list[tuple[RowFormat, bool]] = [(Fp8Kv(64, 64), False), (Fp4Key(128), T
 @pytest.mark.parametrize(("fmt", "transformed"), FORMATS)
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat, transformed: bool) -> None:
-    """Chunks, singles and padding; entries and carries equal those of each sequence pooled, normed and packed at once."""
+    """Chunks, singles and padding; entries and states equal those of each sequence pooled, normed and packed at once."""
     width, slots = fmt.width, [2, 0, 3]
-    carry = empty_carry(5, 1, sets_of(ratio), width)
-    stranger = carry[1:2].fill_(7.0).clone()
+    state = empty_state(5, 1, sets_of(ratio), width)
+    other = state[1:2].fill_(7.0).clone()
     store = RowStore(fmt, 3 * 16, 256 // ratio, torch.device("cpu"))
     lens = [2 * ratio + 3, ratio, 1]
     whole = [step_inputs(3 * ratio + 6, width, ratio, seed=i)[0] for i in range(len(lens))]
@@ -222,15 +215,16 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
         parts = [w[start : start + count] for w, start, count in zip(whole, starts, counts, strict=True)]
         projected = torch.cat([*parts, torch.full((2, parts[0].shape[1]), float("nan"))])
         group = paging.positions_T // ratio * ratio
-        compress_step(projected, ape, norm, carry, store, paging, ratio, *rope_angles(group, freq), 1e-6, transformed)
+        angles = rope_angles(group, freq)
+        compress_step(CompressInputs(projected, ape, norm, state, store, paging, ratio, *angles, 1e-6, transformed))
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
-    assert torch.equal(carry[1:2], stranger)
+    assert torch.equal(state[1:2], other)
     for i, (end, slot) in enumerate(zip(starts, slots, strict=True)):
         segments = make_segments(torch.tensor([0]), torch.tensor([end]), ratio)
         columns = ape.shape[1]
         scores = whole[i][:end, columns:] + ape[torch.arange(end) % ratio]
-        pooled, after = compress(whole[i][:end, :columns], scores, empty_carry(1, sets_of(ratio), width), segments)
-        assert torch.equal(carry[slot], after)
+        pooled, after = compress(whole[i][:end, :columns], scores, empty_state(1, sets_of(ratio), width), segments)
+        assert torch.equal(state[slot], after)
         rows = rope(rms_norm(pooled.bfloat16(), norm, 1e-6), *rope_angles(segments.positions_E, freq))
         entry = torch.arange(len(rows))
         per_page = 256 // ratio
@@ -241,25 +235,25 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
 
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("start", [1, 2, 3, 4, 5, 125, 126, 127, 128])
-def test_drafts_leave_accumulators_before_each_and_can_be_taken_back(ratio: int, start: int) -> None:
-    """Runs of five with four drafts, of which two, none and all are right: the same as if the others had never been."""
+def test_state_before_each_draft_is_kept(ratio: int, start: int) -> None:
+    """Spans of five with four drafts, of which two, none and all are accepted: the same as without the others."""
     fmt, drafts = Fp8Kv(64, 64), 4
     projected, ape, norm = step_inputs(start + 9, fmt.width, ratio)
     wrong = step_inputs(drafts, fmt.width, ratio, seed=50)[0]
     freq = rope_frequencies(64, 10000.0)
 
-    def run(carry: Tensor, store: RowStore, rows: Tensor, position: int, guesses: int, copy: int) -> None:
+    def run(state: Tensor, store: RowStore, rows: Tensor, position: int, num_drafts: int, copy: int) -> None:
         paging = step_of(
-            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, guesses, 0], carry=[0, copy, 0], padding=1
+            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, num_drafts, 0], carry=[0, copy, 0], padding=1
         )
         angles = rope_angles(paging.positions_T // ratio * ratio, freq)
         step = torch.cat([projected[:3], rows, projected[:1], torch.full((1, rows.shape[1]), float("nan"))])
-        compress_step(step, ape, norm, carry, store, paging, ratio, *angles, 1e-6, False)
+        compress_step(CompressInputs(step, ape, norm, state, store, paging, ratio, *angles, 1e-6, False))
 
-    ours, plain = (empty_carry(4, drafts + 1, sets_of(ratio), fmt.width) for _ in range(2))
+    ours, plain = (empty_state(4, drafts + 1, sets_of(ratio), fmt.width) for _ in range(2))
     our_store, plain_store = (RowStore(fmt, 3 * 16, 256 // ratio, torch.device("cpu")) for _ in range(2))
-    for carry, store in ((ours, our_store), (plain, plain_store)):
-        run(carry, store, projected[:start], 0, 0, 0)
+    for state, store in ((ours, our_store), (plain, plain_store)):
+        run(state, store, projected[:start], 0, 0, 0)
     done, copy = start, 0
     for right in (2, 0, drafts):
         run(ours, our_store, torch.cat([projected[done : done + right + 1], wrong[right:]]), done, drafts, copy)
@@ -276,8 +270,9 @@ def test_drafts_leave_accumulators_before_each_and_can_be_taken_back(ratio: int,
 
 def test_compress_step_of_nothing_but_padding_changes_nothing() -> None:
     projected, ape, norm = step_inputs(2, 128, 4)
-    carry, store = empty_carry(1, 1, 2, 128), RowStore(Fp8Kv(64, 64), 1, 64, torch.device("cpu"))
-    before = carry.clone()
+    state, store = empty_state(1, 1, 2, 128), RowStore(Fp8Kv(64, 64), 1, 64, torch.device("cpu"))
+    before = state.clone()
     paging = step_of([], [], padding=2)
-    compress_step_ref(projected, ape, norm, carry, store, paging, 4, torch.ones(2, 32), torch.zeros(2, 32), 1e-6, False)
-    assert torch.equal(carry, before) and not store.memory.any()
+    angles = torch.ones(2, 32), torch.zeros(2, 32)
+    compress_step(CompressInputs(projected, ape, norm, state, store, paging, 4, *angles, 1e-6, False))
+    assert torch.equal(state, before) and not store.memory.any()

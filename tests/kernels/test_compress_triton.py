@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.compress import OVERLAP_RATIO, compress_step_ref, empty_carry
+from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_step, empty_state
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore
 from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.compress.triton import FEW_TOKENS, compress_step_triton, entry_sizes, memory_of  # noqa: E402
+from dsv4lite.kernels.compress.triton import SEQUENCE_TOKENS, compress_step_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -45,9 +45,9 @@ class Run:
 
         self.ape, self.norm = random(ratio, sets * width), random(width).abs() + 0.5
         self.projected = 2 * random(count, tokens, 2 * sets * width + 32)
-        self.carry = empty_carry(count + 2, 3, sets, width, device=DEVICE)
+        self.state = empty_state(count + 2, 3, sets, width, device=DEVICE)
         self.copies = [0] * count
-        self.carry[count:] = 7.0  # of a stranger
+        self.state[count:] = 7.0  # of other sequences
         self.store = RowStore(fmt, 16 * count + 1, 256 // ratio, DEVICE)
         self.store.memory.fill_(0xA5)
         self.starts = [0] * count
@@ -61,19 +61,19 @@ class Run:
         blank = torch.full((padding, self.projected.shape[2]), float("nan"), device=DEVICE)
         projected = torch.cat([*parts, blank])[:, 16:]
         angles = rope_angles(paging.positions_T // self.ratio * self.ratio, rope_frequencies(self.rope, 10000.0).to(DEVICE))
-        op = compress_step_ref if reference else compress_step_triton
-        op(projected, self.ape, self.norm, self.carry, self.store, paging, self.ratio, *angles, 1e-6, self.transformed)
+        op, state = compress_step.reference if reference else compress_step_triton, (self.state, self.store, paging)
+        op(CompressInputs(projected, self.ape, self.norm, *state, self.ratio, *angles, 1e-6, self.transformed))
         self.starts = [start + count for start, count in zip(self.starts, lens, strict=True)]
         self.copies = list(drafts or [0] * len(lens))
 
-    def take_back(self, counts: list[int]) -> None:
+    def reject(self, counts: list[int]) -> None:
         """Go back to before the last drafts."""
         self.starts = [start - count for start, count in zip(self.starts, counts, strict=True)]
         self.copies = [copy - count for copy, count in zip(self.copies, counts, strict=True)]
 
 
 def turns_of(ratio: int) -> list[Turn]:
-    """Chunks that begin and end at borders and off them, singles across a border, and one of each kind together."""
+    """Chunks that begin and end at boundaries and off them, singles across a boundary, and one of each kind together."""
     return [
         ([2 * ratio + 3, ratio, 1], 2, False),
         *[([1, 1, 1], 2, True)] * 3,
@@ -90,7 +90,7 @@ def assert_same_rows(ours: RowStore, theirs: RowStore) -> None:
         assert different <= 2e-3, different
 
 
-@pytest.mark.parametrize("more", [0, FEW_TOKENS], ids=["few", "many"])
+@pytest.mark.parametrize("more", [0, SEQUENCE_TOKENS], ids=["few", "many"])
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES)
 def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, more: int) -> None:
     turns = [(lens, padding if singles else padding + more, singles) for lens, padding, singles in turns_of(ratio)]
@@ -100,8 +100,8 @@ def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, mor
         ours.step(*turn)
         theirs.step(*turn, reference=True)
         scale = theirs.projected.abs().max()
-        torch.testing.assert_close(ours.carry, theirs.carry, rtol=4e-6, atol=2e-6 * float(scale))
-        # Rows nobody wrote have kept their poison; of the others few codes differ, by a rounding.
+        torch.testing.assert_close(ours.state, theirs.state, rtol=4e-6, atol=2e-6 * float(scale))
+        # Rows that are not written keep their poison; of the others few codes differ, by a rounding.
         assert_same_rows(ours.store, theirs.store)
     assert (ours.store.memory != 0xA5).any()
 
@@ -110,37 +110,37 @@ def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, mor
 def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     total = 3 * ratio + 2
     whole, parts, singles = (Run(ratio, fmt, transformed, 1, total) for _ in range(3))
-    whole.step([total], FEW_TOKENS, False)
+    whole.step([total], SEQUENCE_TOKENS, False)
     for length in (ratio - 1, 2, ratio, 1):
         parts.step([length], 1, False)
     parts.step([total - parts.starts[0]], 0, False)
     for _ in range(total):
         singles.step([1], 1, True)
     for other in (parts, singles):
-        assert torch.equal(other.carry, whole.carry)
+        assert torch.equal(other.state, whole.state)
         assert torch.equal(other.store.memory, whole.store.memory)
 
 
-@pytest.mark.parametrize("paddings", [(1, 1, 1), (1, FEW_TOKENS, 1)], ids=["few", "both"])
+@pytest.mark.parametrize("paddings", [(1, 1, 1), (1, SEQUENCE_TOKENS, 1)], ids=["few", "both"])
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:2] + CASES[4:5])
-def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool, paddings: tuple[int, ...]) -> None:
-    """Whatever was drafted and rejected, in steps of few tokens or many, all state has the bits of single tokens."""
+def test_rejected_drafts_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool, paddings: tuple[int, ...]) -> None:
+    """After any drafts and rejections, in steps of few tokens or many, all state has the bits of single tokens."""
     ours, singles, theirs = (Run(ratio, fmt, transformed, 3, 3 * ratio) for _ in range(3))
     for run in (ours, singles, theirs):
         run.step([ratio - 1, 2, 1], 0, False, reference=run is theirs)
-    guesses = (([2, 1, 0], [1, 0, 0]), ([2, 2, 2], [0, 1, 2]), ([1, 0, 2], [1, 0, 0]))
-    for (drafts, rejected), padding in zip(guesses, paddings, strict=True):
+    drafted = (([2, 1, 0], [1, 0, 0]), ([2, 2, 2], [0, 1, 2]), ([1, 0, 2], [1, 0, 0]))
+    for (drafts, rejected), padding in zip(drafted, paddings, strict=True):
         lens = [count + 1 for count in drafts]
         for run in (ours, theirs):
             run.step(lens, padding, False, reference=run is theirs, drafts=drafts)
-        torch.testing.assert_close(ours.carry, theirs.carry, rtol=4e-6, atol=2e-6 * float(ours.projected.abs().max()))
+        torch.testing.assert_close(ours.state, theirs.state, rtol=4e-6, atol=2e-6 * float(ours.projected.abs().max()))
         for run in (ours, theirs):
-            run.take_back(rejected)
+            run.reject(rejected)
     while singles.starts != ours.starts:
         lens = [int(start < end) for start, end in zip(singles.starts, ours.starts, strict=True)]
         singles.step(lens, 0, False)
     for slot, copy in zip((1, 2, 0), ours.copies, strict=True):
-        assert torch.equal(ours.carry[slot, copy], singles.carry[slot, 0])
+        assert torch.equal(ours.state[slot, copy], singles.state[slot, 0])
     for run in (ours, singles):
         run.step([3 * ratio - start for start in run.starts], 1, False)
     assert torch.equal(ours.store.memory, singles.store.memory)
@@ -150,23 +150,15 @@ def test_drafts_taken_back_leave_no_trace(ratio: int, fmt: RowFormat, transforme
 def test_entries_of_many_sequences_close_side_by_side(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     ours, theirs = (Run(ratio, fmt, transformed, 5, ratio) for _ in range(2))
     for run, reference in ((ours, False), (theirs, True)):
-        run.step([ratio - 1] * 5, FEW_TOKENS, False, reference=reference)
-        run.step([1] * 5, FEW_TOKENS, False, reference=reference)
+        run.step([ratio - 1] * 5, SEQUENCE_TOKENS, False, reference=reference)
+        run.step([1] * 5, SEQUENCE_TOKENS, False, reference=reference)
     assert (ours.store.memory != theirs.store.memory).float().mean() <= 2e-3
     assert (ours.store.memory != 0xA5).any(-1).sum() == 5  # a page each
 
 
 def test_step_without_tokens_changes_nothing() -> None:
     run = Run(4, Fp8Kv(64, 64), False, 1, 4)
-    before = run.carry.clone()
+    before = run.state.clone()
     run.step([0], 0, False)
     run.step([0], 2, False)
-    assert torch.equal(run.carry, before) and (run.store.memory == 0xA5).all()
-
-
-def test_entries_are_seen_as_their_store_has_them() -> None:
-    keys, plain = (RowStore(fmt, 2, 64, DEVICE) for fmt in (Fp4Key(128), PlainRow(100, torch.bfloat16)))
-    assert memory_of(keys) is keys.memory and memory_of(plain).shape == (2, 6400)
-    sizes = entry_sizes(4, keys, 64, True)
-    assert (sizes["A"], sizes["WIDTH"], sizes["ROWS"], sizes["PLACES"], sizes["LOG"]) == (2, 128, 2, 64, 7)
-    assert entry_sizes(128, plain, 8, False)["ROWS"] == 2 and entry_sizes(128, plain, 8, False)["A"] == 1
+    assert torch.equal(run.state, before) and (run.store.memory == 0xA5).all()

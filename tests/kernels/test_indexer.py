@@ -11,15 +11,7 @@ from torch import Tensor
 from dsv4lite.kernels import indexer
 from dsv4lite.kernels.attention import union_of
 from dsv4lite.kernels.gemm import ROW_TILE
-from dsv4lite.kernels.indexer import (
-    choose_paged,
-    index_scores,
-    index_scores_paged,
-    index_scores_paged_ref,
-    select_entries,
-    select_paged,
-    select_paged_ref,
-)
+from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores, index_scores_paged, select_entries, select_paged
 from dsv4lite.kernels.rows import Fp4Key
 from tests.kernels.paged import fill_store, make_paging, pages_of
 
@@ -105,7 +97,7 @@ def test_no_token_sees_an_entry_that_is_not_there() -> None:
 
 @given(data=st.data())
 @settings(max_examples=50)
-def test_union_holds_what_anyone_has_chosen(data: st.DataObject) -> None:
+def test_union_holds_every_choice(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.sets(st.integers(0, 15), max_size=4), min_size=1, max_size=5))
     chosen = torch.full((len(rows), 4), 99)
     seen = torch.zeros(len(rows), 4, dtype=torch.bool)
@@ -124,7 +116,7 @@ def test_choice_on_pages_is_that_of_gathered_keys(score_bytes: int, monkeypatch:
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, torch.device("cpu"), seed=7)
     queries = Fp4Key(128).simulate(random(14, 8, 128).to(torch.bfloat16))
     weights = random(14, 8, seed=1).to(torch.bfloat16)
-    got = choose_paged(queries, weights, keys, paging, 6, 80)
+    got = choose_paged(IndexInputs(queries, weights, keys, paging, 6, 80))
     assert got.shape == (14, 6) and got.dtype == torch.int32
     for t in range(12):
         visible = (int(paging.positions_T[t]) + 1) // 4
@@ -136,12 +128,13 @@ def test_choice_on_pages_is_that_of_gathered_keys(score_bytes: int, monkeypatch:
 
 
 def test_scores_and_selection_of_some_tokens_are_those_of_all() -> None:
-    """On a CPU the references answer; ``begin`` is where the given tokens stand in the step."""
     paging = make_paging([(70, 9), (300, 1)], torch.device("cpu"))
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, torch.device("cpu"), seed=7)
     queries, weights = random(10, 8, 128).to(torch.bfloat16), random(10, 8, seed=1).to(torch.bfloat16)
-    every = index_scores_paged_ref(queries, weights, keys, paging, 6, 80)
+    given = IndexInputs(queries, weights, keys, paging, 6, 80)
+    every = index_scores_paged(given, 0, 10)
     assert every[9, :75].isfinite().all() and every[9, 75:].isinf().all()
-    assert torch.equal(index_scores_paged(queries[4:], weights[4:], keys, paging, 6, 80, begin=4), every[4:])
-    chosen = select_paged_ref(every, paging, 4, 0, torch.zeros(10, 6, dtype=torch.int32))
-    assert torch.equal(select_paged(every[4:].contiguous(), paging, 6, 4, begin=4), chosen[4:])
+    assert torch.equal(index_scores_paged(given, 4, 10), every[4:])
+    chosen, some = (torch.zeros(n, 6, dtype=torch.int32) for n in (10, 6))
+    select_paged(every, paging, 4, 0, chosen)
+    assert torch.equal(select_paged(every[4:].contiguous(), paging, 4, 4, some), chosen[4:])

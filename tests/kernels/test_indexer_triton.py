@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.indexer import index_scores_paged_ref, select_paged_ref
+from dsv4lite.kernels.indexer import IndexInputs, index_scores_paged, select_paged
 from dsv4lite.kernels.rows import Fp4Key, PlainRow
 from tests.kernels.paged import fill_store, make_paging, pages_of
 
@@ -49,9 +49,9 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
     paging = make_paging(steps, DEVICE, padding=padding)
     visible = visible_of(paging.positions_T)
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
-    iq, weights = queries(len(visible), heads)
-    got = index_scores_paged_triton(iq, weights, keys, paging, top_k, max(visible), 0, 0.011)
-    wanted = index_scores_paged_ref(iq, weights, keys, paging, 0, max(visible), 0.011)
+    given = IndexInputs(*queries(len(visible), heads), keys, paging, top_k, max(visible), 0.011)
+    got = index_scores_paged_triton(given, 0, len(visible))
+    wanted = index_scores_paged.reference(given._replace(top_k=0), 0, len(visible))
     assert got.shape == wanted.shape and got.dtype == wanted.dtype == torch.bfloat16
     for t, count in enumerate(visible):
         if count > top_k:
@@ -63,14 +63,15 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "width", "steps"), [(12, 16, [(100, 5), (300, 2)]), (4, 8, [(200, 1), (3, 1), (331, 1)])])
-def test_scores_of_plain_keys_equal_the_reference(heads: int, width: int, steps: Steps, dtype: torch.dtype) -> None:
+def test_scores_of_unquantized_keys_equal_the_reference(heads: int, width: int, steps: Steps, dtype: torch.dtype) -> None:
     paging, generator = make_paging(steps, DEVICE), torch.Generator().manual_seed(4)
     visible = visible_of(paging.positions_T)
     keys = fill_store(PlainRow(width, dtype), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
     iq = torch.randn(len(visible), heads, width, generator=generator).to(dtype).to(DEVICE)
     weights = torch.randn(len(visible), heads, generator=generator).to(dtype).to(DEVICE)
-    got = index_scores_paged_triton(iq, weights, keys, paging, 8, max(visible), 0)
-    wanted = index_scores_paged_ref(iq, weights, keys, paging, 0, max(visible))
+    given = IndexInputs(iq, weights, keys, paging, 8, max(visible))
+    got = index_scores_paged_triton(given, 0, len(visible))
+    wanted = index_scores_paged.reference(given._replace(top_k=0), 0, len(visible))
     assert got.shape == wanted.shape and got.dtype == wanted.dtype == dtype
     for t, count in enumerate(visible):
         if count > 8:
@@ -79,14 +80,13 @@ def test_scores_of_plain_keys_equal_the_reference(heads: int, width: int, steps:
             assert ((a - b).abs() <= bound * (b.abs() + b.abs().max())).all()
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 5), (5, 39), (38, 42)])
+@pytest.mark.parametrize(("first", "last"), [(5, 39), (38, 42)])
 def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
     paging = make_paging([(100, 37), (600, 2), (0, 3)], DEVICE)
     visible = visible_of(paging.positions_T)
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
-    iq, weights = queries(len(visible), 16)
-    every = index_scores_paged_triton(iq, weights, keys, paging, 8, max(visible), 0)
-    some = index_scores_paged_triton(iq[first:last], weights[first:last], keys, paging, 8, max(visible), first)
+    given = IndexInputs(*queries(len(visible), 16), keys, paging, 8, max(visible))
+    every, some = index_scores_paged_triton(given, 0, len(visible)), index_scores_paged_triton(given, first, last)
     for t in range(first, last):
         if visible[t] > 8:
             assert torch.equal(some[t - first, : visible[t]], every[t, : visible[t]])
@@ -136,7 +136,7 @@ def test_selection_equals_the_reference(columns: int, top_k: int, positions: lis
     got, wanted = (torch.full((len(positions), top_k + 1), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     got, wanted = got[:, :-1].contiguous(), wanted[:, :-1].contiguous()
     select_paged_triton(scores, paging, 4, 0, got)
-    select_paged_ref(scores, paging, 4, 0, wanted)
+    select_paged.reference(scores, paging, 4, 0, wanted)
     for t, count in enumerate(visible_of(paging.positions_T)):
         assert torch.equal(got[t], wanted[t]) if count > top_k else got[t].eq(-7).all()
 
@@ -146,14 +146,14 @@ def test_selection_of_later_tokens_uses_their_positions() -> None:
     scores = numbers("distinct", 2, 300).to(DEVICE)
     got, wanted = (torch.zeros(2, 16, dtype=torch.int32, device=DEVICE) for _ in range(2))
     select_paged_triton(scores, paging, 4, 1, got)
-    select_paged_ref(scores, paging, 4, 1, wanted)
+    select_paged.reference(scores, paging, 4, 1, wanted)
     assert torch.equal(got, wanted) and got.max() > 150
 
 
 def test_no_tokens_give_nothing() -> None:
     paging = make_paging([(100, 0)], DEVICE)
     keys = fill_store(Fp4Key(128), 1, 64, DEVICE)
-    scores = index_scores_paged_triton(*queries(0, 16), keys, paging, 8, 50, 0)
+    scores = index_scores_paged_triton(IndexInputs(*queries(0, 16), keys, paging, 8, 50), 0, 0)
     assert scores.shape == (0, 50)
     out = torch.empty(0, 8, dtype=torch.int32, device=DEVICE)
     assert select_paged_triton(scores, paging, 4, 0, out).shape == (0, 8)

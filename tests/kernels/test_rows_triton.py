@@ -101,7 +101,7 @@ def _turn_kernel(x, cos, sin, out, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: t
     WIDTH: tl.constexpr = 1 << LOG
     at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     pair = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
-    y = rotate(tl.load(x + at), tl.load(cos + pair), tl.load(sin + pair), pair >= 0, ROWS, WIDTH, GPU)
+    y = rotate(tl.load(x + at), tl.load(cos + pair), tl.load(sin + pair), pair >= 0, ROWS, WIDTH, False, GPU)
     tl.store(out + at, y)
     tl.store(out + ROWS * WIDTH + at, hadamard_rows(y, ROWS, LOG, GPU))
 

@@ -20,7 +20,7 @@ from dsv4lite.engine import step_graphs  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.step_graphs import StepGraphs  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
-from dsv4lite.kernels.runs import place_runs, place_runs_ref  # noqa: E402
+from dsv4lite.kernels.spans import place_spans  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
@@ -73,7 +73,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setattr(module, "use_triton", lambda x: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
-    monkeypatch.setattr(step_graphs, "place_runs", lambda *read: (place_runs(*read), place_runs_ref(*read))[1])
+    monkeypatch.setattr(step_graphs, "place_spans", lambda *read: (place_spans(*read), place_spans.reference(*read))[1])
     monkeypatch.setattr(StepGraphs, "_record", lambda graphs, work: (Recording(work, result := work()), result))
     with torch.inference_mode():
         yield

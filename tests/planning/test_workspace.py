@@ -119,7 +119,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         rows_S=ints(1),
         lens_S=ints(1),
         drafts_S=ints(1),
-        carry_S=ints(1),
+        state_copy_S=ints(1),
         grow_SP=ints(1, -(-longest // 256)),
         window_SP=ints(1, 4),
         window_first_S=ints(1),

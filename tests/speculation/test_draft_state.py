@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.engine.step_graphs import graph_widths
 from dsv4lite.engine.step_inputs import step_batch, step_inputs
-from dsv4lite.kernels.runs import place_runs
+from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
@@ -52,7 +52,7 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     tables = torch.zeros(SLOTS + 1, 1, dtype=torch.int32)
     nothing = torch.zeros(SLOTS + 1, dtype=torch.int64)
     inputs = step_inputs(plans, size, width, PAGES, {})
-    placed = place_runs(inputs, width, nothing, *NO_ENDS)
+    placed = place_spans(inputs, width, nothing, *NO_ENDS)
     batch = step_batch(inputs, placed, tables, MODEL, max_model_len=512)
     assert placed.places_S.tolist() == [plan.slot for plan in plans] + [SLOTS] * (size - len(plans))
     rows = [i * width + place for i, plan in enumerate(plans) for place in range(1 + plan.drafts)]
@@ -112,7 +112,7 @@ def test_runs_begin_where_those_before_them_ended(
     known = ends.resolve(plan).sequences
     last_token = torch.arange(7, 8 + SLOTS)
     inputs = step_inputs(asked, size, width, PAGES, ends.columns)
-    runs = place_runs(inputs, width, last_token, ends.next_3S, ends.drafts_KS).runs_XS
+    runs = place_spans(inputs, width, last_token, ends.next_3S, ends.drafts_KS).spans_XS
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size * width, max_size=size * width)), dtype=torch.int32)
     usable = torch.ones_like(ids)
     ill = data.draw(st.none() | st.integers(0, size * width - 1))

@@ -13,19 +13,21 @@ they turn, and what turns to little was as large as the pair. Its bits follow fr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import PlainRow, RowStore, unpack_rows
+from dsv4lite.kernels.rows import RowStore, unpack_rows
 
 BLOCK = 64
 WINDOW = 128
-FEW_SPLITS = 4  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
+DECODE_SPLITS = 4  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
 _REF_TOKENS = 64  # whose rows the reference holds at a time
 _LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if any order of summation will do
 
@@ -74,32 +76,15 @@ def sparse_attention(
     return (out / (total + torch.exp(sink_H[:, None] - peak))).to(q_THC.dtype)
 
 
-def paged_attention(
-    q_THC: Tensor,
-    fresh_TB: Tensor,
-    window: RowStore,
-    entries: RowStore | None,
-    paging: Paging,
-    sink_H: Tensor,
-    scale: float,
-    cos: Tensor,
-    sin: Tensor,
-    ratio: int,
-    selected_TK: Tensor | None = None,
-    splits: int = 1,
-    *,
-    window_size: int = WINDOW,
-    norm_eps: float | None = None,
-    any_order: bool = False,
-) -> Tensor:
-    """Attend each token's heads to its window and its compressed entries, and rotate the results back.
+class AttentionInputs(NamedTuple):
+    """What ``paged_attention`` takes.
 
-    Args:
-        q_THC: bfloat16 queries; on plain rows in their dtype.
+    Attributes:
+        q_THC: bfloat16 queries; on unquantized rows in their dtype.
         fresh_TB: uint8, packed rows of this step's tokens: data bytes, then scale bytes. A stride of a multiple of 16 bytes is
             read faster.
-        window, entries: Packed or plain kv rows; ``None`` for a layer without compressed entries.
-        paging: Where tokens and rows are.
+        window, entries: Packed or unquantized kv rows; ``None`` for a layer without compressed entries.
+        paging: Positions of the tokens, and pages of the rows.
         sink_H: float32 logit that only joins the denominator.
         scale: Multiplies the logits.
         cos, sin: float32 [T, rope / 2], angles of the tokens.
@@ -108,60 +93,51 @@ def paged_attention(
             to every entry they see.
         splits: Programs that share a token's rows; part of what the result's bits depend on.
         window_size: Latest positions that a token sees, itself included.
-        norm_eps: Queries are as their product has left them, and are normed, with this, and rotated here, as ``head_norms`` does
-            it; on packed rows with ``FEW_SPLITS`` or more. ``None``: they come so.
-        any_order: In float32 the reference may sum a token's rows in an order that depends on the rest of the step. Kernels do not
-            ask.
+        norm_eps: Not ``None``: queries are as their product has left them, and are normed, with this, and rotated here, as
+            ``head_norms`` does it; on packed rows with ``DECODE_SPLITS`` or more.
+        any_order: In float32 the reference may sum a token's rows in an order that depends on the rest of the step. Kernels ignore
+            it.
+    """
+
+    q_THC: Tensor
+    fresh_TB: Tensor
+    window: RowStore
+    entries: RowStore | None
+    paging: Paging
+    sink_H: Tensor
+    scale: float
+    cos: Tensor
+    sin: Tensor
+    ratio: int
+    selected_TK: Tensor | None = None
+    splits: int = 1
+    window_size: int = WINDOW
+    norm_eps: float | None = None
+    any_order: bool = False
+
+
+@op("attention.triton:paged_attention_triton")
+def paged_attention(given: AttentionInputs) -> Tensor:
+    """Attend each token's heads to its window and its compressed entries, and rotate the results back.
+
+    The reference gathers rows, each token its own or a block of tokens the same, and calls ``sparse_attention``.
 
     Returns:
         [T, H, C] in the dtype of q; zeros for padding.
     """
-    if use_triton(q_THC) and not window.has_gradients:
-        from dsv4lite.kernels.attention.triton import paged_attention_triton
-        from dsv4lite.kernels.attention.unquantized_triton import plain_paged_attention_triton
-
-        rows = (fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK, splits, window_size)
-        if isinstance(window.format, PlainRow):
-            assert norm_eps is None
-            return plain_paged_attention_triton(q_THC, *rows)
-        return paged_attention_triton(q_THC, *rows, norm_eps)
-    return paged_attention_ref(
-        q_THC, fresh_TB, window, entries, paging, sink_H, scale, cos, sin, ratio, selected_TK,
-        window_size=window_size, norm_eps=norm_eps, any_order=any_order,
-    )  # fmt: skip
-
-
-def paged_attention_ref(
-    q_THC: Tensor,
-    fresh_TB: Tensor,
-    window: RowStore,
-    entries: RowStore | None,
-    paging: Paging,
-    sink_H: Tensor,
-    scale: float,
-    cos: Tensor,
-    sin: Tensor,
-    ratio: int,
-    selected_TK: Tensor | None = None,
-    *,
-    window_size: int = WINDOW,
-    norm_eps: float | None = None,
-    any_order: bool = False,
-) -> Tensor:
-    """See ``paged_attention``; gathers rows, each token its own or a block of tokens the same, and calls ``sparse_attention``."""
-    if norm_eps is not None:
-        q_THC = rope(rms_norm_heads(q_THC, norm_eps), cos, sin)
-    shares, padding_T = any_order and q_THC.dtype == torch.float32, paging.padding_T
-    recent = _RecentRows(fresh_TB, window, paging, window_size, q_THC.dtype)
-    parts = [q_THC[:0]]
-    for block in paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):
+    q_THC, cos, sin, padding_T = given.q_THC, given.cos, given.sin, given.paging.padding_T
+    if given.norm_eps is not None:
+        q_THC = rope(rms_norm_heads(q_THC, given.norm_eps), cos, sin)
+    shares = given.any_order and q_THC.dtype == torch.float32
+    recent, parts, size = _RecentRows(given), [q_THC[:0]], None if shares else BLOCK
+    for block in given.paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):
         rows, valid = recent.of(block)
-        if entries is not None:
-            more, seen = _entry_rows(block, entries, paging, ratio, selected_TK, q_THC.dtype)
+        if given.entries is not None:
+            more, seen = _entry_rows(block, given, given.entries)
             rows, valid = torch.cat([rows, more], -2), torch.cat([valid, seen], 1)
         if padding_T is not None:
             valid[:, 0] |= padding_T[block.begin : block.end]
-        parts.append(sparse_attention(q_THC[block.begin : block.end], rows, valid, sink_H, scale, block=None if shares else BLOCK))
+        parts.append(sparse_attention(q_THC[block.begin : block.end], rows, valid, given.sink_H, given.scale, block=size))
     out_THC = rope(torch.cat(parts), cos, sin, inverse=True)
     return out_THC if padding_T is None else out_THC.masked_fill(padding_T[:, None, None], 0.0)
 
@@ -173,13 +149,13 @@ class _RecentRows:
         rows: [S (W - 1) + T, C]; what no window reaches holds anything.
     """
 
-    def __init__(self, fresh_TB: Tensor, window: RowStore, paging: Paging, window_size: int, dtype: torch.dtype) -> None:
-        self._paging, self._size, per_page = paging, window_size, window.rows_per_page
-        self._before = window_size - 1
-        self._stored = len(paging.first_S) * self._before
-        addresses = paging.once(("before", window_size, per_page), lambda: self._addresses(per_page))
-        stored = window.read(addresses, dtype).flatten(0, 1)
-        self.rows = torch.cat([stored, unpack_rows(window.format, fresh_TB, dtype)])
+    def __init__(self, given: AttentionInputs) -> None:
+        self._paging, self._size, per_page, dtype = given.paging, given.window_size, given.window.rows_per_page, given.q_THC.dtype
+        self._before = self._size - 1
+        self._stored = len(self._paging.first_S) * self._before
+        addresses = self._paging.once(("before", self._size, per_page), lambda: self._addresses(per_page))
+        stored = given.window.read(addresses, dtype).flatten(0, 1)
+        self.rows = torch.cat([stored, unpack_rows(given.window.format, given.fresh_TB, dtype)])
 
     def of(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return the rows of a block, [N, W, C] or, if its tokens are of one sequence, [R, C]; and which each token sees, bool."""
@@ -213,10 +189,9 @@ class _RecentRows:
         return torch.where(valid_TW, index_TW, 0), valid_TW
 
 
-def _entry_rows(
-    block: Block, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tuple[Tensor, Tensor]:
     """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
+    paging, ratio, selected_TK = given.paging, given.ratio, given.selected_TK
     visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
     count, rows = (block.newest + 1) // ratio, entries.rows_per_page
     if selected_TK is not None and count > selected_TK.shape[1]:
@@ -233,7 +208,7 @@ def _entry_rows(
     else:
         entry = torch.where(seen, entry, 0)
         page = paging.grow_SP.long()[paging.sequence_T[block.begin : block.end].long()[:, None], entry // rows]
-    return entries.read(page * rows + entry % rows, dtype), seen
+    return entries.read(page * rows + entry % rows, given.q_THC.dtype), seen
 
 
 def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:

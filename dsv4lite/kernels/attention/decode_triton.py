@@ -1,6 +1,6 @@
 """Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``triton.py`` is for many).
 
-One program takes one token x 16 heads x one of ``splits`` shares of its rows; ``merge_triton.py`` adds the shares.
+One program takes one token x 16 heads x one of ``splits`` parts of its rows; ``merge_triton.py`` adds the parts.
 Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
 anything is known of the token; all bytes of a piece are asked for before one is used. The first piece of a program, mostly its only
 one, is no loop. Rows are widened once, and both products read them from one place in shared memory.
@@ -12,12 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention import WINDOW
-from dsv4lite.kernels.attention.inputs import PackedInputs
-from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
+from dsv4lite.kernels.attention import WINDOW, AttentionInputs
+from dsv4lite.kernels.attention.merge_triton import (
+    LOW,
+    entries_of,
+    layer_of,
+    merged,
+    places_of,
+    room_for_splits,
+    tensors_of,
+)
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows.packed import LOG2_E, bf16, scaled
-from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate, rounded
+from dsv4lite.kernels.rows.packed import LOG2_E, narrowed, scaled
+from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
 
 _HEADS = 16
 _SMALL_SPLITS = 16  # from here on there are programs to spare
@@ -180,7 +187,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     shrink = tl.exp2(peak - new_peak)
     p = tl.exp2(logits - new_peak[:, None])
     total = total * shrink + tl.sum(p, 1)
-    p = bf16(p, GPU)
+    p = narrowed(p, False, GPU)
     acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
     if NOPE > 64:
         acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
@@ -204,16 +211,6 @@ def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, cos, sin, HEADS: tl.constexpr, GPU: tl.constexpr):
-    """Rotate the last 64 of 128 channels."""
-    pair = tl.arange(0, 64) - 32
-    turned = pair >= 0
-    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
-    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
-    return rotate(x, c, s, turned[None, :], HEADS, 128, GPU)
-
-
-@triton.jit
 def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
     """Norm and rotate queries in tiles of 128 channels; float32 that holds bfloat16."""
     # Reference: rope(rms_norm_heads(q_THC, eps), cos, sin)
@@ -228,11 +225,11 @@ def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: 
     x0, x1 = rounded(x0 * factor, False, GPU), rounded(x1 * factor, False, GPU)
     x2, x3 = rounded(x2 * factor, False, GPU), rounded(x3 * factor, False, GPU)
     if NOPE == 64:
-        x0 = _turned(x0, cos, sin, HEADS, GPU)
+        x0 = rotate_tail(x0, cos, sin, HEADS, 128, 128, 64, False, GPU)
     elif NOPE == 192:
-        x1 = _turned(x1, cos, sin, HEADS, GPU)
+        x1 = rotate_tail(x1, cos, sin, HEADS, 128, 128, 64, False, GPU)
     else:
-        x3 = _turned(x3, cos, sin, HEADS, GPU)
+        x3 = rotate_tail(x3, cos, sin, HEADS, 128, 128, 64, False, GPU)
     return x0, x1, x2, x3
 
 
@@ -255,16 +252,16 @@ def _queries(
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
-def _attend_few_kernel(
+def _decode_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
     cos, sin, parts, stats, grow_columns, window_columns, q_row, scale, eps,
-    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
     NORM: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
-    C: tl.constexpr = NOPE + 64
+    NOPE: tl.constexpr = WIDTH - 64
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -294,7 +291,7 @@ def _attend_few_kernel(
     )  # fmt: skip
     raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
     inside = (head < H)[:, None]
-    at = token * q_row + head[:, None] * C + tl.arange(0, 128)[None, :]
+    at = token * q_row + head[:, None] * WIDTH + tl.arange(0, 128)[None, :]
     queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
@@ -309,30 +306,25 @@ def _attend_few_kernel(
         sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
-    at = (place + token * H + head[:, None]) * C + tl.arange(0, C)[None, :]
+    at = (place + token * H + head[:, None]) * WIDTH + tl.arange(0, WIDTH)[None, :]
     let_successor_in()
     tl.store(parts + at, _joined(sums, NOPE, HEADS), mask=inside)
     stat = stats + (place + token * H + head[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
 
 
-def few_attention_triton(
-    inputs: PackedInputs, sink_H: Tensor, scale: float, angles: tuple[Tensor, Tensor], norm_eps: float | None = None
-) -> Tensor:
+def decode_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
-    (tokens, heads, channels), q = inputs.q_THC.shape, inputs.q_THC
+    (tokens, heads, channels), q = given.q_THC.shape, given.q_THC
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
-    parts, stats = inputs.shares()
-    rows, warps = _piece(inputs.ratio, inputs.splits)
-    _attend_few_kernel[(tokens * triton.cdiv(heads, _HEADS), inputs.splits)](
-        *inputs.tensors(), *angles, parts, stats, *inputs.columns(), q.stride(0), scale * LOG2_E, norm_eps or 0.0,
-        **inputs.layer(rows), **inputs.places(), HEADS=_HEADS, SINGLES=inputs.paging.singles, NORM=norm_eps is not None,
+    parts, stats = room_for_splits(q, given.splits)
+    # Small pieces for layers whose rows are hardly more than the window's.
+    small = given.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
+    rows, warps = (32, 4) if small else (64, 8)
+    _decode_kernel[(tokens * triton.cdiv(heads, _HEADS), given.splits)](
+        *tensors_of(given), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
+        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **layer_of(given, rows), **places_of(given), HEADS=_HEADS,
+        SINGLES=given.paging.singles, NORM=given.norm_eps is not None,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip
-    return merged(inputs, parts, stats, sink_H, angles, rows, fills=False)
-
-
-def _piece(ratio: int, splits: int) -> tuple[int, int]:
-    """Return the rows of a piece, and warps: small ones for layers whose rows are hardly more than the window's."""
-    few = splits >= _SMALL_SPLITS and (ratio == 0 or ratio >= WINDOW)
-    return (32, 4) if few else (64, 8)
+    return merged(given, parts, stats, rows, fills=False)

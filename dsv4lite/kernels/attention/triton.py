@@ -1,10 +1,12 @@
-"""Kernel of ``paged_attention`` on packed pages.
+"""Kernel of ``paged_attention``.
 
-One program takes one token x a block of heads x one of ``splits`` shares of its rows; where there are several shares,
-``merge_triton.py`` adds them. A token's rows are cut into pieces of fixed size, window first; share s takes pieces s,
-s + splits, … A piece is read once for all heads of the block: codes are widened to bfloat16 in registers, four at a time, and the
-tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are on their way
-meanwhile. Few tokens take another kernel, that of ``decode_triton.py``.
+One program takes one token x a block of heads x one of ``splits`` parts of its rows; where there are several splits,
+``merge_triton.py`` adds the parts. A token's rows are cut into pieces of fixed size, window first; split s takes pieces s,
+s + splits, … A piece is read once for all heads of the block: codes of packed rows are widened to bfloat16 in registers, four at a
+time, and the tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are
+requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``.
+
+Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention import FEW_SPLITS
-from dsv4lite.kernels.attention.decode_triton import few_attention_triton
-from dsv4lite.kernels.attention.inputs import PackedInputs
-from dsv4lite.kernels.attention.merge_triton import merged
+from dsv4lite.kernels.attention import DECODE_SPLITS, AttentionInputs
+from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
+from dsv4lite.kernels.attention.merge_triton import (
+    entries_of,
+    layer_of,
+    merged,
+    padded_width,
+    places_of,
+    room_for_splits,
+    tensors_of,
+)
 from dsv4lite.kernels.dispatch import capability_of
-from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, RowStore
-from dsv4lite.kernels.rows.packed import LOG2_E, bf16, group_of, rotated_back, scaled
+from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, PlainRow
+from dsv4lite.kernels.rows.packed import LOG2_E, group_of, narrowed, rotated_back, scaled
 
 _LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
+SMALL_BLOCK_SPLITS = 8  # of unquantized rows: from here on blocks of few heads, for more programs
+_ROW_BYTES = 1024  # the widest unquantized row for which the larger tiles leave room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +50,34 @@ class Tile:
 
     heads: int
     rows: int
-    swap: bool
+    swap: bool = False
     num_warps: int
     num_stages: int
 
 
 def tile_for(heads: int, capability: int) -> Tile:
-    """Return the tile, which follows from the layer alone on one kind of chip."""
+    """Return the tile for packed rows, which follows from the layer alone on one kind of chip."""
     most = max(16, triton.next_power_of_2(heads))
     if capability not in _LARGE:
-        return Tile(heads=min(most, 16), rows=32, swap=False, num_warps=4, num_stages=2)
+        return Tile(heads=min(most, 16), rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
     if most < 64 or capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
-    return Tile(heads=64, rows=64, swap=False, num_warps=8, num_stages=3)
+    return Tile(heads=64, rows=64, num_warps=8, num_stages=3)
+
+
+def unquantized_tile_for(heads: int, row_bytes: int, splits: int, capability: int) -> Tile:
+    """Return the tile for unquantized rows, which follows from the layer and ``splits`` alone on one kind of chip."""
+    if row_bytes > _ROW_BYTES:
+        large = capability in _LARGE
+        return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
+    if heads >= 64 and splits < SMALL_BLOCK_SPLITS and capability == 90:
+        return Tile(heads=64, rows=64, num_warps=8, num_stages=2)
+    return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
 
 
 @triton.jit
-def locate(
+def _locate(
     piece, stores, tables, at, counts, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr,
     ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr, ROWS: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
@@ -126,59 +146,69 @@ def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
-    """Return channels [0, C / 2) of a piece's rows, bfloat16 (float32 in the interpreter), from what ``_fetch`` has read."""
+def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+    """Return the first half of the channels of a piece's rows (never bfloat16 in the interpreter), from what has been read."""
     # Reference: RowFormat.unpack
-    words = raw[8]
-    k0 = scaled(raw[0], words, 0, GPU)
-    k1 = scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
-    k2 = scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
-    k3 = scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
-    return _joined(k0, k1, k2, k3, ROWS, (NOPE + 64) // 128)
-
-
-@triton.jit
-def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
-    """Return channels [C / 2, C)."""
-    words = raw[8]
-    tail = raw[7] if GPU else raw[7].to(tl.float32)
-    if NOPE == 64:
-        half = tail
-    elif NOPE == 192:
-        half = _joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
+    if PACKED:
+        words = raw[8]
+        k0 = scaled(raw[0], words, 0, GPU)
+        k1 = scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
+        k2 = scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
+        k3 = scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
+        half = _joined(k0, k1, k2, k3, ROWS, (NOPE + 64) // 128)
     else:
-        k4 = scaled(raw[4], words, 4, GPU)
-        k5 = scaled(raw[5], words, 5, GPU)
-        k6 = scaled(raw[6], words, 6, GPU)
-        half = _joined(k4, k5, k6, tail, ROWS, 4)
+        half = raw[0] if GPU else raw[0].to(tl.float32)
     return half
 
 
 @triton.jit
-def _logits(raw, q0, q1, always, NOPE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, GPU: tl.constexpr):
-    """Return the products of queries and rows, [H, R] or, swapped, [R, H], and both halves of the rows; ``always`` is true."""
-    k0 = _first_half(raw, NOPE, ROWS, GPU)
-    if SWAP:
-        logits = tl.dot(k0, tl.trans(q0))
-        k1 = _second_half(raw, NOPE, ROWS, GPU)
-        logits = tl.dot(k1, tl.trans(q1), logits)
+def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+    if not PACKED:
+        half = raw[1] if GPU else raw[1].to(tl.float32)
     else:
-        k1 = _second_half(raw, NOPE, ROWS, GPU)
+        words = raw[8]
+        tail = raw[7] if GPU else raw[7].to(tl.float32)
+        if NOPE == 64:
+            half = tail
+        elif NOPE == 192:
+            half = _joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
+        else:
+            k4 = scaled(raw[4], words, 4, GPU)
+            k5 = scaled(raw[5], words, 5, GPU)
+            k6 = scaled(raw[6], words, 6, GPU)
+            half = _joined(k4, k5, k6, tail, ROWS, 4)
+    return half
+
+
+@triton.jit
+def _logits(
+    raw, q0, q1, always, NOPE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return the products of queries and rows, [H, R] or, swapped, [R, H], and both halves of the rows; ``always`` is true."""
+    k0 = _first_half(raw, NOPE, ROWS, PACKED, GPU)
+    if SWAP:
+        logits = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
+        k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
+        logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
+    else:
+        k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
         # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch
         # hides that it does, so that the groups share it.
         if always:
-            logits = tl.dot(q0, tl.trans(k0))
-            more = tl.dot(q1, tl.trans(k1))
+            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         else:
-            logits = tl.dot(q1, tl.trans(k1))
-            more = tl.dot(q0, tl.trans(k0))
+            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         logits += more
     return logits, k0, k1
 
 
 @triton.jit
 def _added(
-    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, GPU: tl.constexpr
+    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added."""
     # Reference: sparse_attention, one block; exponentials of two instead of e.
@@ -189,25 +219,22 @@ def _added(
     shrink = tl.exp2(peak - new_peak)
     p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
     total = total * shrink + tl.sum(p, AXIS)
-    p = bf16(p, GPU)
+    p = narrowed(p, WIDE, GPU)
     if SWAP:
-        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
-        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
+        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
+        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :], input_precision=PRECISION)
     else:
-        acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
-        acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
+        acc0 = tl.dot(p, k0, acc0 * shrink[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p, k1, acc1 * shrink[:, None], input_precision=PRECISION)
     return acc0, acc1, new_peak, total
 
 
 @triton.jit
-def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+def _counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
     """Return a token's rows in the window, its entries, whether these are listed, the window's pieces and all pieces."""
     window_rows = tl.minimum(position + 1, WINDOW)
     window_pieces = (window_rows + ROWS - 1) // ROWS
-    entry_rows = (position + 1) // RATIO if ENTRIES else 0
-    listed = entry_rows > TOP_K
-    if TOP_K > 0:
-        entry_rows = tl.minimum(entry_rows, TOP_K)
+    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRIES)
     return window_rows, entry_rows, listed, window_pieces, window_pieces + (entry_rows + ROWS - 1) // ROWS
 
 
@@ -215,20 +242,23 @@ def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.con
 def _attend_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
     sink, cos, sin, out, parts, stats, grow_columns, window_columns, scale,
-    H: tl.constexpr, NOPE: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = NOPE + 64
-    HALF: tl.constexpr = C // 2
+    WIDE: tl.constexpr = q.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
+    NOPE: tl.constexpr = WIDTH - ROPE
+    DATA: tl.constexpr = WIDTH + ROPE if PACKED else FRESH_ROW
+    HALF: tl.constexpr = PADDED // 2
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
     position = tl.load(positions + token)
     sequence = tl.load(sequences + token).to(tl.int64)
-    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    counts = _counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
     window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
@@ -237,95 +267,92 @@ def _attend_kernel(
     tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
     here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence), tl.load(window_firsts + sequence))
 
-    inside = (head < H)[:, None]
-    at = (token * H + head[:, None]) * C + tl.arange(0, HALF)[None, :]
-    q0 = tl.load(q + at, mask=inside, other=0.0)
-    q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
+    column = tl.arange(0, HALF)[None, :]
+    at = (token * H + head[:, None]) * WIDTH + column
+    first = (head < H)[:, None] & (column < WIDTH)
+    second = (head < H)[:, None] & (HALF + column < WIDTH)
+    q0 = tl.load(q + at, mask=first, other=0.0)
+    q1 = tl.load(q + HALF + at, mask=second, other=0.0)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    data, scales, live = locate(
-        split, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, NOPE + 128, ROWS,
-        TOP_K > 0,
-    )  # fmt: skip
+    data, scales, live = _locate(
+        split, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, DATA, ROWS, TOP_K > 0
+    )
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
-        raw = _fetch(data, scales, live, NOPE, FRESH_ROW)
-        data, scales, live = locate(
+        if PACKED:
+            raw = _fetch(data, scales, live, NOPE, FRESH_ROW)
+        else:
+            keys = data.to(tl.pointer_type(q.dtype.element_ty))[:, None] + column
+            k0 = tl.load(keys, mask=live[:, None] & (column < WIDTH), other=0.0)
+            raw = (k0, tl.load(keys + HALF, mask=live[:, None] & (HALF + column < WIDTH), other=0.0))
+        data, scales, live = _locate(
             piece + SPLITS, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
-            NOPE + 128, ROWS, TOP_K > 0,
+            DATA, ROWS, TOP_K > 0,
         )  # fmt: skip
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, GPU)
-        acc0, acc1, peak, total = _added(acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, GPU)
+        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, PACKED, PRECISION, GPU)
+        acc0, acc1, peak, total = _added(
+            acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, WIDE, PRECISION, GPU
+        )  # fmt: skip
 
     if SWAP:
         acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
-        tl.store(parts + place * C + at, acc0, mask=inside)
-        tl.store(parts + place * C + HALF + at, acc1, mask=inside)
+        tl.store(parts + place * WIDTH + at, acc0, mask=first)
+        tl.store(parts + place * WIDTH + HALF + at, acc1, mask=second)
         stat = stats + (place + token * H + head) * 2
         tl.store(stat, peak, mask=head < H)
         tl.store(stat + 1, total, mask=head < H)
     else:
         # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
-        o1 = rotated_back(bf16(acc1 / total[:, None], GPU), cos + token * 32, sin + token * 32, HEADS, HALF)
-        tl.store(out + at, bf16(acc0 / total[:, None], GPU), mask=inside)
-        tl.store(out + HALF + at, bf16(o1, GPU), mask=inside)
+        cos += token * (ROPE // 2)
+        sin += token * (ROPE // 2)
+        o0 = narrowed(acc0 / total[:, None], WIDE, GPU)
+        if NOPE < HALF:
+            o0 = narrowed(rotated_back(o0, cos, sin, HEADS, HALF, NOPE, ROPE), WIDE, GPU)
+        o1 = rotated_back(narrowed(acc1 / total[:, None], WIDE, GPU), cos, sin, HEADS, HALF, NOPE - HALF, ROPE)
+        tl.store(out + at, o0, mask=first)
+        tl.store(out + HALF + at, narrowed(o1, WIDE, GPU), mask=second)
 
 
-def paged_attention_triton(
-    q_THC: Tensor,
-    fresh_TB: Tensor,
-    window: RowStore,
-    entries: RowStore | None,
-    paging: Paging,
-    sink_H: Tensor,
-    scale: float,
-    cos: Tensor,
-    sin: Tensor,
-    ratio: int,
-    selected_TK: Tensor | None,
-    splits: int,
-    window_size: int,
-    norm_eps: float | None = None,
-) -> Tensor:
-    """See ``attention.paged_attention``."""
-    tokens, heads, channels = q_THC.shape
-    fmt = window.format
-    assert isinstance(fmt, Fp8Kv) and fmt.rope == KV_GROUP and fmt.nope in (64, 192, 448), fmt
-    assert fmt.width == channels and (entries is None or (entries.format == fmt and ratio > 0)), (fmt, q_THC.shape, ratio)
-    assert cos.shape == sin.shape == (tokens, fmt.rope // 2) and cos.is_contiguous() and sin.is_contiguous(), cos.shape
-    assert fresh_TB.shape == (tokens, fmt.data_bytes + fmt.scale_bytes) and fresh_TB.stride(1) == 1, fresh_TB.shape
-    assert selected_TK is None or selected_TK.is_contiguous()
-    few = splits >= FEW_SPLITS
-    q = q_THC if few else q_THC.contiguous()
-    if tokens == 0:
-        return torch.empty_like(q)
-    inputs = PackedInputs(
-        q_THC=q,
-        fresh_TB=fresh_TB,
-        window=window,
-        entries=entries,
-        paging=paging,
-        ratio=ratio,
-        selected_TK=selected_TK,
-        splits=splits,
-        window_size=window_size,
+def paged_attention_triton(given: AttentionInputs) -> Tensor:
+    """See ``attention.paged_attention``; of packed rows 64 channels rotate, after 64, 192 or 448 others."""
+    (tokens, heads, channels), fmt = given.q_THC.shape, given.window.format
+    rope, packed = 2 * given.cos.shape[1], isinstance(fmt, Fp8Kv)
+    if isinstance(fmt, Fp8Kv):
+        assert fmt.rope == rope == KV_GROUP and fmt.nope in (64, 192, 448), (fmt, rope)
+    else:
+        assert isinstance(fmt, PlainRow) and fmt.dtype == given.q_THC.dtype and channels % 2 == 0 and rope <= channels, fmt
+        assert given.fresh_TB.is_contiguous()
+    assert fmt.width == channels and (given.entries is None or (given.entries.format == fmt and given.ratio > 0)), (
+        fmt,
+        given.ratio,
     )
-    if few:
-        return few_attention_triton(inputs, sink_H, scale, (cos, sin), norm_eps)
-    assert norm_eps is None
-    tile = tile_for(heads, capability_of(q.device))
-    out = q if splits > 1 else torch.empty_like(q)  # that of shares is made by those who add them
-    parts, stats = inputs.shares() if splits > 1 else (out, out)
-    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        *inputs.tensors(), sink_H, cos, sin, out, parts, stats, *inputs.columns(), scale * LOG2_E, **inputs.layer(tile.rows),
-        **inputs.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+    assert given.cos.shape == given.sin.shape and len(given.cos) == tokens
+    assert given.cos.is_contiguous() and given.sin.is_contiguous()
+    assert given.fresh_TB.shape == (tokens, fmt.data_bytes + fmt.scale_bytes) and given.fresh_TB.stride(1) == 1
+    assert given.selected_TK is None or given.selected_TK.is_contiguous()
+    if tokens == 0:
+        return torch.empty(given.q_THC.shape, dtype=given.q_THC.dtype, device=given.q_THC.device)
+    if packed and given.splits >= DECODE_SPLITS:
+        return decode_attention_triton(given)
+    assert given.norm_eps is None
+    q = given.q_THC.contiguous()
+    given, capability = given._replace(q_THC=q), capability_of(q.device)
+    tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, given.splits, capability)
+    out = q if given.splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
+    parts, stats = room_for_splits(q, given.splits) if given.splits > 1 else (out, out)
+    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), given.splits)](
+        *tensors_of(given), given.sink_H, given.cos, given.sin, out, parts, stats,
+        given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
+        **layer_of(given, tile.rows), **places_of(given), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        PADDED=padded_width(channels), ROPE=rope, PACKED=packed,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    return out if splits == 1 else merged(inputs, parts, stats, sink_H, (cos, sin), tile.rows, fills=True)
+    return out if given.splits == 1 else merged(given, parts, stats, tile.rows, fills=True)

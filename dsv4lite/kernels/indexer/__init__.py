@@ -11,11 +11,13 @@ reference but for the order of the sum over heads; the selection is exact, whate
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows import RowStore
@@ -72,135 +74,89 @@ def select_entries(scores_NE: Tensor, visible_N: Tensor, top_k: int) -> tuple[Te
     return chosen, chosen < count
 
 
-def choose_paged(
-    iq_THC: Tensor,
-    weights_TH: Tensor,
-    keys: RowStore,
-    paging: Paging,
-    top_k: int,
-    entries_max: int,
-    weight_scale: float = 1.0,
-    *,
-    any_order: bool = False,
-) -> Tensor:
-    """Return the entries that each token attends to, int32 [T, top_k] ascending, as many tokens at a time as scores have room for.
+class IndexInputs(NamedTuple):
+    """What chooses the entries of a step's tokens.
 
-    See ``index_scores_paged`` and ``select_paged``.
+    Attributes:
+        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype.
+        weights_TH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
+        keys: Packed FP4 or unquantized index keys.
+        paging: Positions and pages of the tokens.
+        top_k: How many entries are chosen; tokens that see no more need no scores.
+        entries_max: Most entries that any token sees, as far as the host knows.
+        weight_scale: See ``weights_TH``.
+        any_order: The reference may sum in an order that depends on the rest of the step. Kernels ignore it.
     """
-    tokens = len(iq_THC)
-    round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, entries_max)))
-    selected_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=iq_THC.device)
+
+    iq_THC: Tensor
+    weights_TH: Tensor
+    keys: RowStore
+    paging: Paging
+    top_k: int
+    entries_max: int
+    weight_scale: float = 1.0
+    any_order: bool = False
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return PAGE_TOKENS // self.keys.rows_per_page
+
+
+def choose_paged(given: IndexInputs) -> Tensor:
+    """Return the entries that each token attends to, int32 [T, top_k] ascending; anything where a token sees no more than that.
+
+    As many tokens are scored at a time as scores have room for.
+    """
+    tokens, iq_THC = len(given.iq_THC), given.iq_THC
+    round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, given.entries_max)))
+    selected_TK = torch.empty(tokens, given.top_k, dtype=torch.int32, device=iq_THC.device)
     for begin in range(0, tokens, round_tokens):
-        part = slice(begin, min(begin + round_tokens, tokens))
-        select_paged(  # which alone holds the scores: there is no room for those of two rounds
-            index_scores_paged(
-                iq_THC[part], weights_TH[part], keys, paging, top_k, entries_max, weight_scale, begin=begin, any_order=any_order
-            ),
-            paging,
-            top_k,
-            PAGE_TOKENS // keys.rows_per_page,
-            begin=begin,
-            out=selected_TK[part],
-        )
+        end = min(begin + round_tokens, tokens)
+        # The argument alone holds the scores: there is no room for those of two rounds.
+        select_paged(index_scores_paged(given, begin, end), given.paging, given.ratio, begin, selected_TK[begin:end])
     return selected_TK
 
 
-def index_scores_paged(
-    iq_NHC: Tensor,
-    weights_NH: Tensor,
-    keys: RowStore,
-    paging: Paging,
-    top_k: int,
-    entries_max: int,
-    weight_scale: float = 1.0,
-    *,
-    begin: int = 0,
-    any_order: bool = False,
-) -> Tensor:
-    """Score the visible entries of tokens ``begin`` to ``begin + N`` of a step.
-
-    Args:
-        iq_NHC: bfloat16 index queries, already rounded to FP4; on plain keys as they are, in the keys' dtype.
-        weights_NH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
-        keys: Packed FP4 or plain index keys.
-        paging: Where the tokens and keys are.
-        top_k: Tokens that see no more entries than this need no scores.
-        entries_max: Most entries that any token sees, as far as the host knows.
-        weight_scale: See ``weights_NH``.
-        begin: First token.
-        any_order: The reference may sum in an order that depends on the rest of the step. Kernels do not ask.
+@op("indexer.triton:index_scores_paged_triton")
+def index_scores_paged(given: IndexInputs, begin: int, end: int) -> Tensor:
+    """Score the visible entries of the tokens ``begin`` to ``end`` of a step; tokens of a sequence share its keys.
 
     Returns:
         [N, entries_max] in the dtype of ``iq``; anything where the entry is not visible or the token needs no scores.
     """
-    if use_triton(iq_NHC) and not keys.has_gradients:
-        from dsv4lite.kernels.indexer.triton import index_scores_paged_triton
-
-        return index_scores_paged_triton(iq_NHC, weights_NH, keys, paging, top_k, entries_max, begin, weight_scale)
-    return index_scores_paged_ref(
-        iq_NHC, weights_NH, keys, paging, top_k, entries_max, weight_scale, begin=begin, any_order=any_order
-    )
-
-
-def index_scores_paged_ref(
-    iq_NHC: Tensor,
-    weights_NH: Tensor,
-    keys: RowStore,
-    paging: Paging,
-    top_k: int,
-    entries_max: int,
-    weight_scale: float = 1.0,
-    *,
-    begin: int = 0,
-    any_order: bool = False,
-) -> Tensor:
-    """See ``index_scores_paged``; tokens of a sequence share its keys."""
-    weights_NH = weights_NH.to(iq_NHC.dtype) * weight_scale
-    scores = torch.full((len(iq_NHC), entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
-    rows, ratio, row_tile = keys.rows_per_page, PAGE_TOKENS // keys.rows_per_page, None if any_order else ROW_TILE
+    iq_NHC, keys, paging = given.iq_THC[begin:end], given.keys, given.paging
+    weights_NH = given.weights_TH[begin:end].to(iq_NHC.dtype) * given.weight_scale
+    scores = torch.full((len(iq_NHC), given.entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
+    rows, row_tile = keys.rows_per_page, None if given.any_order else ROW_TILE
     for block in paging.blocks(_REF_TOKENS, _LEAST_SHARING):
-        first, end, count = max(block.begin - begin, 0), min(block.end - begin, len(scores)), (block.newest + 1) // ratio
-        if first >= end or count <= top_k:
+        first, last, count = max(block.begin - begin, 0), min(block.end, end) - begin, (block.newest + 1) // given.ratio
+        if first >= last or count <= given.top_k:
             continue
         entry_E = torch.arange(count, device=scores.device)
         if block.sequence is None:
-            sequence_N1 = paging.sequence_T[begin + first : begin + end].long()[:, None]
+            sequence_N1 = paging.sequence_T[begin + first : begin + last].long()[:, None]
             page = paging.grow_SP.long()[sequence_N1, entry_E // rows]
-            seen_NE = entry_E < _visible(paging, ratio, begin + first, end - first)[:, None]
+            seen_NE = entry_E < _visible(paging, given.ratio, begin + first, last - first)[:, None]
             addresses = torch.where(seen_NE, page * rows + entry_E % rows, -1)
         else:
             addresses = paging.grow_SP[block.sequence].long()[entry_E // rows] * rows + entry_E % rows
-        part = slice(first, end)
-        scores[part, :count] = index_scores(
-            iq_NHC[part], weights_NH[part], keys.read(addresses, iq_NHC.dtype), row_tile=row_tile
-        ).to(scores.dtype)
+        part, found = slice(first, last), keys.read(addresses, iq_NHC.dtype)
+        scores[part, :count] = index_scores(iq_NHC[part], weights_NH[part], found, row_tile=row_tile).to(scores.dtype)
     return scores
 
 
-def select_paged(scores_NE: Tensor, paging: Paging, top_k: int, ratio: int, *, begin: int = 0, out: Tensor | None = None) -> Tensor:
-    """Return the best visible entries of tokens ``begin`` to ``begin + N`` of a step; of equals the older.
+@op("indexer.triton:select_paged_triton")
+def select_paged(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
+    """Write the best visible entries of the tokens ``begin`` to ``begin + N`` of a step, ascending; of equals the older.
 
     Args:
         scores_NE: bfloat16 or float32; what is not visible may hold anything.
-        paging: Where the tokens are.
-        top_k: How many are wanted.
+        paging: Positions of the tokens.
         ratio: Tokens of an entry.
         begin: First token.
-        out: Where to, contiguous int32 [N, top_k].
-
-    Returns:
-        int32 [N, top_k] ascending; anything where a token sees no more than ``top_k``.
+        out: Contiguous int32 [N, top_k]; tokens that see no more than ``top_k`` entries may leave anything.
     """
-    chosen = torch.empty(len(scores_NE), top_k, dtype=torch.int32, device=scores_NE.device) if out is None else out
-    if use_triton(scores_NE):
-        from dsv4lite.kernels.indexer.triton import select_paged_triton
-
-        return select_paged_triton(scores_NE, paging, ratio, begin, chosen)
-    return select_paged_ref(scores_NE, paging, ratio, begin, chosen)
-
-
-def select_paged_ref(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
-    """See ``select_paged``; sorts."""
     visible_N = _visible(paging, ratio, begin, len(scores_NE))
     rows_M = (visible_N > out.shape[1]).nonzero()[:, 0]
     if len(rows_M):

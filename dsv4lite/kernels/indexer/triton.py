@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
-from dsv4lite.kernels.indexer import PAGE_TOKENS
+from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import Fp4Key, PlainRow, RowStore
-from dsv4lite.kernels.rows.triton import bf16
+from dsv4lite.kernels.rows import Fp4Key, PlainRow
+from dsv4lite.kernels.rows.triton import bf16, memory_of
 
 KEYS, WIDE_KEYS = 128, 64  # of a piece; of float32
 TOKENS = 32  # that share a piece
@@ -355,29 +355,16 @@ def _select_wide_kernel(
         equal += tl.sum((number == threshold).to(tl.int32))
 
 
-def index_scores_paged_triton(
-    iq_NHC: Tensor,
-    weights_NH: Tensor,
-    keys: RowStore,
-    paging: Paging,
-    top_k: int,
-    entries_max: int,
-    begin: int,
-    weight_scale: float = 1.0,
-) -> Tensor:
+def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tensor:
     """See ``indexer.index_scores_paged``."""
-    (count, heads, channels), fmt = iq_NHC.shape, keys.format
+    iq_NHC, weights_NH, keys, paging = given.iq_THC[begin:end], given.weights_TH[begin:end], given.keys, given.paging
+    (count, heads, channels), fmt, entries_max, top_k = iq_NHC.shape, keys.format, given.entries_max, given.top_k
     assert iq_NHC.is_contiguous() and weights_NH.shape == (count, heads) and weights_NH.stride(1) == 1
     scores = torch.empty(count, entries_max, dtype=iq_NHC.dtype, device=iq_NHC.device)
     if count == 0 or entries_max <= top_k:
         return scores
-    memory, groups = keys.memory, 0
-    if isinstance(fmt, PlainRow):
-        assert fmt.width == channels and fmt.dtype == iq_NHC.dtype, (fmt, iq_NHC.dtype)
-        memory = memory.view(fmt.dtype)
-    else:
-        assert isinstance(fmt, Fp4Key) and fmt.width == channels and channels & (channels - 1) == 0, fmt
-        groups = fmt.scale_bytes
+    assert fmt.width == channels and (fmt.dtype == iq_NHC.dtype if isinstance(fmt, PlainRow) else isinstance(fmt, Fp4Key)), fmt
+    assert isinstance(fmt, PlainRow) or channels & (channels - 1) == 0, fmt
     wide = iq_NHC.dtype == torch.float32
     piece, stages = (WIDE_KEYS, 1) if wide else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
@@ -386,7 +373,7 @@ def index_scores_paged_triton(
     _scores_kernel[(tiles, pieces)](
         iq_NHC,
         weights_NH,
-        memory,
+        memory_of(keys),
         paging.positions_T,
         paging.sequence_T,
         paging.rows_S,
@@ -398,13 +385,13 @@ def index_scores_paged_triton(
         begin,
         count,
         entries_max,
-        weight_scale,
+        given.weight_scale,
         H=heads,
         HEADS=max(16, triton.next_power_of_2(heads)),
-        GROUPS=groups,
+        GROUPS=0 if isinstance(fmt, PlainRow) else fmt.scale_bytes,
         CHANNELS=channels,
         PADDED=max(16, triton.next_power_of_2(channels)),
-        RATIO=PAGE_TOKENS // keys.rows_per_page,
+        RATIO=given.ratio,
         TOP_K=top_k,
         PAGE_BYTES=keys.memory.shape[1],
         PAGE_ROWS=keys.rows_per_page,
@@ -442,7 +429,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         )
         return out
     if columns <= MOST:
-        block = _block_for(columns)
+        block = max(1024, triton.next_power_of_2(columns))  # of a small set of sizes
         _select_kernel[(count,)](
             scores_NE,
             paging.positions_T,
@@ -479,8 +466,3 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
             enable_fp_fusion=True,
         )
     return out
-
-
-def _block_for(columns: int) -> int:
-    """Return how many scores one program takes, from a small set of sizes."""
-    return max(1024, 1 << (columns - 1).bit_length())

@@ -3,7 +3,7 @@
     qr = rms_norm(latent[:R]) q_norm            rounded to bfloat16, then to FP8, 1x128, for the product with wq_b
     kv = rope(rms_norm(latent[R:]) kv_norm)     rounded to bfloat16 twice, then packed
 
-Where rows are plain, both stay as they are, in the dtype of the latents.
+With an unquantized window both stay as they are, in the dtype of the latents.
 
 Source: DeepSeek-V4 specification 3.3 and 5.2.  Numerics: those of ``rms_norm``, ``rope``, ``quantize_fp8`` and ``Fp8Kv.pack``.
 The kernel's sum of squares has another order: about one bfloat16 in 10^4 is the neighbouring one before it is quantized;
@@ -12,10 +12,12 @@ float32 agrees to 1e-6.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -26,18 +28,39 @@ QUERY_GROUP = 128
 WINDOW_TOKENS = 128
 
 
-def latent_norms_ref(
-    latent_TK: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    window: RowStore,
-    paging: Paging,
-    window_tokens: int = WINDOW_TOKENS,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See ``latent_norms``."""
+class LatentInputs(NamedTuple):
+    """What ``latent_norms`` takes.
+
+    Attributes:
+        latent_TK: [T, R + C], bfloat16, or with an unquantized window in its dtype.
+        q_norm, kv_norm: float32 [R] and [C].
+        cos, sin: float32 [T, rope / 2].
+        eps: Of both norms.
+        window: Receives the rows of each sequence's last ``window_tokens`` tokens, where ``paging`` names a page for them.
+        paging: Positions and pages of the tokens. Padding gives zeros.
+        window_tokens: How far back later tokens look.
+    """
+
+    latent_TK: Tensor
+    q_norm: Tensor
+    kv_norm: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    window: RowStore
+    paging: Paging
+    window_tokens: int = WINDOW_TOKENS
+
+
+@op("latent_norm_store.triton:latent_norms_triton")
+def latent_norms(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalise both latents, rotate and pack the kv row, and keep it in the window.
+
+    Returns:
+        Codes float8_e4m3fn [T, R] and scale bytes uint8 [T, ceil(R / 128)] of the query latent, or with an unquantized window
+        the latent itself and ``None``; and the packed kv rows uint8 [T, data + scale bytes].
+    """
+    latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens = given
     rank, padding_T = q_norm.shape[0], paging.padding_T
     if padding_T is not None:
         latent_TK = latent_TK.masked_fill(padding_T[:, None], 0.0)
@@ -64,39 +87,3 @@ def _written(paging: Paging, window_tokens: int, rows_per_page: int) -> tuple[Te
         return None, addresses_T
     rows_N = kept_T.nonzero()[:, 0]
     return rows_N, addresses_T[rows_N]
-
-
-def latent_norms(
-    latent_TK: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    window: RowStore,
-    paging: Paging,
-    window_tokens: int = WINDOW_TOKENS,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalise both latents, rotate and pack the kv row, and keep it in the window.
-
-    Args:
-        latent_TK: [T, R + C], bfloat16, or with plain rows in their dtype.
-        q_norm, kv_norm: float32 [R] and [C].
-        cos, sin: float32 [T, rope / 2].
-        eps: Of both norms.
-        window: Receives the rows of each sequence's last ``window_tokens`` tokens, where ``paging`` names a page for them.
-        paging: Where the tokens stand. Those of padding give zeros.
-        window_tokens: How far back later tokens look.
-
-    Returns:
-        Codes float8_e4m3fn [T, R] and scale bytes uint8 [T, ceil(R / 128)] of the query latent, or with plain rows itself and
-        ``None``; and the packed kv rows uint8 [T, data + scale bytes].
-    """
-    if use_triton(latent_TK) and not window.has_gradients:
-        from dsv4lite.kernels.latent_norm_store.triton import latent_norms_triton
-        from dsv4lite.kernels.norm.unquantized_triton import plain_latent_norms_triton
-
-        if isinstance(window.format, PlainRow):
-            return plain_latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
-        return latent_norms_triton(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)
-    return latent_norms_ref(latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens)

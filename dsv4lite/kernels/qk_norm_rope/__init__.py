@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dsv4lite.kernels.attention import FEW_SPLITS
+from dsv4lite.kernels.attention import DECODE_SPLITS
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.quantize import hadamard, round_fp4
@@ -48,8 +48,8 @@ class HeadInputs(NamedTuple):
 
     @property
     def normed_by_attention(self) -> bool:
-        """Attention of few tokens norms and rotates the queries itself: packed rows, ``FEW_SPLITS`` or more, no index heads."""
-        return self.fp4 and self.splits >= FEW_SPLITS and not self.index_heads
+        """Attention of few tokens norms and rotates the queries itself: packed rows, ``DECODE_SPLITS`` or more, no index heads."""
+        return self.fp4 and self.splits >= DECODE_SPLITS and not self.index_heads
 
 
 @op("qk_norm_rope.triton:head_norms_triton", suits=lambda given: not given.normed_by_attention)

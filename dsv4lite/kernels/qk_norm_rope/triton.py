@@ -1,4 +1,4 @@
-"""Kernels of ``head_norms``: programs take a few heads of one token; whether query or index heads follows from where they stand.
+"""Kernel of ``head_norms``: programs take a few heads of one token; whether query or index heads follows from their number.
 
 How many heads a program takes follows from their width alone, and so does the order of every sum.
 """
@@ -11,11 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
-from dsv4lite.kernels.e4m3 import to_bf16
-from dsv4lite.kernels.norm.unquantized_triton import plain_head_norms_triton
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.qk_norm_rope import HeadInputs
-from dsv4lite.kernels.rows.triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, mean_of, rotate
+from dsv4lite.kernels.rows.triton import (
+    e2m1_round,
+    fp4_scale,
+    hadamard_rows,
+    inverse_root,
+    mean_of,
+    rotate,
+    rotate_tail,
+    rounded,
+)
 
 BLOCK = 2048  # channels of one program: two accesses of 16 bytes for each thread
 
@@ -27,15 +34,6 @@ def _load_rows(p, heads, begin, BLOCK_HEADS: tl.constexpr, WIDTH: tl.constexpr, 
     at = head[:, None] * WIDTH + channel[None, :]
     mask = (head < heads)[:, None] & (channel < WIDTH)[None, :]
     return at, mask, tl.load(p + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _turn(x, cos, sin, ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr):
-    pair = tl.arange(0, PADDED // 2) - (WIDTH - ROPE) // 2
-    turned = (pair >= 0) & (pair < ROPE // 2)
-    c = tl.load(cos + pair, mask=turned, other=1.0)
-    s = tl.load(sin + pair, mask=turned, other=0.0)
-    return rotate(x, c[None, :], s[None, :], turned[None, :], BLOCK_HEADS, PADDED, GPU)
 
 
 @triton.jit
@@ -53,37 +51,56 @@ def _query_part(
     ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
+    WIDE: tl.constexpr = query.dtype.element_ty == tl.float32
     at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, PADDED)
-    # Few channels rotate: they are read again, from the first cache.
-    head = begin + tl.arange(0, BLOCK_HEADS)[:, None]
-    tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
-    end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)
-    pair = tl.arange(0, ROPE // 2)[None, :]
-    c = tl.load(cos + pair)
-    s = tl.load(sin + pair)
+    if ROPE & (ROPE - 1) == 0:
+        # Few channels rotate: they are read again, from the first cache.
+        head = begin + tl.arange(0, BLOCK_HEADS)[:, None]
+        tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
+        end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)
+        pair = tl.arange(0, ROPE // 2)[None, :]
+        c = tl.load(cos + pair)
+        s = tl.load(sin + pair)
     # mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
-    mean = bf16(mean_of(tl.sum(bf16(x * x, GPU), axis=1), WIDTH), GPU)
+    mean = rounded(mean_of(tl.sum(rounded(x * x, WIDE, GPU), axis=1), WIDTH), WIDE, GPU)
     # q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)
-    factor = bf16(inverse_root(bf16(mean + eps, GPU)), GPU)[:, None]
-    plain = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
-    tl.store(q + at, to_bf16(x * factor, GPU), mask=mask & plain)
-    y = rotate(bf16(end * factor, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, GPU)
-    tl.store(q + tail, y.to(tl.bfloat16), mask=head < heads)
+    factor = rounded(inverse_root(rounded(mean + eps, WIDE, GPU)), WIDE, GPU)[:, None]
+    y = rounded(x * factor, WIDE, GPU)
+    if ROPE & (ROPE - 1) == 0:
+        still = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
+        tl.store(q + at, y.to(q.dtype.element_ty), mask=mask & still)
+        y = rotate(rounded(end * factor, WIDE, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, WIDE, GPU)
+        tl.store(q + tail, y.to(q.dtype.element_ty), mask=head < heads)
+    else:
+        y = rotate_tail(y, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, WIDE, GPU)
+        tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _index_part(
-    query, cos, sin, iq, heads, begin, LOG: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr
+    query,
+    cos,
+    sin,
+    iq,
+    heads,
+    begin,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    FP4_LOG: tl.constexpr,
+    ROPE: tl.constexpr,
+    GPU: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = 1 << LOG
-    at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, WIDTH)
-    # round_fp4(hadamard(rope(iq_THC, cos, sin)))
-    y = _turn(x, cos, sin, ROPE, BLOCK_HEADS, WIDTH, WIDTH, GPU)
-    y = tl.reshape(hadamard_rows(y, BLOCK_HEADS, LOG, GPU), (BLOCK_HEADS, WIDTH // 32, 32))
-    byte, inverse = fp4_scale(y, 2)
-    scale = (byte << 23).to(tl.float32, bitcast=True)
-    y = tl.reshape(e2m1_round(y * inverse[:, :, None]) * scale[:, :, None], (BLOCK_HEADS, WIDTH))
-    tl.store(iq + at, y.to(tl.bfloat16), mask=mask)
+    WIDE: tl.constexpr = query.dtype.element_ty == tl.float32
+    at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, PADDED)
+    y = rotate_tail(x, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, WIDE, GPU)
+    if FP4_LOG:
+        # round_fp4(hadamard(rope(iq_THC, cos, sin)))
+        y = tl.reshape(hadamard_rows(y, BLOCK_HEADS, FP4_LOG, GPU), (BLOCK_HEADS, WIDTH // 32, 32))
+        byte, inverse = fp4_scale(y, 2)
+        scale = (byte << 23).to(tl.float32, bitcast=True)
+        y = tl.reshape(e2m1_round(y * inverse[:, :, None]) * scale[:, :, None], (BLOCK_HEADS, WIDTH))
+    tl.store(iq + at, y.to(iq.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -101,8 +118,10 @@ def _heads_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    INDEX_LOG: tl.constexpr,
+    INDEX: tl.constexpr,
+    INDEX_PADDED: tl.constexpr,
     INDEX_BLOCK: tl.constexpr,
+    FP4_LOG: tl.constexpr,
     ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
@@ -117,30 +136,29 @@ def _heads_kernel(
         q += t * heads * WIDTH
         _query_part(query, cos, sin, q, heads, block * BLOCK_HEADS, eps, WIDTH, PADDED, BLOCK_HEADS, ROPE, GPU)
     else:
-        iq += (t * index_heads) << INDEX_LOG
+        iq += t * index_heads * INDEX
         begin = (block - query_blocks) * INDEX_BLOCK
-        _index_part(query + heads * WIDTH, cos, sin, iq, index_heads, begin, INDEX_LOG, INDEX_BLOCK, ROPE, GPU)
+        query += heads * WIDTH
+        _index_part(query, cos, sin, iq, index_heads, begin, INDEX, INDEX_PADDED, INDEX_BLOCK, FP4_LOG, ROPE, GPU)
 
 
 def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
     """See ``head_norms``; the width of index heads is a power of two where they are rounded to FP4."""
-    if not given.fp4:
-        return plain_head_norms_triton(given)
-    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _, _ = given
+    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4, _ = given
     tokens, rope = query_TK.shape[0], 2 * cos.shape[1]
-    assert query_TK.dtype == torch.bfloat16 and query_TK.stride(1) == 1
-    assert query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
+    assert query_TK.stride(1) == 1 and query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, rope // 2)
-    assert channels % 2 == 0 and rope <= channels
+    assert channels % 2 == 0 and rope <= channels and (not fp4 or query_TK.dtype == torch.bfloat16)
     q_THC = torch.empty(tokens, heads, channels, dtype=query_TK.dtype, device=query_TK.device)
     iq_THC: Tensor | None = None
-    log = 7
     if index_heads:
-        log = index_dim.bit_length() - 1
-        assert index_dim == 1 << log and index_dim % 32 == 0 and rope <= index_dim
+        assert index_dim % 2 == 0 and rope <= index_dim
         iq_THC = torch.empty(tokens, index_heads, index_dim, dtype=query_TK.dtype, device=query_TK.device)
-    padded = triton.next_power_of_2(channels)
-    block_heads, index_block = max(1, BLOCK // padded), max(1, BLOCK >> log)
+    else:
+        index_dim = 128
+    padded, index_padded = triton.next_power_of_2(channels), triton.next_power_of_2(index_dim)
+    assert not fp4 or (index_padded == index_dim and index_dim % 32 == 0), index_dim
+    block_heads, index_block = max(1, BLOCK // padded), max(1, BLOCK // index_padded)
     query_blocks = triton.cdiv(heads, block_heads)
     if tokens:
         _heads_kernel[(tokens, query_blocks + triton.cdiv(index_heads, index_block))](
@@ -157,8 +175,10 @@ def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
             WIDTH=channels,
             PADDED=padded,
             BLOCK_HEADS=block_heads,
-            INDEX_LOG=log,
+            INDEX=index_dim,
+            INDEX_PADDED=index_padded,
             INDEX_BLOCK=index_block,
+            FP4_LOG=index_dim.bit_length() - 1 if fp4 else 0,
             ROPE=rope,
             GPU=on_gpu(query_TK.device),
             num_warps=4,

@@ -1,4 +1,4 @@
-"""Packed kv rows inside the kernels of attention: e4m3 codes widened to bfloat16, and results turned back by their angles."""
+"""Rows inside the kernels of attention: e4m3 codes widened to bfloat16, and results turned back by their angles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def bf16(x, GPU: tl.constexpr):
-    """Round float32 to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
-    if GPU:
+def narrowed(x, WIDE: tl.constexpr, GPU: tl.constexpr):
+    """Round float32, if not WIDE, to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
+    if WIDE:
+        rounded = x
+    elif GPU:
         rounded = x.to(tl.bfloat16)
     else:
         rounded = to_bf16(x, GPU).to(tl.float32)
@@ -60,12 +62,13 @@ def scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def rotated_back(o, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Turn the last 64 channels of the second half of results [H, C / 2] by the token's angles."""
+def rotated_back(o, cos, sin, HEADS: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr, ROPE: tl.constexpr):
+    """Turn ROPE channels, from number BEGIN on, of results [HEADS, WIDTH] by the token's angles; BEGIN may be negative."""
     # Reference: rope(o, cos, sin, inverse=True)
-    pair = tl.arange(0, HALF // 2) - (HALF // 2 - 32)
-    turns = (pair >= 0)[None, :]
-    c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[None, :]
-    s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[None, :]
-    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, HALF // 2, 2)))
-    return tl.reshape(tl.join(tl.where(turns, a * c + b * s, a), tl.where(turns, b * c - a * s, b)), (HEADS, HALF))
+    pair = tl.arange(0, WIDTH // 2) - BEGIN // 2
+    turned = (pair >= 0) & (pair < ROPE // 2)
+    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
+    a, b = tl.split(tl.reshape(o.to(tl.float32), (HEADS, WIDTH // 2, 2)))
+    turned = turned[None, :]
+    return tl.reshape(tl.join(tl.where(turned, a * c + b * s, a), tl.where(turned, b * c - a * s, b)), (HEADS, WIDTH))

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
+from dsv4lite.kernels.rows import KV_GROUP, Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
+
+KV, FP4_KEY, FP8_KEY, UNQUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # kinds of rows
 
 
 @triton.jit
@@ -99,11 +103,11 @@ def inverse_rms(x, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, GPU: tl.constexpr):
+def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, GPU: tl.constexpr):
     # (a, b) -> (a cos - b sin, a sin + b cos) where ``turned``; cos, sin, turned are of [ROWS, WIDTH / 2], or broadcast to it
     a, b = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-    c = tl.where(turned, bf16(a * cos - b * sin, GPU), a)
-    d = tl.where(turned, bf16(a * sin + b * cos, GPU), b)
+    c = tl.where(turned, rounded(a * cos - b * sin, WIDE, GPU), a)
+    d = tl.where(turned, rounded(a * sin + b * cos, WIDE, GPU), b)
     return tl.reshape(tl.join(c, d), (ROWS, WIDTH))
 
 
@@ -115,13 +119,25 @@ def rotate_tail(
     # rope, of rows [ROWS, PADDED] of which the last ROPE of WIDTH channels turn by the angles at ``cos`` and ``sin``
     pair = tl.arange(0, PADDED // 2) - (WIDTH - ROPE) // 2
     turned = (pair >= 0) & (pair < ROPE // 2)
-    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
-    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
-    a, b = tl.split(tl.reshape(x, (ROWS, PADDED // 2, 2)))
-    turned = turned[None, :]
-    first = tl.where(turned, rounded(a * c - b * s, WIDE, GPU), a)
-    second = tl.where(turned, rounded(a * s + b * c, WIDE, GPU), b)
-    return tl.reshape(tl.join(first, second), (ROWS, PADDED))
+    c = tl.load(cos + pair, mask=turned, other=1.0)
+    s = tl.load(sin + pair, mask=turned, other=0.0)
+    return rotate(x, c[None, :], s[None, :], turned[None, :], ROWS, PADDED, WIDE, GPU)
+
+
+@triton.jit
+def row_angles(cos, sin, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
+    """Return cos and sin of the pairs of a vector of WIDTH channels in ROWS of 64, and which pairs turn: those of its last ROPE."""
+    if ROPE == 64 and WIDTH % 64 == 0:
+        pair = tl.arange(0, 32)
+        c = tl.load(cos + pair)[None, :]
+        s = tl.load(sin + pair)[None, :]
+        turned = tl.arange(0, ROWS)[:, None] == WIDTH // 64 - 1
+    else:
+        pair = tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :] - (WIDTH - ROPE) // 2
+        turned = (pair >= 0) & (pair < ROPE // 2)
+        c = tl.load(cos + pair, mask=turned, other=1.0)
+        s = tl.load(sin + pair, mask=turned, other=0.0)
+    return c, s, turned
 
 
 @triton.jit
@@ -186,3 +202,40 @@ def store_fp8_key(x, data, scales, WIDTH: tl.constexpr):
     byte, inverse = fp8_scale(x, 1)
     tl.store(data + tl.arange(0, WIDTH)[None, :], e4m3_bytes(x * inverse[:, None], False))
     tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.arange(0, 1), byte << 23)
+
+
+@triton.jit
+def store_row(
+    y, memory, place, page, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Store a vector at ``place`` of a page of PLACES rows at ``memory``; kv and unquantized rows only if ``page`` >= 0."""
+    if KIND == KV:
+        DATA: tl.constexpr = WIDTH + ROPE
+        SCALES: tl.constexpr = ((WIDTH - ROPE) // 64 + 7) // 8 * 8
+        y = tl.reshape(y, (ROWS, 64))
+        store_kv(y, memory + place * DATA, memory + PLACES * DATA + place * SCALES, page, ROWS, WIDTH - ROPE, ROPE)
+    elif KIND == FP4_KEY:
+        scales = memory + PLACES * (WIDTH // 2) + place * (WIDTH // 32)
+        store_fp4_key(tl.reshape(y, (WIDTH // 32, 32)), memory + place * (WIDTH // 2), scales, WIDTH)
+    elif KIND == FP8_KEY:
+        store_fp8_key(tl.reshape(y, (1, WIDTH)), memory + place * WIDTH, memory + PLACES * WIDTH + place * 4, WIDTH)
+    else:
+        at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        tl.store(memory + place * WIDTH + at, y.to(memory.dtype.element_ty), mask=only_if(page >= 0, at < WIDTH))
+
+
+def kind_of(fmt: RowFormat) -> int:
+    """Return the KIND of a format that kernels can write."""
+    if isinstance(fmt, PlainRow):
+        assert fmt.width % 2 == 0, fmt
+        return 3
+    if isinstance(fmt, Fp8Kv):
+        assert fmt.rope == KV_GROUP and fmt.nope % KV_GROUP == 0, fmt
+        return 0
+    assert fmt.width & (fmt.width - 1) == 0, fmt
+    return 1 if isinstance(fmt, Fp4Key) else 2
+
+
+def memory_of(store: RowStore) -> Tensor:
+    """Return a store's memory as kernels see it: bytes, or unquantized rows in their dtype."""
+    return store.memory.view(store.format.dtype) if isinstance(store.format, PlainRow) else store.memory

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.attention import paged_attention
+from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.hc import hc_head
-from dsv4lite.kernels.latent_norm_store import latent_norms
+from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
@@ -97,7 +97,7 @@ class DraftBlock:
             rows_S=every_S * rows,
             lens_S=torch.full_like(first_S, rows),
             drafts_S=nothing_S,
-            carry_S=nothing_S,
+            state_copy_S=nothing_S,
             grow_SP=nothing_S[:, None],
             window_SP=torch.full((count, 2), -1, dtype=torch.int32, device=device),
             window_first_S=first_S // WINDOW_PAGE_TOKENS,
@@ -111,7 +111,7 @@ class DraftBlock:
             rows_S=own.rows_S,
             lens_S=own.lens_S,
             drafts_S=nothing_S,
-            carry_S=nothing_S,
+            state_copy_S=nothing_S,
             grow_SP=own.grow_SP,
             window_SP=window_SP,
             window_first_S=window_first_S,
@@ -222,10 +222,10 @@ class DSparkDrafter(nn.Module):
         c, angles = self.config, where.angles
         norms = (attn.q_norm, attn.kv_norm, *angles, c.norm_eps)
         latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
-        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], where.own, self.block)
+        qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], where.own, self.block))
         query = rounded_linear(qr_TR, qr_scales, attn.wq_b, x_TD.dtype)
         q_THC, _, norm_eps = head_norms(HeadInputs(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps))
-        o_THC = paged_attention(
+        given = AttentionInputs(
             q_THC,
             fresh,
             cache.stores["window"],
@@ -239,7 +239,7 @@ class DSparkDrafter(nn.Module):
             norm_eps=norm_eps,
             any_order=not self.numerics.deterministic,
         )
-        return attn.project_out(o_THC)
+        return attn.project_out(paged_attention(given))
 
     def slots(self, prefix: str) -> NamedSlots:
         """Name the tensors, stage by stage; the heads are with the last one."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.attention import paged_attention
-from dsv4lite.kernels.compress import OVERLAP_RATIO, compress_step
+from dsv4lite.kernels.attention import AttentionInputs, paged_attention
+from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_step
 from dsv4lite.kernels.hc import HcWeights, hc_head_norm
-from dsv4lite.kernels.indexer import choose_paged
-from dsv4lite.kernels.latent_norm_store import latent_norms
+from dsv4lite.kernels.indexer import IndexInputs, choose_paged
+from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
@@ -67,8 +67,8 @@ class Compressor(nn.Module):
 
     def forward(self, projected: Tensor, carry: Tensor, store: RowStore, batch: Batch) -> None:
         """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
-        rope_T = batch.group_rope_T[self.ratio]
-        compress_step(projected, self.ape, self.norm, carry, store, batch.paging, self.ratio, *rope_T, self.eps, self.hadamard)
+        tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
+        compress_step(CompressInputs(projected, self.ape, self.norm, carry, store, *tokens, self.eps, self.hadamard))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         latent, project = self._enter(x_TD, rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
-        qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], paging, c.window)
+        qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
         # Sequences that see at most top-k entries attend to all of them, without scores.
         index_heads = c.index_heads if self.kind == "csa" and batch.max_tokens > c.most_unselected else 0
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
@@ -132,29 +132,17 @@ class Attention(nn.Module):
         selected_TK: Tensor | None = None
         if iq_THC is not None:
             assert weights_TH is not None
-            keys = (weights_TH, cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale)
-            selected_TK = choose_paged(iq_THC, *keys, any_order=any_order)
-        return paged_attention(
-            q_THC,
-            fresh,
-            cache.stores["window"],
-            cache.stores.get("entries"),
-            paging,
-            self.attn_sink,
-            c.head_dim**-0.5,
-            *angles,
-            ratio=self.ratio,
-            selected_TK=selected_TK,
-            splits=batch.splits,
-            window_size=c.window,
-            norm_eps=norm_eps,
-            any_order=any_order,
-        )
+            keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
+            selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
+        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), paging)
+        choice = (self.ratio, selected_TK, batch.splits, c.window, norm_eps, any_order)
+        return paged_attention(AttentionInputs(q_THC, *rows, self.attn_sink, c.head_dim**-0.5, *angles, *choice))
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
         """Store the kv rows that later tokens read, and nothing else; only for layers without compressed entries."""
         norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
-        latent_norms(linear(x_TD, self.wq_a_wkv, rounded=rounded), *norms, cache.stores["window"], batch.paging, self.config.window)
+        latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
+        latent_norms(LatentInputs(latent, *norms, cache.stores["window"], batch.paging, self.config.window))
 
     def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """Return the latents, and a function that returns the inputs of compressors and indexer."""

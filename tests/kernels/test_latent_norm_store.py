@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.latent_norm_store import latent_norms, latent_norms_ref
+from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import dequantize_fp8, round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
@@ -35,7 +35,8 @@ def test_latents_are_those_of_the_model(name: str) -> None:
     latent, q_norm, kv_norm = inputs(len(real))
     cos, sin = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0))
     store = RowStore(FORMAT, 256, 64, torch.device("cpu"))
-    codes, scales, fresh = latent_norms(latent, q_norm, kv_norm, cos, sin, EPS, store, paging)
+    codes, scales, fresh = latent_norms(LatentInputs(latent, q_norm, kv_norm, cos, sin, EPS, store, paging))
+    assert scales is not None
     wanted = round_fp8(rms_norm(latent[:, :RANK], q_norm, EPS), 128)
     assert torch.equal(dequantize_fp8(codes, scales, 128).bfloat16()[real], wanted[real])
     kv = FORMAT.simulate(rope(rms_norm(latent[:, RANK:], kv_norm, EPS), cos, sin))
@@ -60,5 +61,5 @@ def test_row_without_a_page_is_not_kept() -> None:
     latent, q_norm, kv_norm = inputs(4)
     cos, sin = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0))
     store = RowStore(FORMAT, 256, 64, torch.device("cpu"))
-    latent_norms_ref(latent, q_norm, kv_norm, cos, sin, EPS, store, paging)
+    latent_norms(LatentInputs(latent, q_norm, kv_norm, cos, sin, EPS, store, paging))
     assert not store.memory.any()

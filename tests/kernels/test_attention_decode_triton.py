@@ -1,0 +1,67 @@
+"""Attention of few tokens: the kernel against the reference, and what its bits depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.test_attention_triton import CUDA, FLASH, TINY, Layer, Steps, case, close, equals_the_reference, kernel, only
+
+pytest.importorskip("triton")
+
+from dsv4lite.kernels.attention import paged_attention
+
+pytestmark = pytest.mark.kernel
+
+SLIDING = replace(TINY, ratio=0, top_k=None)
+CASES: list[tuple[Layer, Steps, int]] = [
+    (TINY, [(700, 1), (5, 1)], 8),  # one token each: listed entries, and a window that fills
+    (TINY, [(62, 2), (600, 1)], 4),  # all entries, pieces in a loop
+    (replace(TINY, ratio=128, top_k=None), [(40000, 1)], 4),  # entries of many pages
+    (replace(TINY, ratio=128, top_k=None), [(2000, 1)], 16),  # small pieces
+    (replace(SLIDING, window=133), [(500, 2)], 8),  # four pages of the window
+    (replace(TINY, heads=21, window=8, top_k=9), [(90, 1)], 4),
+    (replace(TINY, nope=192), [(300, 1)], 9),
+    (replace(FLASH, heads=16, top_k=64), [(290, 1)], 8),
+]
+REAL: list[tuple[Layer, Steps, int]] = [
+    (layer, steps, splits)
+    for layer in (FLASH, replace(FLASH, heads=128), replace(FLASH, ratio=128, top_k=None), replace(FLASH, ratio=0, top_k=None))
+    for steps, splits in (([(0, 1), (1023, 1), (70000, 1)], 16), ([(40, 3), (9000, 2), (2600, 1)], 8), ([(700, 13)], 4))
+]
+
+
+@pytest.mark.parametrize(("layer", "steps", "splits"), CASES + (REAL if CUDA else []))
+def test_kernel_equals_the_reference(layer: Layer, steps: Steps, splits: int) -> None:
+    equals_the_reference(case(layer, steps, splits))
+
+
+@pytest.mark.parametrize(("layer", "steps", "splits"), [CASES[0], CASES[4], CASES[5], CASES[6], *(REAL if CUDA else [])])
+def test_queries_may_come_as_their_product_left_them(layer: Layer, steps: Steps, splits: int) -> None:
+    """Neither normed nor rotated, in rows that hold more."""
+    given = case(layer, steps, splits)
+    rows = torch.nn.functional.pad(3 * given.q_THC.flatten(1), (0, 128), value=torch.nan)
+    raw = rows[:, : given.q_THC[0].numel()].unflatten(1, given.q_THC.shape[1:])
+    given = given._replace(q_THC=raw, norm_eps=1e-6)
+    close(kernel(given), paged_attention.reference(given))
+
+
+def test_fresh_rows_may_be_spread_out() -> None:
+    equals_the_reference(case(TINY, [(300, 2)], 4, room=8))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
+def test_padding_gives_zeros_and_reads_nothing() -> None:
+    given = case(SLIDING, [(200, 1)], 8, padding=1)
+    given.fresh_TB[1:] = 0x7F
+    equals_the_reference(given)
+    assert kernel(given)[1:].eq(0).all()
+
+
+def test_a_token_alone_has_the_same_bits() -> None:
+    given = case(TINY, [(5, 1), (254, 1)], 8)
+    together = kernel(given)
+    for singles in (True, False):
+        assert torch.equal(kernel(only(given, 1, singles=singles))[0], together[1])
