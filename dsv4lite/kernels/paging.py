@@ -1,4 +1,4 @@
-"""Where the tokens of a step stand and where their rows lie, as tensors that kernels read: nothing of it is known to the host.
+"""Positions of a step's tokens and places of their rows, as tensors that kernels read; the host does not know them.
 
     compressed entry e of ratio r     page grow_SP[s, e // (256 / r)], place e % (256 / r)
     window row of position p          before this step: page window_SP[s, p // 64 - window_first_S[s]], place p % 64
@@ -41,13 +41,13 @@ class Paging:
     Attributes:
         positions_T: Position of each token; -1 is padding, which reads and writes no store and whose results are ignored.
         sequence_T: Row of the per-sequence tensors; any valid one for padding.
-        slots_S: Where each sequence's accumulators are; -1 is padding.
+        slots_S: Slot of each sequence's compressor state; -1 is padding.
         first_S: Position of its first token in this step.
         rows_S: Row of that token.
         lens_S: Its number of tokens.
-        drafts_S: How many of the last ones are guesses: what accumulators hold before each of them is kept in a copy of its own.
-        state_copy_S: In which copy the accumulators are that it starts with.
-        grow_SP: Pages of 256 positions each, from position 0; what is past the end is any valid page.
+        drafts_S: How many of the last ones are drafts: the compressor state before each of them is kept in a copy of its own.
+        state_copy_S: The copy of the compressor state that it starts from.
+        grow_SP: Pages of 256 positions each, from position 0; past the end any valid page.
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
         singles: Every sequence has one token: S = T and rows_S = 0, 1, 2, …

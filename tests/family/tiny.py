@@ -23,7 +23,7 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
 from dsv4lite.models.share import Share
@@ -112,7 +112,7 @@ TENSORS = Tensors(
 
 
 def state_spec(config: TinyConfig, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
-    row = StoreSpec("kv", PlainRow(2 * share.part(config.heads) * config.head_dim, numerics.dtype))
+    row = StoreSpec("kv", UnquantizedRow(2 * share.part(config.heads) * config.head_dim, numerics.dtype))
     last = len(share.layers) - 1
     return StateSpec(layers=(*((row,) for _ in range(last)), (SharedStore("kv", last - 1),)))
 

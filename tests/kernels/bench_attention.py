@@ -20,6 +20,7 @@ from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores_pag
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
+from tests.kernels.paged import simulate
 
 HEADS, NOPE, TOP_K, INDEX_HEADS = 64, 448, 512, 64
 CUDA = torch.device("cuda")
@@ -170,7 +171,7 @@ def bench_index(sequences: int, first: int, length: int) -> None:
     step = step_of(sequences, first, length)
     tokens, entries = sequences * length, (first + length) // 4
     keys = store_of(Fp4Key(128), sequences * -(-(first + length) // 256), 64)
-    iq = Fp4Key(128).simulate(torch.randn(tokens, INDEX_HEADS, 128, device=CUDA).to(torch.bfloat16))
+    iq = simulate(Fp4Key(128), torch.randn(tokens, INDEX_HEADS, 128, device=CUDA).to(torch.bfloat16))
     weights = torch.randn(tokens, INDEX_HEADS, device=CUDA).to(torch.bfloat16)
     few = slice(tokens - min(tokens, 4), tokens)
     given = IndexInputs(iq, weights, keys, step.paging, TOP_K, entries)

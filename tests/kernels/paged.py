@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import RowFormat, RowStore
+from dsv4lite.kernels.quantize import round_fp4, round_fp8
+from dsv4lite.kernels.rows import KEY_GROUP, KV_GROUP, Fp4Key, Fp8Key, RowFormat, RowStore, UnquantizedRow
 
 GROW, WINDOW = 256, 64
 
@@ -58,6 +59,17 @@ def fill_store(fmt: RowFormat, pages: int, rows_per_page: int, device: torch.dev
     moved = RowStore(fmt, pages, rows_per_page, device)
     moved.memory.copy_(store.memory)
     return moved
+
+
+def simulate(fmt: RowFormat, rows: Tensor) -> Tensor:
+    """Return what a reader of packed rows gets."""
+    if isinstance(fmt, UnquantizedRow):
+        return rows.to(fmt.dtype).to(rows.dtype)
+    if isinstance(fmt, Fp4Key):
+        return round_fp4(rows, KEY_GROUP)
+    if isinstance(fmt, Fp8Key):
+        return round_fp8(rows, fmt.width)
+    return torch.cat([round_fp8(rows[..., : fmt.nope], KV_GROUP), rows[..., fmt.nope :].to(torch.bfloat16).to(rows.dtype)], -1)
 
 
 def pages_of(tables: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4lite.kernels.attention import BLOCK, AttentionInputs, paged_attention, sparse_attention
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import Fp8Kv
-from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of
+from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of, simulate
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -162,7 +162,7 @@ def test_pages_are_read_as_the_formula_says(ratio: int, top_k: int | None, steps
             for at in range(max(0, position - limit + 1), position + 1):
                 page = int(paging.window_SP[s, at // 64 - int(paging.window_first_S[s])]) if at < first else 0
                 stored = window.read(torch.tensor(page * 64 + at % 64), torch.bfloat16)
-                rows.append(stored if at < first else fmt.simulate(new[t + at - position]))
+                rows.append(stored if at < first else simulate(fmt, new[t + at - position]))
             visible = (position + 1) // ratio if ratio else 0
             for e in chosen[t] if top_k is not None and visible > top_k else range(visible):
                 assert entries is not None

@@ -1,4 +1,4 @@
-"""Attention of few tokens: the kernel against the reference, and what its bits depend on."""
+"""Attention of few tokens (``decode_attention_triton``), whose KV splits ``merged`` adds: the kernels against the reference."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.kernels.rows import Fp8Kv, PlainRow, RowFormat, RowStore, pack_rows
+from dsv4lite.kernels.rows import Fp8Kv, RowFormat, RowStore, UnquantizedRow, pack_rows
 from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of
 
 triton = pytest.importorskip("triton")
@@ -40,7 +40,7 @@ class Layer:
 
     @property
     def format(self) -> RowFormat:
-        return Fp8Kv(self.nope, self.rope) if self.dtype is None else PlainRow(self.nope + self.rope, self.dtype)
+        return Fp8Kv(self.nope, self.rope) if self.dtype is None else UnquantizedRow(self.nope + self.rope, self.dtype)
 
 
 TINY = Layer()
@@ -170,7 +170,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference() -> None:
     """Probabilities are rounded relative to other peaks, so numbers differ; their errors are as large."""
 
     def widened(store: RowStore) -> RowStore:
-        wide = RowStore(PlainRow(store.format.width, torch.float32), len(store.memory), store.rows_per_page, DEVICE)
+        wide = RowStore(UnquantizedRow(store.format.width, torch.float32), len(store.memory), store.rows_per_page, DEVICE)
         wide.memory.view(torch.float32).copy_(store.memory.view(torch.bfloat16))
         return wide
 

@@ -22,6 +22,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
+from tests.kernels.paged import simulate
 from tests.kernels.steps import step_of
 
 WIDTH = 6
@@ -229,7 +230,7 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
         entry = torch.arange(len(rows))
         per_page = 256 // ratio
         addresses = paging.grow_SP[i][entry // per_page].long() * per_page + entry % per_page
-        wanted = fmt.simulate(hadamard(rows) if transformed else rows)
+        wanted = simulate(fmt, hadamard(rows) if transformed else rows)
         assert torch.equal(store.read(addresses, torch.bfloat16), wanted)
 
 

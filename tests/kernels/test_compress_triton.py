@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_step, empty_state
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
 from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
@@ -26,8 +26,8 @@ CASES: list[tuple[int, RowFormat, bool]] = [
     (4, Fp8Key(128), True),
     (4, Fp8Kv(320, 64), False),
     (16, Fp8Kv(64, 64), False),
-    (4, PlainRow(32, torch.float32), False),
-    (8, PlainRow(100, torch.bfloat16), False),
+    (4, UnquantizedRow(32, torch.float32), False),
+    (8, UnquantizedRow(100, torch.bfloat16), False),
 ]
 CASES += [(4, Fp8Kv(448, 64), False), (128, Fp8Kv(448, 64), False)] if CUDA else []
 
@@ -83,7 +83,7 @@ def turns_of(ratio: int) -> list[Turn]:
 
 
 def assert_same_rows(ours: RowStore, theirs: RowStore) -> None:
-    if ours.format == PlainRow(ours.format.width, torch.float32):
+    if ours.format == UnquantizedRow(ours.format.width, torch.float32):
         torch.testing.assert_close(ours.memory.view(torch.float32), theirs.memory.view(torch.float32), rtol=1e-5, atol=1e-5)
     else:
         different = (ours.memory != theirs.memory).float().mean()

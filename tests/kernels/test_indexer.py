@@ -13,7 +13,7 @@ from dsv4lite.kernels.attention import union_of
 from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores, index_scores_paged, select_entries, select_paged
 from dsv4lite.kernels.rows import Fp4Key
-from tests.kernels.paged import fill_store, make_paging, pages_of
+from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -114,7 +114,7 @@ def test_choice_on_pages_is_that_of_gathered_keys(score_bytes: int, monkeypatch:
     monkeypatch.setattr(indexer, "SCORE_BYTES", score_bytes)
     paging = make_paging([(70, 9), (300, 1), (0, 2)], torch.device("cpu"), padding=2)
     keys = fill_store(Fp4Key(128), pages_of(paging.grow_SP), 64, torch.device("cpu"), seed=7)
-    queries = Fp4Key(128).simulate(random(14, 8, 128).to(torch.bfloat16))
+    queries = simulate(Fp4Key(128), random(14, 8, 128).to(torch.bfloat16))
     weights = random(14, 8, seed=1).to(torch.bfloat16)
     got = choose_paged(IndexInputs(queries, weights, keys, paging, 6, 80))
     assert got.shape == (14, 6) and got.dtype == torch.int32

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.indexer import IndexInputs, index_scores_paged, select_paged
-from dsv4lite.kernels.rows import Fp4Key, PlainRow
-from tests.kernels.paged import fill_store, make_paging, pages_of
+from dsv4lite.kernels.rows import Fp4Key, UnquantizedRow
+from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
 
 triton = pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ REAL: list[tuple[int, int, Steps, int]] = [
 
 def queries(tokens: int, heads: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    iq = Fp4Key(128).simulate(torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16))
+    iq = simulate(Fp4Key(128), torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16))
     weights = torch.randn(tokens, 3 * heads, generator=generator)[:, heads : 2 * heads]
     return iq.to(DEVICE), weights.to(DEVICE)
 
@@ -66,7 +66,7 @@ def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, paddin
 def test_scores_of_unquantized_keys_equal_the_reference(heads: int, width: int, steps: Steps, dtype: torch.dtype) -> None:
     paging, generator = make_paging(steps, DEVICE), torch.Generator().manual_seed(4)
     visible = visible_of(paging.positions_T)
-    keys = fill_store(PlainRow(width, dtype), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
+    keys = fill_store(UnquantizedRow(width, dtype), pages_of(paging.grow_SP), 64, DEVICE, seed=5)
     iq = torch.randn(len(visible), heads, width, generator=generator).to(dtype).to(DEVICE)
     weights = torch.randn(len(visible), heads, generator=generator).to(dtype).to(DEVICE)
     given = IndexInputs(iq, weights, keys, paging, 8, max(visible))

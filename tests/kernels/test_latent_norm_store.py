@@ -11,6 +11,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import dequantize_fp8, round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp8Kv, RowStore
+from tests.kernels.paged import simulate
 from tests.kernels.steps import step_of
 
 RANK, FORMAT, EPS = 256, Fp8Kv(64, 64), 1e-6
@@ -39,7 +40,7 @@ def test_latents_are_those_of_the_model(name: str) -> None:
     assert scales is not None
     wanted = round_fp8(rms_norm(latent[:, :RANK], q_norm, EPS), 128)
     assert torch.equal(dequantize_fp8(codes, scales, 128).bfloat16()[real], wanted[real])
-    kv = FORMAT.simulate(rope(rms_norm(latent[:, RANK:], kv_norm, EPS), cos, sin))
+    kv = simulate(FORMAT, rope(rms_norm(latent[:, RANK:], kv_norm, EPS), cos, sin))
     rows = FORMAT.unpack(fresh[:, : FORMAT.data_bytes], fresh[:, FORMAT.data_bytes :], torch.bfloat16)
     assert torch.equal(rows[real], kv[real])
     assert not rows[~real].any() and not codes.float()[~real].any()

@@ -10,7 +10,7 @@ from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.rows import Fp8Kv, RowFormat, RowStore, UnquantizedRow
 from tests.kernels.steps import step_of
 
 triton = pytest.importorskip("triton")
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 PACKED: list[tuple[int, RowFormat, int]] = [(128, Fp8Kv(64, 64), 64), (256, Fp8Kv(192, 64), 64), (384, Fp8Kv(448, 64), 64)]
 PACKED += [(1024, Fp8Kv(448, 64), 64), (1536, Fp8Kv(448, 64), 64)] if CUDA else []
 UNQUANTIZED: list[tuple[int, RowFormat, int]] = [
-    (rank, PlainRow(width, dtype), rope)
+    (rank, UnquantizedRow(width, dtype), rope)
     for rank, width, rope in ((24, 32, 8), (130, 96, 64), (24, 66, 6), *([(1024, 512, 64)] if CUDA else []))
     for dtype in (torch.float32, torch.bfloat16)
 ]
@@ -36,7 +36,7 @@ STEPS += [([0, 100, 3000], [1000, 900, 70], False, 5)] if CUDA else []
 def run(rank: int, fmt: RowFormat, rope: int, paging: Paging, *, reference: bool = False) -> tuple[Tensor, ...]:
     """Return the query latents, their scales, if any, the step's rows and the window's memory."""
     generator = torch.Generator().manual_seed(0)
-    tokens, dtype = len(paging.positions_T), fmt.dtype if isinstance(fmt, PlainRow) else torch.bfloat16
+    tokens, dtype = len(paging.positions_T), fmt.dtype if isinstance(fmt, UnquantizedRow) else torch.bfloat16
     weights = [(torch.rand(size, generator=generator) + 0.5).to(DEVICE) for size in (rank, fmt.width)]
     latent = (3 * torch.randn(tokens, rank + fmt.width, generator=generator)).to(dtype).to(DEVICE)
     latent[paging.positions_T < 0] = float("nan")
@@ -57,14 +57,14 @@ def test_latent_norms_agree(
     got, wanted = run(rank, fmt, rope, paging), run(rank, fmt, rope, paging, reference=True)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        if isinstance(fmt, PlainRow):
+        if isinstance(fmt, UnquantizedRow):
             ours, theirs = ours.view(fmt.dtype), theirs.view(fmt.dtype)
         if ours.dtype == torch.float32:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
             continue
         # Numbers differ where the sum of squares moved a rounding to bfloat16.
         differing = (ours.view(torch.uint8) != theirs.view(torch.uint8)).float().mean() if ours.numel() else 0.0
-        assert differing <= 1e-2 if isinstance(fmt, PlainRow) else 1e-3, differing
+        assert differing <= 1e-2 if isinstance(fmt, UnquantizedRow) else 1e-3, differing
         if ours.dtype == torch.bfloat16:
             assert ((ours.float() - theirs.float()).abs() <= 2**-6 * theirs.float().abs() + 1e-5).all()
     if len(got) == 4:

@@ -10,6 +10,7 @@ from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key
+from tests.kernels.paged import simulate
 
 
 @pytest.mark.parametrize("index_heads", [0, 4])
@@ -23,4 +24,4 @@ def test_heads_are_those_of_the_model(tokens: int, index_heads: int) -> None:
         assert iq is None
         return
     plain = query[:, 3 * 128 :].view(tokens, index_heads, 128)
-    assert iq is not None and torch.equal(iq, Fp4Key(128).simulate(hadamard(rope(plain, *angles))))
+    assert iq is not None and torch.equal(iq, simulate(Fp4Key(128), hadamard(rope(plain, *angles))))

@@ -8,7 +8,7 @@ import torch
 from dsv4lite.kernels.quantize import e2m1_codes as e2m1_codes_ref
 from dsv4lite.kernels.quantize import e2m1_values, hadamard, quantize_fp4, quantize_fp8
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
 
 triton = pytest.importorskip("triton")
 
@@ -23,13 +23,12 @@ from dsv4lite.kernels.rows.triton import (  # noqa: E402
     hadamard_rows,
     inverse_rms,
     inverse_root,
+    kind_of,
     mean_of,
-    only_if,
+    memory_of,
     power_scale,
     rotate,
-    store_fp4_key,
-    store_fp8_key,
-    store_kv,
+    store_row,
 )
 
 pytestmark = pytest.mark.kernel
@@ -119,43 +118,26 @@ def test_rotation_and_hadamard_equal_the_references(log: int) -> None:
 
 
 @triton.jit
-def _store_kernel(x, data, scales, NOPE: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    WIDTH: tl.constexpr = NOPE + 64
+def _store_kernel(
+    x, memory, place, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
     at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     y = tl.load(x + at, mask=at < WIDTH, other=0.0)
-    if KIND == 0:
-        store_kv(y, data, scales, tl.program_id(0), ROWS, NOPE, 64)
-    elif KIND == 1:
-        store_fp4_key(tl.reshape(y, (WIDTH // 32, 32)), data, scales, WIDTH)
-    else:
-        store_fp8_key(tl.reshape(y, (1, WIDTH)), data, scales, WIDTH)
+    store_row(y, memory, place, tl.program_id(0), WIDTH, ROPE, ROWS, PLACES, KIND)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "kind"),
-    [(Fp8Kv(448, 64), 0), (Fp8Kv(64, 64), 0), (Fp8Kv(192, 64), 0), (Fp8Kv(576, 64), 0), (Fp4Key(128), 1), (Fp8Key(128), 2)],
-)
+FORMATS = [Fp8Kv(448, 64), Fp8Kv(64, 64), Fp8Kv(192, 64), Fp8Kv(576, 64), Fp4Key(128), Fp8Key(128)]
+FORMATS += [UnquantizedRow(100, dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 300.0])
-def test_rows_are_packed_byte_for_byte(fmt: Fp8Kv | Fp4Key | Fp8Key, kind: int, scale: float) -> None:
+def test_rows_are_stored_byte_for_byte(fmt: RowFormat, scale: float) -> None:
     x = (scale * torch.randn(1, fmt.width, generator=torch.Generator().manual_seed(0))).bfloat16().to(DEVICE)
-    data, scales = fmt.pack(x)
-    guard = 16
-    got_data = torch.full((fmt.data_bytes + guard,), 0xA5, dtype=torch.uint8, device=DEVICE)
-    got_scales = torch.full((fmt.scale_bytes + guard,), 0xA5, dtype=torch.uint8, device=DEVICE)
-    rows = triton.next_power_of_2(fmt.width // 64)
-    _store_kernel[(1,)](x.float(), got_data, got_scales, NOPE=fmt.width - 64, ROWS=rows, KIND=kind, enable_fp_fusion=False)
-    assert torch.equal(got_data[:-guard], data[0]) and (got_data[-guard:] == 0xA5).all()
-    assert torch.equal(got_scales[:-guard], scales[0]) and (got_scales[-guard:] == 0xA5).all()
-
-
-@triton.jit
-def _mask_kernel(x, out):
-    at = tl.arange(0, 8)
-    tl.store(out + at, at + 1, mask=only_if(tl.load(x) > 0, at < 6))
-
-
-@pytest.mark.parametrize("condition", [True, False])
-def test_condition_masks_all_or_nothing(condition: bool) -> None:
-    x, out = torch.tensor([int(condition)], device=DEVICE), torch.zeros(8, dtype=torch.int32, device=DEVICE)
-    _mask_kernel[(1,)](x, out, enable_fp_fusion=False)
-    assert out.tolist() == ([1, 2, 3, 4, 5, 6, 0, 0] if condition else [0] * 8)
+    ours, theirs = (RowStore(fmt, 3, 4, DEVICE) for _ in range(2))
+    for store in (ours, theirs):
+        store.memory.fill_(0xA5)
+    theirs.write(torch.tensor([1 * 4 + 2], device=DEVICE), x)
+    rows, sizes = triton.next_power_of_2(triton.cdiv(fmt.width, 64)), {"WIDTH": fmt.width, "ROPE": 64, "PLACES": 4}
+    _store_kernel[(1,)](x.float(), memory_of(ours)[1], 2, **sizes, ROWS=rows, KIND=kind_of(fmt), enable_fp_fusion=False)
+    assert torch.equal(ours.memory, theirs.memory)

@@ -19,7 +19,7 @@ from dsv4lite.debug.watch import OpWatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
-from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.deepseek_v4 import dspark
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
@@ -169,11 +169,11 @@ def test_drafts_are_the_published_ones(model: DeepseekV4, known: Known) -> None:
         assert_values(out.logits_SGV[0].norm(dim=-1), known.norms)
 
 
-class RoundedRow(PlainRow):
+class RoundedRow(UnquantizedRow):
     """Plain rows whose channels without position went through FP8 in groups of 8."""
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return PlainRow.pack(self, torch.cat([round_fp8(rows[:, :24], 8), rows[:, 24:]], -1))
+        return UnquantizedRow.pack(self, torch.cat([round_fp8(rows[:, :24], 8), rows[:, 24:]], -1))
 
 
 class RoundedStore(RowStore):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4lite.kernels.dispatch import op
+from dsv4lite.kernels.dispatch import on_gpu, op
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
@@ -27,9 +27,9 @@ from dsv4lite.kernels.rows import RowStore, unpack_rows
 
 BLOCK = 64
 WINDOW = 128
-DECODE_SPLITS = 4  # from here on tokens are so few that latency is all: they have a kernel of their own, which norms queries, too
+DECODE_SPLITS = 4  # from here on latency decides: another kernel, which also norms queries
 _REF_TOKENS = 64  # whose rows the reference holds at a time
-_LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if any order of summation will do
+_LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if the order of summation is free
 
 
 def sparse_attention(
@@ -114,6 +114,57 @@ class AttentionInputs(NamedTuple):
     window_size: int = WINDOW
     norm_eps: float | None = None
     any_order: bool = False
+
+    @property
+    def padded_width(self) -> int:
+        """Channels of a kernel's tiles: a power of two whose halves the tensor cores can multiply."""
+        return max(32, 1 << (self.q_THC.shape[2] - 1).bit_length())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return queries, rows, selection and tables, as kernels take them."""
+        paging = self.paging
+        return (
+            self.q_THC,
+            self.fresh_TB,
+            self.window.memory,
+            (self.entries or self.window).memory,
+            paging.positions_T if self.selected_TK is None else self.selected_TK,
+            paging.positions_T,
+            paging.sequence_T,
+            paging.first_S,
+            paging.rows_S,
+            paging.grow_SP,
+            paging.window_SP,
+            paging.window_first_S,
+        )
+
+    def layer(self, rows: int) -> dict[str, int]:
+        """Return what is compiled in of the layer; a piece has so many ``rows``."""
+        return {
+            "H": self.q_THC.shape[1],
+            "WIDTH": self.q_THC.shape[2],
+            "RATIO": max(self.ratio, 1),
+            "TOP_K": 0 if self.selected_TK is None else self.selected_TK.shape[1],
+            "WINDOW": self.window_size,
+            "SPLITS": self.splits,
+            "ROWS": rows,
+            "GPU": on_gpu(self.q_THC.device),
+        }
+
+    def places(self) -> dict[str, int]:
+        """Return what is compiled in of the places of rows."""
+        return {
+            "FRESH_ROW": self.fresh_TB.stride(0),
+            "WINDOW_BYTES": self.window.memory.shape[1],
+            "WINDOW_ROWS": self.window.rows_per_page,
+            "ENTRY_BYTES": (self.entries or self.window).memory.shape[1],
+            "ENTRY_ROWS": 0 if self.entries is None else self.entries.rows_per_page,
+        }
+
+    def room_for_splits(self) -> tuple[Tensor, Tensor]:
+        """Return room for each split's sums, and for its peak and total, float32 [splits, T, H, C or 2]."""
+        parts = torch.empty(self.splits, *self.q_THC.shape, dtype=torch.float32, device=self.q_THC.device)
+        return parts, torch.empty(*parts.shape[:3], 2, dtype=torch.float32, device=parts.device)
 
 
 @op("attention.triton:paged_attention_triton")

@@ -1,4 +1,4 @@
-"""Attention of few tokens on packed pages: what a step waits for is latency, not bytes (``triton.py`` is for many).
+"""Attention of few tokens on packed pages, bound by latency, not bytes (``triton.py`` is for many).
 
 One program takes one token x 16 heads x one of ``splits`` parts of its rows; ``merge_triton.py`` adds the parts.
 Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
@@ -13,17 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import (
-    LOW,
-    entries_of,
-    layer_of,
-    merged,
-    places_of,
-    room_for_splits,
-    tensors_of,
-)
+from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows.packed import LOG2_E, narrowed, scaled
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
 
 _HEADS = 16
@@ -123,25 +115,10 @@ def _locate(
 
 
 @triton.jit
-def _group(data, live, number: tl.constexpr):
-    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0, volatile=True)
-
-
-@triton.jit
 def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr):
-    """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
-    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
-    tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0, volatile=True)
-    words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0, volatile=True)
-    c0 = _group(data, live, 0)
-    c1 = _group(data, live, 1) if NOPE > 64 else c0
-    c2 = _group(data, live, 2) if NOPE > 128 else c0
-    c3 = _group(data, live, 3) if NOPE > 192 else c0
-    c4 = _group(data, live, 4) if NOPE > 256 else c0
-    c5 = _group(data, live, 5) if NOPE > 320 else c0
-    c6 = _group(data, live, 6) if NOPE > 384 else c0
-    c0 = _behind(c0, c4, c5, c6, never, GPU)
-    return c0, c1, c2, c3, c4, c5, c6, tail, words
+    """Return a piece's bytes, all of which are requested before one is used."""
+    c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, live, NOPE, FRESH_ROW, True)
+    return _behind(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words
 
 
 @triton.jit
@@ -317,13 +294,13 @@ def decode_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
     (tokens, heads, channels), q = given.q_THC.shape, given.q_THC
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
-    parts, stats = room_for_splits(q, given.splits)
+    parts, stats = given.room_for_splits()
     # Small pieces for layers whose rows are hardly more than the window's.
     small = given.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
     _decode_kernel[(tokens * triton.cdiv(heads, _HEADS), given.splits)](
-        *tensors_of(given), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
-        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **layer_of(given, rows), **places_of(given), HEADS=_HEADS,
+        *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
+        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.places(), HEADS=_HEADS,
         SINGLES=given.paging.singles, NORM=given.norm_eps is not None,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip

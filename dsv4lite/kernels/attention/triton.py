@@ -20,18 +20,10 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import DECODE_SPLITS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
-from dsv4lite.kernels.attention.merge_triton import (
-    entries_of,
-    layer_of,
-    merged,
-    padded_width,
-    places_of,
-    room_for_splits,
-    tensors_of,
-)
+from dsv4lite.kernels.attention.merge_triton import entries_of, merged
 from dsv4lite.kernels.dispatch import capability_of
-from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, PlainRow
-from dsv4lite.kernels.rows.packed import LOG2_E, group_of, narrowed, rotated_back, scaled
+from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
 _LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
 SMALL_BLOCK_SPLITS = 8  # of unquantized rows: from here on blocks of few heads, for more programs
@@ -118,22 +110,6 @@ def _locate(
 
 
 @triton.jit
-def _fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr):
-    """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
-    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
-    tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
-    words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-    c0 = group_of(data, live, 0)
-    c1 = group_of(data, live, 1) if NOPE > 64 else c0
-    c2 = group_of(data, live, 2) if NOPE > 128 else c0
-    c3 = group_of(data, live, 3) if NOPE > 192 else c0
-    c4 = group_of(data, live, 4) if NOPE > 256 else c0
-    c5 = group_of(data, live, 5) if NOPE > 320 else c0
-    c6 = group_of(data, live, 6) if NOPE > 384 else c0
-    return c0, c1, c2, c3, c4, c5, c6, tail, words
-
-
-@triton.jit
 def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
     """Return the first ``TILES`` tiles [R, 64] side by side; every value stays with its thread."""
     if TILES == 1:
@@ -207,7 +183,7 @@ def _logits(
 
 @triton.jit
 def _added(
-    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, WIDE: tl.constexpr,
+    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added."""
@@ -219,7 +195,7 @@ def _added(
     shrink = tl.exp2(peak - new_peak)
     p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
     total = total * shrink + tl.sum(p, AXIS)
-    p = narrowed(p, WIDE, GPU)
+    p = narrowed(p, FLOAT32, GPU)
     if SWAP:
         acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
         acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :], input_precision=PRECISION)
@@ -247,8 +223,8 @@ def _attend_kernel(
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
     STAGES: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    WIDE: tl.constexpr = q.dtype.element_ty == tl.float32
-    PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
+    FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
     NOPE: tl.constexpr = WIDTH - ROPE
     DATA: tl.constexpr = WIDTH + ROPE if PACKED else FRESH_ROW
     HALF: tl.constexpr = PADDED // 2
@@ -284,7 +260,7 @@ def _attend_kernel(
     )
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
         if PACKED:
-            raw = _fetch(data, scales, live, NOPE, FRESH_ROW)
+            raw = fetch(data, scales, live, NOPE, FRESH_ROW, False)
         else:
             keys = data.to(tl.pointer_type(q.dtype.element_ty))[:, None] + column
             k0 = tl.load(keys, mask=live[:, None] & (column < WIDTH), other=0.0)
@@ -296,7 +272,7 @@ def _attend_kernel(
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
         logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, PACKED, PRECISION, GPU)
         acc0, acc1, peak, total = _added(
-            acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, WIDE, PRECISION, GPU
+            acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, FLOAT32, PRECISION, GPU
         )  # fmt: skip
 
     if SWAP:
@@ -313,12 +289,12 @@ def _attend_kernel(
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
         cos += token * (ROPE // 2)
         sin += token * (ROPE // 2)
-        o0 = narrowed(acc0 / total[:, None], WIDE, GPU)
+        o0 = narrowed(acc0 / total[:, None], FLOAT32, GPU)
         if NOPE < HALF:
-            o0 = narrowed(rotated_back(o0, cos, sin, HEADS, HALF, NOPE, ROPE), WIDE, GPU)
-        o1 = rotated_back(narrowed(acc1 / total[:, None], WIDE, GPU), cos, sin, HEADS, HALF, NOPE - HALF, ROPE)
+            o0 = narrowed(rotated_back(o0, cos, sin, HEADS, HALF, NOPE, ROPE), FLOAT32, GPU)
+        o1 = rotated_back(narrowed(acc1 / total[:, None], FLOAT32, GPU), cos, sin, HEADS, HALF, NOPE - HALF, ROPE)
         tl.store(out + at, o0, mask=first)
-        tl.store(out + HALF + at, narrowed(o1, WIDE, GPU), mask=second)
+        tl.store(out + HALF + at, narrowed(o1, FLOAT32, GPU), mask=second)
 
 
 def paged_attention_triton(given: AttentionInputs) -> Tensor:
@@ -328,7 +304,7 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     if isinstance(fmt, Fp8Kv):
         assert fmt.rope == rope == KV_GROUP and fmt.nope in (64, 192, 448), (fmt, rope)
     else:
-        assert isinstance(fmt, PlainRow) and fmt.dtype == given.q_THC.dtype and channels % 2 == 0 and rope <= channels, fmt
+        assert isinstance(fmt, UnquantizedRow) and fmt.dtype == given.q_THC.dtype and channels % 2 == 0 and rope <= channels, fmt
         assert given.fresh_TB.is_contiguous()
     assert fmt.width == channels and (given.entries is None or (given.entries.format == fmt and given.ratio > 0)), (
         fmt,
@@ -347,12 +323,12 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     given, capability = given._replace(q_THC=q), capability_of(q.device)
     tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, given.splits, capability)
     out = q if given.splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
-    parts, stats = room_for_splits(q, given.splits) if given.splits > 1 else (out, out)
+    parts, stats = given.room_for_splits() if given.splits > 1 else (out, out)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), given.splits)](
-        *tensors_of(given), given.sink_H, given.cos, given.sin, out, parts, stats,
+        *given.tensors(), given.sink_H, given.cos, given.sin, out, parts, stats,
         given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
-        **layer_of(given, tile.rows), **places_of(given), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
-        PADDED=padded_width(channels), ROPE=rope, PACKED=packed,
+        **given.layer(tile.rows), **given.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        PADDED=given.padded_width, ROPE=rope, PACKED=packed,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out if given.splits == 1 else merged(given, parts, stats, tile.rows, fills=True)

@@ -28,7 +28,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard as hadamard_transform
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import PlainRow, RowStore
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 
 OVERLAP_RATIO = 4
 PAGE_TOKENS = 256
@@ -193,7 +193,7 @@ def compress_step(given: CompressInputs) -> None:
     pooled, after = compress(values, scores, state[spans.slots_P, spans.from_P], segments)
     state[spans.slots_P, spans.to_P] = after.detach()
 
-    dtype = store.format.dtype if isinstance(store.format, PlainRow) else torch.bfloat16
+    dtype = store.format.dtype if isinstance(store.format, UnquantizedRow) else torch.bfloat16
     entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[spans.closing_E], sin_T[spans.closing_E])
     store.write(spans.addresses_E, hadamard_transform(entries) if hadamard else entries)
 

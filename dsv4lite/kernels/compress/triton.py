@@ -14,7 +14,7 @@ import triton.language as tl
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import PlainRow
+from dsv4lite.kernels.rows import UnquantizedRow
 from dsv4lite.kernels.rows.triton import (
     hadamard_rows,
     inverse_rms,
@@ -160,12 +160,12 @@ def _store_entry(
     norm_weight, memory, cos, sin, page_stride, eps = entries
     at, mask = here
     # rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
-    WIDE: tl.constexpr = memory.dtype.element_ty == tl.float32
-    x = tl.where(mask, rounded(tl.math.div_rn(sums[2], sums[1]), WIDE, GPU), 0.0)
-    y = rounded(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), WIDE, GPU)
+    FLOAT32: tl.constexpr = memory.dtype.element_ty == tl.float32
+    x = tl.where(mask, rounded(tl.math.div_rn(sums[2], sums[1]), FLOAT32, GPU), 0.0)
+    y = rounded(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), FLOAT32, GPU)
     turns = token.to(tl.int64) * (ROPE // 2)
     c, s, turned = row_angles(cos + turns, sin + turns, WIDTH, ROWS, ROPE)
-    y = rotate(y, c, s, turned, ROWS, 64, WIDE, GPU)
+    y = rotate(y, c, s, turned, ROWS, 64, FLOAT32, GPU)
     if LOG:
         y = hadamard_rows(tl.reshape(y, (1, WIDTH)), 1, LOG, GPU)
     # page_E * store.rows_per_page + index_E % store.rows_per_page
@@ -343,7 +343,7 @@ def compress_step_triton(given: CompressInputs) -> None:
     tokens, width, rope, sets = projected.shape[0], norm_weight.shape[0], 2 * cos_T.shape[1], state.shape[2]
     fmt, memory, kind = store.format, memory_of(store), kind_of(store.format)
     assert width == fmt.width and (not hadamard or width & (width - 1) == 0), width
-    if isinstance(fmt, PlainRow):
+    if isinstance(fmt, UnquantizedRow):
         assert not hadamard and rope <= width, (fmt, rope)
     else:
         assert rope == 64 and width % 64 == 0, (fmt, rope)

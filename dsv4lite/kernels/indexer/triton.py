@@ -4,7 +4,7 @@
     select      one token whose scores fit into one program's registers: bisection for the threshold, then one running sum
     segment     the same for more scores, cut into segments, in three passes: two histograms, one of each byte of the scores'
                 ordered bits; each program then knows the threshold and how many entries the segments before its own give
-    wide        the same for scores in float32, however many: one program a token, and a pass for each byte
+    float32     the same for scores in float32, of any number: one program a token, and a pass for each byte
 
 Tokens that see no more entries than are wanted are passed over.
 """
@@ -20,10 +20,10 @@ from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import Fp4Key, PlainRow
+from dsv4lite.kernels.rows import Fp4Key, UnquantizedRow
 from dsv4lite.kernels.rows.triton import bf16, memory_of
 
-KEYS, WIDE_KEYS = 128, 64  # of a piece; of float32
+KEYS, FLOAT32_KEYS = 128, 64  # of a piece; of float32
 TOKENS = 32  # that share a piece
 PROGRAMS = 4096  # that scores are spread over at most
 SEGMENT = 4096  # scores of one program, where there are too many for one
@@ -91,12 +91,12 @@ def _keys(
 
 
 @triton.jit
-def _plain_keys(
+def _unquantized_keys(
     keys, pages, piece, count,
     PAGE_ROWS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return a piece of plain keys [KEYS, PADDED] (float32 in the interpreter); zeros from entry ``count`` on."""
-    # Reference: PlainRow.unpack
+    """Return a piece of unquantized keys [KEYS, PADDED] (float32 in the interpreter); zeros from entry ``count`` on."""
+    # Reference: UnquantizedRow.unpack
     entry = piece * KEYS + tl.arange(0, KEYS)
     live = entry < count
     page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
@@ -122,8 +122,8 @@ def _query(
         q = q.to(tl.float32)
     # Reference: weights_NH.to(iq_NHC.dtype) * weight_scale
     weight = tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
-    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
-    if WIDE:
+    FLOAT32: tl.constexpr = iq.dtype.element_ty == tl.float32
+    if FLOAT32:
         weight = weight * weight_scale
     else:
         weight = bf16(bf16(weight, GPU) * weight_scale, GPU)
@@ -131,10 +131,10 @@ def _query(
 
 
 @triton.jit
-def _score(k, q, weight, WIDE: tl.constexpr, GPU: tl.constexpr):
+def _score(k, q, weight, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     # Reference: _weigh(dots, weights, dtype)
     dots = tl.dot(k, tl.trans(q), input_precision="tf32x3")
-    if WIDE:
+    if FLOAT32:
         score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
     else:
         closed = tl.maximum(bf16(dots, GPU), 0.0)
@@ -174,7 +174,7 @@ def _scores_kernel(
     STAGES: tl.constexpr,
 ):
     wait_for_predecessor()
-    WIDE: tl.constexpr = iq.dtype.element_ty == tl.float32
+    FLOAT32: tl.constexpr = iq.dtype.element_ty == tl.float32
     e = tl.arange(0, KEYS)
     step = tl.num_programs(1)
     n = tl.program_id(0) * TOKENS
@@ -190,7 +190,7 @@ def _scores_kernel(
         for piece in range(tl.program_id(1), pieces, step):
             pages = grow + sequence * grow_columns
             if GROUPS == 0:
-                k = _plain_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
+                k = _unquantized_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
             else:
                 k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
             # The first that needs scores and sees an entry of the piece.
@@ -201,7 +201,7 @@ def _scores_kernel(
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
                 out = scores + row * columns + at
-                tl.store(out, _score(k, q, weight, WIDE, GPU).to(scores.dtype.element_ty), mask=at < visible)
+                tl.store(out, _score(k, q, weight, FLOAT32, GPU).to(scores.dtype.element_ty), mask=at < visible)
         n = end
 
 
@@ -313,7 +313,7 @@ def _segment_kernel(
 
 
 @triton.jit
-def _ordered_wide(scores, at, visible):
+def _ordered_float32(scores, at, visible):
     """Return unsigned numbers in the order of float32 scores; 0, which no number has, for what is not visible."""
     # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
     bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32, bitcast=True)
@@ -322,7 +322,7 @@ def _ordered_wide(scores, at, visible):
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
-def _select_wide_kernel(
+def _select_float32_kernel(
     scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -340,7 +340,7 @@ def _select_wide_kernel(
         for start in range(0, visible, CHUNK):
             at = start + tl.arange(0, CHUNK)
             # Where the bytes so far are the threshold's, what is left is the next byte; else it is more than that.
-            byte = (_ordered_wide(scores, at, visible) ^ threshold) >> shift
+            byte = (_ordered_float32(scores, at, visible) ^ threshold) >> shift
             count += tl.histogram(tl.where((at < visible) & (byte < 256), byte, 256).to(tl.int32), 512)
         found, above = _reach(tl.where(bins < 256, count, 0), wanted, 512)
         threshold = threshold | (found.to(tl.uint32) << shift)
@@ -349,7 +349,7 @@ def _select_wide_kernel(
     equal = tl.zeros((), tl.int32)
     for start in range(0, visible, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        number = _ordered_wide(scores, at, visible)
+        number = _ordered_float32(scores, at, visible)
         _gather(selected + n * TOP_K, at, number, threshold, more, equal, wanted)
         more += tl.sum((number > threshold).to(tl.int32))
         equal += tl.sum((number == threshold).to(tl.int32))
@@ -363,10 +363,12 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     scores = torch.empty(count, entries_max, dtype=iq_NHC.dtype, device=iq_NHC.device)
     if count == 0 or entries_max <= top_k:
         return scores
-    assert fmt.width == channels and (fmt.dtype == iq_NHC.dtype if isinstance(fmt, PlainRow) else isinstance(fmt, Fp4Key)), fmt
-    assert isinstance(fmt, PlainRow) or channels & (channels - 1) == 0, fmt
-    wide = iq_NHC.dtype == torch.float32
-    piece, stages = (WIDE_KEYS, 1) if wide else (KEYS, _STAGES)
+    assert fmt.width == channels, (fmt, channels)
+    if isinstance(fmt, UnquantizedRow):
+        assert fmt.dtype == iq_NHC.dtype, (fmt, iq_NHC.dtype)
+    else:
+        assert isinstance(fmt, Fp4Key) and channels & (channels - 1) == 0, fmt
+    piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
     tiles = triton.cdiv(count, tokens)
     pieces = min(triton.cdiv(entries_max, piece), max(1, PROGRAMS // tiles))
@@ -388,7 +390,7 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         given.weight_scale,
         H=heads,
         HEADS=max(16, triton.next_power_of_2(heads)),
-        GROUPS=0 if isinstance(fmt, PlainRow) else fmt.scale_bytes,
+        GROUPS=0 if isinstance(fmt, UnquantizedRow) else fmt.scale_bytes,
         CHANNELS=channels,
         PADDED=max(16, triton.next_power_of_2(channels)),
         RATIO=given.ratio,
@@ -413,56 +415,18 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     assert scores_NE.is_contiguous() and out.is_contiguous() and out.shape[0] == count and out.dtype == torch.int32
     if count == 0 or columns <= top_k:
         return out
+    inputs = (scores_NE, paging.positions_T)
+    options = {"TOP_K": top_k, "RATIO": ratio, "num_stages": 1, "enable_fp_fusion": True}
     if scores_NE.dtype == torch.float32:
-        _select_wide_kernel[(count,)](
-            scores_NE,
-            paging.positions_T,
-            out,
-            begin,
-            columns,
-            TOP_K=top_k,
-            RATIO=ratio,
-            CHUNK=SEGMENT,
-            num_warps=8,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        _select_float32_kernel[(count,)](*inputs, out, begin, columns, **options, CHUNK=SEGMENT, num_warps=8)
         return out
     if columns <= MOST:
-        block = max(1024, triton.next_power_of_2(columns))  # of a small set of sizes
-        _select_kernel[(count,)](
-            scores_NE,
-            paging.positions_T,
-            out,
-            begin,
-            columns,
-            TOP_K=top_k,
-            RATIO=ratio,
-            BLOCK=block,
-            num_warps=block // 512,
-            num_stages=1,
-            enable_fp_fusion=True,
-            launch_pdl=dependent_launch(out.device),
-        )
+        block, early = max(1024, triton.next_power_of_2(columns)), dependent_launch(out.device)  # of a small set of sizes
+        _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block, num_warps=block // 512, launch_pdl=early)
         return out
     segments = triton.cdiv(columns, SEGMENT)
+    options |= {"SEGMENT": SEGMENT, "SEGMENTS": triton.next_power_of_2(segments), "num_warps": 8}
     highs, lows = torch.empty(2, count, segments, 256, dtype=torch.int32, device=out.device)
     for number in range(3):
-        _segment_kernel[(count, segments)](
-            scores_NE,
-            paging.positions_T,
-            highs,
-            lows,
-            out,
-            begin,
-            columns,
-            TOP_K=top_k,
-            RATIO=ratio,
-            SEGMENT=SEGMENT,
-            SEGMENTS=triton.next_power_of_2(segments),
-            PASS=number,
-            num_warps=8,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        _segment_kernel[(count, segments)](*inputs, highs, lows, out, begin, columns, **options, PASS=number)
     return out

@@ -11,7 +11,7 @@ from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.latent_norm_store import LatentInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import PlainRow
+from dsv4lite.kernels.rows import UnquantizedRow
 from dsv4lite.kernels.rows.triton import (
     UNQUANTIZED,
     fp8_scale,
@@ -25,61 +25,6 @@ from dsv4lite.kernels.rows.triton import (
 )
 
 
-@triton.jit
-def _query_latent(
-    latent, q_norm, q, q_scales, t, positions, row_stride, eps,
-    RANK: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Norm the query latent of token ``t``, and quantize it if rows are packed."""
-    WIDE: tl.constexpr = latent.dtype.element_ty == tl.float32
-    position = tl.load(positions + t)
-    latent += t * row_stride
-    # quantize_fp8(rms_norm(latent_TK[:, :rank], q_norm, eps), QUERY_GROUP)
-    group = tl.arange(0, GROUPS)
-    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = at < RANK
-    x = tl.where(position >= 0, tl.load(latent + at, mask=inside, other=0.0).to(tl.float32), 0.0)
-    weight = tl.load(q_norm + at, mask=inside, other=0.0)
-    y = rounded(x * inverse_rms(x, eps, RANK) * weight, WIDE, GPU)
-    if KIND == UNQUANTIZED:
-        tl.store(q + t * RANK + at, y.to(q.dtype.element_ty), mask=inside)
-    else:
-        byte, inverse = fp8_scale(y, 1)
-        tl.store(q + t * RANK + at, e4m3_bytes(y * inverse[:, None], False), mask=inside)
-        SCALES: tl.constexpr = (RANK + 127) // 128
-        tl.store(q_scales + t * SCALES + group, byte.to(tl.uint8), mask=group < SCALES)
-
-
-@triton.jit
-def _kv_latent(
-    latent, kv_norm, cos, sin, fresh, memory, t, positions, sequences, first, lens, window_pages, window_first,
-    row_stride, page_stride, pages, window_tokens, eps,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
-    FRESH_ROW: tl.constexpr, KIND: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Norm, rotate and pack the kv row of token ``t``, and keep it in the window."""
-    WIDE: tl.constexpr = latent.dtype.element_ty == tl.float32
-    position = tl.load(positions + t)
-    real = position >= 0
-    latent += t * row_stride
-    at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    inside = at < WIDTH
-    x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
-    weight = tl.load(kv_norm + at, mask=inside, other=0.0)
-    c, s, turned = row_angles(cos + t * (ROPE // 2), sin + t * (ROPE // 2), WIDTH, ROWS, ROPE)
-    # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
-    sequence = tl.load(sequences + t).to(tl.int64)
-    kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
-    index = position // PLACES - tl.load(window_first + sequence)
-    page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
-    # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
-    y = rounded(x * inverse_rms(x, eps, WIDTH) * weight, WIDE, GPU)
-    y = rotate(y, c, s, turned, ROWS, 64, WIDE, GPU)
-    # pack_rows(window.format, kv_TC); window.write(page * rows + position % rows, kv_TC)
-    store_row(y, fresh + t * FRESH_ROW, 0, t, WIDTH, ROPE, ROWS, 1, KIND)
-    store_row(y, memory + page * page_stride, tl.maximum(position, 0) % PLACES, page, WIDTH, ROPE, ROWS, PLACES, KIND)
-
-
 @triton.jit(do_not_specialize=["pages"])
 def _latent_kernel(
     latent, q_norm, kv_norm, cos, sin, q, q_scales, fresh, memory,
@@ -89,14 +34,46 @@ def _latent_kernel(
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
+    FLOAT32: tl.constexpr = latent.dtype.element_ty == tl.float32
     t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _query_latent(latent, q_norm, q, q_scales, t, positions, row_stride, eps, RANK, QUERY_GROUPS, KIND, GPU)
+        real = tl.load(positions + t) >= 0
+        latent += t * row_stride
+        # quantize_fp8(rms_norm(latent_TK[:, :rank], q_norm, eps), QUERY_GROUP)
+        group = tl.arange(0, QUERY_GROUPS)
+        of_query = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        valid = of_query < RANK
+        latent_q = tl.where(real, tl.load(latent + of_query, mask=valid, other=0.0).to(tl.float32), 0.0)
+        weight_q = tl.load(q_norm + of_query, mask=valid, other=0.0)
+        qr = rounded(latent_q * inverse_rms(latent_q, eps, RANK) * weight_q, FLOAT32, GPU)
+        q += t * RANK
+        if KIND == UNQUANTIZED:
+            tl.store(q + of_query, qr.to(q.dtype.element_ty), mask=valid)
+        else:
+            byte, inverse = fp8_scale(qr, 1)
+            tl.store(q + of_query, e4m3_bytes(qr * inverse[:, None], False), mask=valid)
+            SCALES: tl.constexpr = (RANK + 127) // 128
+            tl.store(q_scales + t * SCALES + group, byte.to(tl.uint8), mask=group < SCALES)
     else:
-        _kv_latent(
-            latent, kv_norm, cos, sin, fresh, memory, t, positions, sequences, first, lens, window_pages, window_first,
-            row_stride, page_stride, pages, window_tokens, eps, RANK, WIDTH, ROPE, ROWS, PLACES, FRESH_ROW, KIND, GPU,
-        )  # fmt: skip
+        position = tl.load(positions + t)
+        real = position >= 0
+        latent += t * row_stride
+        at = tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        inside = at < WIDTH
+        x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+        weight = tl.load(kv_norm + at, mask=inside, other=0.0)
+        c, s, turned = row_angles(cos + t * (ROPE // 2), sin + t * (ROPE // 2), WIDTH, ROWS, ROPE)
+        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
+        sequence = tl.load(sequences + t).to(tl.int64)
+        kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
+        index = position // PLACES - tl.load(window_first + sequence)
+        page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
+        # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
+        y = rounded(x * inverse_rms(x, eps, WIDTH) * weight, FLOAT32, GPU)
+        y = rotate(y, c, s, turned, ROWS, 64, FLOAT32, GPU)
+        # pack_rows(window.format, kv_TC); window.write(page * rows + position % rows, kv_TC)
+        store_row(y, fresh + t * FRESH_ROW, 0, t, WIDTH, ROPE, ROWS, 1, KIND)
+        store_row(y, memory + page * page_stride, tl.maximum(position, 0) % PLACES, page, WIDTH, ROPE, ROWS, PLACES, KIND)
 
 
 def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -106,7 +83,7 @@ def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Ten
     assert columns == rank + fmt.width and latent_TK.stride(1) == 1, latent_TK.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape and len(cos) == tokens
     kind, memory, q_scales = kind_of(fmt), memory_of(window), None
-    if isinstance(fmt, PlainRow):
+    if isinstance(fmt, UnquantizedRow):
         assert fmt.dtype == latent_TK.dtype and 2 * cos.shape[1] <= fmt.width, (fmt, latent_TK.dtype)
         q_TR = codes = torch.empty(tokens, rank, dtype=fmt.dtype, device=device)
         fresh = torch.empty(tokens, fmt.width, dtype=fmt.dtype, device=device)

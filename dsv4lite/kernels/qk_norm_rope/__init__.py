@@ -1,10 +1,10 @@
 """The norm and the rotation of every query head, and what the indexer's heads go through.
 
     q  = rope(rms_norm_heads(query[:H C]))
-    iq = round_fp4(hadamard(rope(query[H C:])))        plain models: rope(query[H C:])
+    iq = round_fp4(hadamard(rope(query[H C:])))        unquantized models: rope(query[H C:])
 
 Source: DeepSeek-V4 specification 3.3, 3.6 and 4.3.  Numerics: those of ``rms_norm_heads``, ``rope``, ``hadamard`` and
-``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: where the sum lies at a border,
+``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: where the sum lies between two,
 a head's factor is the neighbouring bfloat16 (seen in one of 10^4 heads), and the head differs by one unit in the last place.
 Index heads are equal. In float32 heads agree to 1e-6.
 """
@@ -57,8 +57,8 @@ def head_norms(given: HeadInputs) -> tuple[Tensor, Tensor | None, float | None]:
     """Normalise and rotate query heads; rotate index heads, and transform and round them.
 
     Returns:
-        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given; and the ``norm_eps`` that
-        ``paged_attention`` must be told: ``eps`` if it norms the queries, which are returned as they came, else ``None``.
+        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given; and the ``norm_eps`` for
+        ``paged_attention``: ``eps`` if it norms the queries, which are returned as given, else ``None``.
     """
     queries_TK = given.query_TK[:, : given.heads * given.channels]
     q_THC = queries_TK.unflatten(1, (given.heads, given.channels))

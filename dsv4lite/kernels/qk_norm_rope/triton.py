@@ -37,73 +37,6 @@ def _load_rows(p, heads, begin, BLOCK_HEADS: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _query_part(
-    query,
-    cos,
-    sin,
-    q,
-    heads,
-    begin,
-    eps,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    ROPE: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    WIDE: tl.constexpr = query.dtype.element_ty == tl.float32
-    at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, PADDED)
-    if ROPE & (ROPE - 1) == 0:
-        # Few channels rotate: they are read again, from the first cache.
-        head = begin + tl.arange(0, BLOCK_HEADS)[:, None]
-        tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
-        end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)
-        pair = tl.arange(0, ROPE // 2)[None, :]
-        c = tl.load(cos + pair)
-        s = tl.load(sin + pair)
-    # mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
-    mean = rounded(mean_of(tl.sum(rounded(x * x, WIDE, GPU), axis=1), WIDTH), WIDE, GPU)
-    # q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)
-    factor = rounded(inverse_root(rounded(mean + eps, WIDE, GPU)), WIDE, GPU)[:, None]
-    y = rounded(x * factor, WIDE, GPU)
-    if ROPE & (ROPE - 1) == 0:
-        still = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
-        tl.store(q + at, y.to(q.dtype.element_ty), mask=mask & still)
-        y = rotate(rounded(end * factor, WIDE, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, WIDE, GPU)
-        tl.store(q + tail, y.to(q.dtype.element_ty), mask=head < heads)
-    else:
-        y = rotate_tail(y, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, WIDE, GPU)
-        tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _index_part(
-    query,
-    cos,
-    sin,
-    iq,
-    heads,
-    begin,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    FP4_LOG: tl.constexpr,
-    ROPE: tl.constexpr,
-    GPU: tl.constexpr,
-):
-    WIDE: tl.constexpr = query.dtype.element_ty == tl.float32
-    at, mask, x = _load_rows(query, heads, begin, BLOCK_HEADS, WIDTH, PADDED)
-    y = rotate_tail(x, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, WIDE, GPU)
-    if FP4_LOG:
-        # round_fp4(hadamard(rope(iq_THC, cos, sin)))
-        y = tl.reshape(hadamard_rows(y, BLOCK_HEADS, FP4_LOG, GPU), (BLOCK_HEADS, WIDTH // 32, 32))
-        byte, inverse = fp4_scale(y, 2)
-        scale = (byte << 23).to(tl.float32, bitcast=True)
-        y = tl.reshape(e2m1_round(y * inverse[:, :, None]) * scale[:, :, None], (BLOCK_HEADS, WIDTH))
-    tl.store(iq + at, y.to(iq.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _heads_kernel(
     query,
     cos,
@@ -127,6 +60,7 @@ def _heads_kernel(
 ):
     wait_for_predecessor()
     let_successor_in()
+    FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query += t * row_stride
@@ -134,12 +68,39 @@ def _heads_kernel(
     sin += t * (ROPE // 2)
     if block < query_blocks:
         q += t * heads * WIDTH
-        _query_part(query, cos, sin, q, heads, block * BLOCK_HEADS, eps, WIDTH, PADDED, BLOCK_HEADS, ROPE, GPU)
+        at, mask, x = _load_rows(query, heads, block * BLOCK_HEADS, BLOCK_HEADS, WIDTH, PADDED)
+        if ROPE & (ROPE - 1) == 0:
+            # Few channels rotate: they are read again, from the first cache.
+            head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+            tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
+            end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)
+            pair = tl.arange(0, ROPE // 2)[None, :]
+            c = tl.load(cos + pair)
+            s = tl.load(sin + pair)
+        # mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
+        mean = rounded(mean_of(tl.sum(rounded(x * x, FLOAT32, GPU), axis=1), WIDTH), FLOAT32, GPU)
+        # q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)
+        factor = rounded(inverse_root(rounded(mean + eps, FLOAT32, GPU)), FLOAT32, GPU)[:, None]
+        y = rounded(x * factor, FLOAT32, GPU)
+        if ROPE & (ROPE - 1) == 0:
+            still = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
+            tl.store(q + at, y.to(q.dtype.element_ty), mask=mask & still)
+            end = rotate(rounded(end * factor, FLOAT32, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, FLOAT32, GPU)
+            tl.store(q + tail, end.to(q.dtype.element_ty), mask=head < heads)
+        else:
+            y = rotate_tail(y, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, FLOAT32, GPU)
+            tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
     else:
-        iq += t * index_heads * INDEX
         begin = (block - query_blocks) * INDEX_BLOCK
-        query += heads * WIDTH
-        _index_part(query, cos, sin, iq, index_heads, begin, INDEX, INDEX_PADDED, INDEX_BLOCK, FP4_LOG, ROPE, GPU)
+        of_index, valid, key = _load_rows(query + heads * WIDTH, index_heads, begin, INDEX_BLOCK, INDEX, INDEX_PADDED)
+        key = rotate_tail(key, cos, sin, INDEX_BLOCK, INDEX, INDEX_PADDED, ROPE, FLOAT32, GPU)
+        if FP4_LOG:
+            # round_fp4(hadamard(rope(iq_THC, cos, sin)))
+            key = tl.reshape(hadamard_rows(key, INDEX_BLOCK, FP4_LOG, GPU), (INDEX_BLOCK, INDEX // 32, 32))
+            byte, inverse = fp4_scale(key, 2)
+            scale = (byte << 23).to(tl.float32, bitcast=True)
+            key = tl.reshape(e2m1_round(key * inverse[:, :, None]) * scale[:, :, None], (INDEX_BLOCK, INDEX))
+        tl.store(iq + t * index_heads * INDEX + of_index, key.to(iq.dtype.element_ty), mask=valid)
 
 
 def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:

@@ -6,10 +6,10 @@ row's data (for 584-byte rows: row i at 576 i, its scales at 576 B + 8 i, page p
     584-byte kv row   448 e4m3 | 64 bf16 || 7 e8m0 + 1 pad           specification 5.2, any split of nope and rope channels
     68-byte key row   128 e2m1 in 64 bytes || 4 e8m0                  5.3, after the Hadamard transform
     132-byte key row  128 e4m3 || 1 float32 scale                     5.3
-    plain             the vector itself in float32 or bfloat16
+    unquantized       the vector itself in float32 or bfloat16
 
 Rows are addressed by ``page * B + place``; -1 means no row: it is not written, and what is read there is row 0 (mask it).
-Numerics: reading returns exactly what ``simulate`` returns for the written vector.
+Numerics: reading returns what ``round_fp8`` and ``round_fp4`` return for the written vector, exactly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from dsv4lite.kernels.quantize import (
     pack_fp4,
     quantize_fp4,
     quantize_fp8,
-    round_fp4,
-    round_fp8,
     scale_bits,
     unpack_fp4,
 )
@@ -39,7 +37,7 @@ KEY_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class PlainRow:
+class UnquantizedRow:
     """The vector itself."""
 
     width: int
@@ -55,17 +53,13 @@ class PlainRow:
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         data = rows.to(self.dtype).contiguous()
-        if not data.requires_grad:  # bytes carry no gradients; ``unpack`` takes both
+        if not data.requires_grad:  # bytes have no gradients; ``unpack`` takes both
             data = data.view(torch.uint8)
         return data, rows.new_empty(rows.shape[0], 0, dtype=torch.uint8)
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        numbers = data.view(self.dtype) if data.dtype == torch.uint8 else data  # a view as a dtype carries no gradients, either
+        numbers = data.view(self.dtype) if data.dtype == torch.uint8 else data  # a view as a dtype has no gradients, either
         return numbers.to(dtype)
-
-    def simulate(self, rows: Tensor) -> Tensor:
-        """Return what a reader of the packed rows gets."""
-        return rows.to(self.dtype).to(rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +97,6 @@ class Fp8Kv:
         tail = data[..., self.nope :].contiguous().view(torch.bfloat16)
         return torch.cat([head.to(dtype), tail.to(dtype)], -1)
 
-    def simulate(self, rows: Tensor) -> Tensor:
-        """Return what a reader of the packed rows gets."""
-        head = round_fp8(rows[..., : self.nope], KV_GROUP)
-        return torch.cat([head, rows[..., self.nope :].to(torch.bfloat16).to(rows.dtype)], -1)
-
 
 @dataclass(frozen=True, slots=True)
 class Fp4Key:
@@ -129,10 +118,6 @@ class Fp4Key:
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_fp4(unpack_fp4(data), scales, KEY_GROUP).to(dtype)
-
-    def simulate(self, rows: Tensor) -> Tensor:
-        """Return what a reader of the packed rows gets."""
-        return round_fp4(rows, KEY_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +142,12 @@ class Fp8Key:
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return (data.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)).to(dtype)
 
-    def simulate(self, rows: Tensor) -> Tensor:
-        """Return what a reader of the packed rows gets."""
-        return round_fp8(rows, self.width)
 
-
-RowFormat = PlainRow | Fp8Kv | Fp4Key | Fp8Key
+RowFormat = UnquantizedRow | Fp8Kv | Fp4Key | Fp8Key
 
 
 def pack_rows(fmt: RowFormat, rows_NC: Tensor) -> Tensor:
-    """Return packed rows, uint8 [N, data + scale bytes]; plain rows with gradients stay numbers [N, C]."""
+    """Return packed rows, uint8 [N, data + scale bytes]; unquantized rows with gradients stay numbers [N, C]."""
     data, scales = fmt.pack(rows_NC)
     return torch.cat([data, scales], -1) if fmt.scale_bytes else data
 
@@ -190,10 +171,7 @@ class RowStore:
 
     Attributes:
         memory: uint8 [pages, page_bytes], zero at first: the true bytes.
-        has_gradients: Rows that are read carry the gradients of those that were written.
     """
-
-    has_gradients = False
 
     def __init__(self, fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> None:
         self.format = fmt
@@ -203,8 +181,8 @@ class RowStore:
         self._data = self.memory[:, :split].unflatten(1, (rows_per_page, fmt.data_bytes))
         scales = self.memory[:, split : split + rows_per_page * fmt.scale_bytes]
         self._scales = scales.unflatten(1, (rows_per_page, fmt.scale_bytes)) if fmt.scale_bytes else None
-        # Plain pages have no padding, so all rows of all pages form one matrix: a single gather instead of three.
-        self._plain = self.memory.view(-1, fmt.data_bytes).view(fmt.dtype) if isinstance(fmt, PlainRow) else None
+        # Unquantized pages have no padding, so all rows of all pages form one matrix: a single gather instead of three.
+        self._matrix = self.memory.view(-1, fmt.data_bytes).view(fmt.dtype) if isinstance(fmt, UnquantizedRow) else None
 
     @property
     def nbytes(self) -> int:
@@ -212,8 +190,8 @@ class RowStore:
 
     def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
         """Store rows at addresses int64 [N], all valid and different."""
-        if self._plain is not None:
-            self._plain.index_copy_(0, addresses_N, rows_NC.to(self._plain.dtype))
+        if self._matrix is not None:
+            self._matrix.index_copy_(0, addresses_N, rows_NC.to(self._matrix.dtype))
             return
         page, place = addresses_N // self.rows_per_page, addresses_N % self.rows_per_page
         data, scales = self.format.pack(rows_NC)
@@ -224,8 +202,8 @@ class RowStore:
     def read(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
         safe = addresses.clamp_min(0)
-        if self._plain is not None:
-            return torch.unflatten(self._plain.index_select(0, safe.flatten()).to(dtype), 0, addresses.shape)
+        if self._matrix is not None:
+            return torch.unflatten(self._matrix.index_select(0, safe.flatten()).to(dtype), 0, addresses.shape)
         page, place = safe // self.rows_per_page, safe % self.rows_per_page
         data = self._data[page, place]
         scales = self._scales[page, place] if self._scales is not None else data[..., :0]
@@ -244,11 +222,12 @@ class RowStore:
 
 
 class GradientStore(RowStore, ReferenceOnly):
-    """Rows of one differentiable pass; plain rows only. Its pages lie in a new tensor after each write, not in ``memory``."""
+    """Rows of one differentiable pass: what is read has the gradients of what was written. Unquantized only.
 
-    has_gradients = True
+    Its pages lie in a new tensor after each write, not in ``memory``.
+    """
 
     def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
         """Store rows at addresses int64 [N], all valid and different."""
-        assert self._plain is not None
-        self._plain = self._plain.index_copy(0, addresses_N, rows_NC.to(self._plain.dtype))
+        assert self._matrix is not None
+        self._matrix = self._matrix.index_copy(0, addresses_N, rows_NC.to(self._matrix.dtype))

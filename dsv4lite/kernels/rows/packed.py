@@ -11,9 +11,9 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def narrowed(x, WIDE: tl.constexpr, GPU: tl.constexpr):
-    """Round float32, if not WIDE, to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
-    if WIDE:
+def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+    """Round float32, if not FLOAT32, to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
+    if FLOAT32:
         rounded = x
     elif GPU:
         rounded = x.to(tl.bfloat16)
@@ -52,8 +52,24 @@ def _widen(codes, scale, GPU: tl.constexpr):
 
 
 @triton.jit
-def group_of(data, live, number: tl.constexpr):
-    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0)
+def _group(data, live, number: tl.constexpr, VOLATILE: tl.constexpr):
+    return tl.load(data[:, None] + number * 64 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0, volatile=VOLATILE)
+
+
+@triton.jit
+def fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, VOLATILE: tl.constexpr):
+    """Return a piece's bytes: codes in groups of 64 channels (unused groups repeat the first), the rotated channels, the scales."""
+    tail = tl.multiple_of((data + NOPE).to(tl.pointer_type(tl.bfloat16)), 16 if FRESH_ROW % 16 == 0 else 8)
+    tail = tl.load(tail[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0, volatile=VOLATILE)
+    words = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0, volatile=VOLATILE)
+    c0 = _group(data, live, 0, VOLATILE)
+    c1 = _group(data, live, 1, VOLATILE) if NOPE > 64 else c0
+    c2 = _group(data, live, 2, VOLATILE) if NOPE > 128 else c0
+    c3 = _group(data, live, 3, VOLATILE) if NOPE > 192 else c0
+    c4 = _group(data, live, 4, VOLATILE) if NOPE > 256 else c0
+    c5 = _group(data, live, 5, VOLATILE) if NOPE > 320 else c0
+    c6 = _group(data, live, 6, VOLATILE) if NOPE > 384 else c0
+    return c0, c1, c2, c3, c4, c5, c6, tail, words
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What kernels that write packed rows share: scales, codes, norms, rotation and the Hadamard transform, on blocks in registers.
+"""What kernels that write rows share: scales, codes, norms, rotation and the Hadamard transform, on blocks in registers.
 
 Blocks are float32 and hold bfloat16 numbers where the references round. Everything is elementwise or exact, so it equals the
 references bit for bit, but for the sums of squares, whose order is the compiler's: ``inverse_rms`` is within two units in the last
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
-from dsv4lite.kernels.rows import KV_GROUP, Fp4Key, Fp8Kv, PlainRow, RowFormat, RowStore
+from dsv4lite.kernels.rows import KV_GROUP, Fp4Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
 
 KV, FP4_KEY, FP8_KEY, UNQUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # kinds of rows
 
@@ -28,14 +28,14 @@ def only_if(condition, mask):
 
 @triton.jit
 def bf16(x, GPU: tl.constexpr):
-    # .to(torch.bfloat16), and wide again
+    # .to(torch.bfloat16), in float32
     return to_bf16(x, GPU).to(tl.float32)
 
 
 @triton.jit
-def rounded(x, WIDE: tl.constexpr, GPU: tl.constexpr):
-    # .to(dtype), and wide again; WIDE is float32, the other bfloat16
-    return x if WIDE else bf16(x, GPU)
+def rounded(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+    # .to(dtype), which is float32 or bfloat16, in float32
+    return x if FLOAT32 else bf16(x, GPU)
 
 
 @triton.jit
@@ -103,17 +103,17 @@ def inverse_rms(x, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, GPU: tl.constexpr):
+def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     # (a, b) -> (a cos - b sin, a sin + b cos) where ``turned``; cos, sin, turned are of [ROWS, WIDTH / 2], or broadcast to it
     a, b = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-    c = tl.where(turned, rounded(a * cos - b * sin, WIDE, GPU), a)
-    d = tl.where(turned, rounded(a * sin + b * cos, WIDE, GPU), b)
+    c = tl.where(turned, rounded(a * cos - b * sin, FLOAT32, GPU), a)
+    d = tl.where(turned, rounded(a * sin + b * cos, FLOAT32, GPU), b)
     return tl.reshape(tl.join(c, d), (ROWS, WIDTH))
 
 
 @triton.jit
 def rotate_tail(
-    x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, WIDE: tl.constexpr,
+    x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, FLOAT32: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
     # rope, of rows [ROWS, PADDED] of which the last ROPE of WIDTH channels turn by the angles at ``cos`` and ``sin``
@@ -121,7 +121,7 @@ def rotate_tail(
     turned = (pair >= 0) & (pair < ROPE // 2)
     c = tl.load(cos + pair, mask=turned, other=1.0)
     s = tl.load(sin + pair, mask=turned, other=0.0)
-    return rotate(x, c[None, :], s[None, :], turned[None, :], ROWS, PADDED, WIDE, GPU)
+    return rotate(x, c[None, :], s[None, :], turned[None, :], ROWS, PADDED, FLOAT32, GPU)
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def store_row(
 
 def kind_of(fmt: RowFormat) -> int:
     """Return the KIND of a format that kernels can write."""
-    if isinstance(fmt, PlainRow):
+    if isinstance(fmt, UnquantizedRow):
         assert fmt.width % 2 == 0, fmt
         return 3
     if isinstance(fmt, Fp8Kv):
@@ -238,4 +238,4 @@ def kind_of(fmt: RowFormat) -> int:
 
 def memory_of(store: RowStore) -> Tensor:
     """Return a store's memory as kernels see it: bytes, or unquantized rows in their dtype."""
-    return store.memory.view(store.format.dtype) if isinstance(store.format, PlainRow) else store.memory
+    return store.memory.view(store.format.dtype) if isinstance(store.format, UnquantizedRow) else store.memory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import GradientStore, PlainRow, RowStore
+from dsv4lite.kernels.rows import GradientStore, RowStore, UnquantizedRow
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
@@ -135,7 +135,7 @@ def one_pass(
         sequences.append(SequenceInput(token_ids=ids, start=0, slot=slot, pages=pages, window_first=0, window_pages=window_pages))
     spec = state_spec(config, numerics, range(num_layers), drafter=False)
     sizes = StateSizes(grow_pages=grow, window_pages=windows, slots=len(prompts), snapshots=0)
-    plain = all(isinstance(store.format, PlainRow) for store in spec.stores)
+    plain = all(isinstance(store.format, UnquantizedRow) for store in spec.stores)
     cache = StateCache.allocate(spec, sizes, numerics.device, rows=GradientStore if plain and torch.is_grad_enabled() else RowStore)
     batch = make_batch(sequences, rotary, numerics.device, deterministic=numerics.deterministic)
     return batch, cache.layers

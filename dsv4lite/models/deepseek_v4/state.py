@@ -13,7 +13,7 @@ At a 256-token boundary all groups are complete: only the previous group of csa 
 from __future__ import annotations
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO
-from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, PlainRow, RowFormat, page_bytes
+from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, UnquantizedRow, page_bytes
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.state.spec import LayerSpec, SlotSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
@@ -23,12 +23,12 @@ _EMPTY = (float("-inf"), 0.0, 0.0)
 
 def kv_format(config: V4Config, numerics: Numerics) -> RowFormat:
     """Return the format of raw and compressed kv rows: packed FP8 rows for quantized models."""
-    return Fp8Kv(config.nope_dim, config.rope_dim) if numerics.quantized else PlainRow(config.head_dim, numerics.dtype)
+    return Fp8Kv(config.nope_dim, config.rope_dim) if numerics.quantized else UnquantizedRow(config.head_dim, numerics.dtype)
 
 
 def key_format(config: V4Config, numerics: Numerics) -> RowFormat:
     """Return the format of index keys: FP4 for quantized models."""
-    return Fp4Key(config.index_dim) if numerics.quantized else PlainRow(config.index_dim, numerics.dtype)
+    return Fp4Key(config.index_dim) if numerics.quantized else UnquantizedRow(config.index_dim, numerics.dtype)
 
 
 def state_spec(config: V4Config, numerics: Numerics, layers: range, *, drafter: bool) -> StateSpec:
