@@ -68,11 +68,14 @@ def use_triton(*arguments: object) -> bool:
 
     It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
     """
-    every = list(_flat(arguments))
-    first = next((argument for argument in every if isinstance(argument, Tensor)), None)
+    first = next(_tensors(arguments), None)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
-    return not any(isinstance(argument, ReferenceOnly) for argument in every)
+    return not any(isinstance(argument, ReferenceOnly) for argument in _flat(arguments))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    return (argument for argument in _flat(arguments) if isinstance(argument, Tensor))
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
