@@ -20,9 +20,8 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
-from dsv4lite.engine.packing import empty_last_token, pack
+from dsv4lite.engine.packing import empty_last_token, pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.runs import place_runs
 from dsv4lite.models.family import Batch, Family, Model

@@ -32,7 +32,7 @@ from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
 VERSION = 3
-REQUESTED = "it was asked for"  # a reason
+REQUESTED = "it was requested"  # a reason
 _HEADER = "dsv4lite.step"
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 
@@ -84,16 +84,15 @@ class StepDump:
 
     Attributes:
         reason: Why it was saved.
-        plan: Its sequences, and how many guesses of what follows were wanted; what the step did before and after is in the state,
-            or of no matter.
-        drafter: Whether the engine had the model's own drafter, which had a part in the step if guesses were wanted.
-        copies: Of each slot's accumulators.
-        left_out: How many sequences of the step there was no room for.
+        plan: Its sequences, and how many draft tokens were wanted after them. The saved state is that after the plan's copies.
+        drafter: Whether the engine had the model's own drafter, which ran if draft tokens were wanted.
+        copies: Of each slot's compressor state.
+        left_out: Number of sequences of the step that did not fit into the file.
         graph: Shape of the step if it was captured, else ``None``.
         settings: ``EngineConfig`` fields that say which model it was.
         numerics: Its arithmetic, and where it ran.
         versions: Of packages, driver and device.
-        rows: The state; empty where the device could not be read any more.
+        rows: The state; empty if the device could not be read any more.
     """
 
     reason: str

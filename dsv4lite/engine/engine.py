@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ import torch
 
 from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
-from dsv4lite.engine.executor import Executor, JointFlight, MultiRankExecutor, make_executor
+from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, drafting_of, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.routed_experts import RoutedExperts
-from dsv4lite.engine.runner import InFlightStep, Runner
+from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.planning.memory import MemoryPlan, require_fit
@@ -35,7 +35,6 @@ from dsv4lite.sampling.state import failed
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
-from dsv4lite.scheduling.step_plan import Sampled
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
@@ -130,14 +129,14 @@ class Engine:
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
         self._outputs: list[SequenceUpdate] = []
-        self._in_flight: deque[InFlightStep | JointFlight] = deque()
+        self._in_flight: deque[InFlightStep | JointStep] = deque()
         self._routed: dict[int, RoutedExperts] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
-        self._executor: Executor | ExternalWorker
+        self._executor: InProcessExecutor | MultiRankExecutor | ExternalWorker
         self._external: ExternalWorker | None = None
         self._runner: Runner | MultiRankExecutor
 
@@ -446,11 +445,11 @@ class Engine:
             recorder: Has watched the step.
         """
         oldest = self._in_flight.popleft()
-        results = oldest.results()
+        result = oldest.wait()
         arrived = time.perf_counter()
         if recorder is not None:
-            recorder.end(oldest.samples)
-        self._process(oldest, results)
+            recorder.end()
+        self._process(oldest.plan, result)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - arrived
 
@@ -459,26 +458,26 @@ class Engine:
         while self._in_flight:
             oldest = self._in_flight.popleft()
             try:
-                self._process(oldest, oldest.results())
+                self._process(oldest.plan, oldest.wait())
             except Exception as error:
                 raise self._die(error) from error
 
-    def _process(self, step: InFlightStep | JointFlight, results: Mapping[int, Sampled]) -> None:
-        """Bring the results of a step to the scheduler, and queue what its requests are notified of."""
-        plan: Any = step.plan  # of replicas a joint one
+    def _process(self, plan: Any, result: StepResult) -> None:
+        """Give the result of a step to the scheduler, and queue its updates; the plan of replicas is a joint one."""
+        sampled = result.sampled
         self._steps += 1
-        self._generated += len(results)
+        self._generated += len(sampled)
         if plan.max_drafts and self._proposer is not None:
-            self._generated += sum([len(one.after) for one in results.values()])
-            self._proposer.count(plan, results)
-        for seq_id, part in step.routed.items():
+            self._generated += sum([len(one.after) for one in sampled.values()])
+            self._proposer.count(plan, sampled)
+        for seq_id, part in result.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
-        for seq_id in self._runner.hosted.intersection(results):
-            for one in (results[seq_id], *results[seq_id].after):
+        for seq_id in self._runner.hosted.intersection(sampled):
+            for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        self._notify(self._scheduler.update(plan, results, scores=step.scores))
+        self._notify(self._scheduler.update(plan, sampled, scores=result.scores))
 
     def _notify(self, updates: list[SequenceUpdate]) -> None:
         """Queue updates for the next delivery; release sequences that ended."""
@@ -614,7 +613,8 @@ class Engine:
     def _die(self, error: BaseException) -> EngineDeadError:
         """Tell everybody that the engine failed, and why, once."""
         if self._dead is None:
-            error = self._executor.explain(error)
+            if isinstance(self._executor, MultiRankExecutor):
+                error = self._executor.explain(error)
             saved = None if self._recorder is None else self._recorder.failed(error)
             where = "" if saved is None else f"; the step is saved as {saved}"
             if isinstance(error, EngineDeadError):

@@ -34,6 +34,7 @@ from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, U
 from dsv4lite.files import open_regular
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.rendezvous import differences
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
@@ -274,19 +275,9 @@ def common_plan(reports: Mapping[int, ProbeReport]) -> MemoryPlan:
     Raises:
         ConfigError: Ranks differ in what must be the same.
     """
-    problems = [line for rank in reports for line in _differences(rank, reports[rank].facts, reports[0].facts)]
-    if problems:
+    if problems := differences({rank: report.facts for rank, report in reports.items()}):
         raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
     return merge_plans([reports[rank].plan for rank in sorted(reports)])
-
-
-def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    names = dict.fromkeys((*expected, *facts))
-    return [
-        f"{name} is {facts.get(name)} on rank {rank} and {expected.get(name)} on rank 0"
-        for name in names
-        if facts.get(name) != expected.get(name)
-    ]
 
 
 def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:

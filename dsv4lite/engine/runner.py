@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import apply_copies, apply_saves, empty_last_token, pack, padding, zero_fill
+from dsv4lite.engine.packing import empty_last_token, pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -44,34 +44,46 @@ _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step has computed, by sequence, on the host.
+
+    Attributes:
+        sampled: Tokens of the sequences that sample.
+        scores: Log-probabilities of prompt tokens.
+        routed: Experts int16 [tokens, layers, K], with the position of the first token.
+    """
+
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    scores: dict[int, Logprobs] = field(default_factory=dict)
+    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InFlightStep:
     """A step that has been launched.
 
     Attributes:
         plan: What runs.
         samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
-        scores: Log-probabilities of prompt tokens, by sequence, on the rank that samples.
-        routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
+        scores, routed: See ``StepResult``.
         drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
-    scores: dict[int, Logprobs] = field(default_factory=dict)
-    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    drafts: Arrival | None = None
+    scores: dict[int, Logprobs]
+    routed: dict[int, tuple[int, Tensor]]
+    drafts: Arrival | None
 
-    def results(self) -> dict[int, Sampled]:
+    def wait(self) -> StepResult:
         """Wait for the tokens."""
-        if self.samples is None:
-            return {}
-        results = self.samples.to_host()
+        sampled = {} if self.samples is None else self.samples.to_host()
         if self.drafts is not None:
-            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True):
+            for (seq_id, one), drafts in zip(sampled.items(), self.drafts.wait().tolist(), strict=True):
                 found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
-                token_id, logprob, error, after, _, drafted = sampled
-                results[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
-        return results
+                token_id, logprob, error, after, _, drafted = one
+                sampled[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
+        return StepResult(sampled=sampled, scores=self.scores, routed=self.routed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,42 +315,33 @@ class Runner:
         """
         if self._balancer is not None:
             self._balancer.step()
-        self._update_state(plan)
+        if self._tokens.pending:
+            self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
+        prepare_state(plan, self.cache, len(self.model.share.layers))
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
-        if shape.unresolved and not self._resolves_on_device(graph):
+        if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
         if recorder is not None:
             recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
-        if recorder is not None and done.streams_TND is not None:
-            recorder.watch(done.streams_TND)
-        apply_saves(plan, self.cache)
+        save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
             plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
         samples = self._sample(plan, shape, done)
-        self._broadcast_tokens(plan)
+        if recorder is not None:
+            recorder.watch(done.streams_TND, samples)
+        if not plan.max_drafts:  # after a step that drafts, a later step starts only with tokens that are in its plan
+            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
         drafts = self._draft(plan, shape, done, samples)
         return InFlightStep(
             plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), routed=self._routed(plan, done)
         )
 
-    def _update_state(self, plan: StepPlan) -> None:
-        """Wait for the tokens that a step starts with, and bring the state to where its sequences expect it."""
-        if self._tokens.pending:
-            self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        if plan.zero_rows and self._drafter is not None:
-            zero_fill(plan, self.cache, len(self.model.share.layers))
-        apply_copies(plan, self.cache)
-
     def _graph_for(self, shape: StepShape) -> GraphShape | None:
         """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
         return None if self._graphs is None else self._graphs.shape_for(shape)
-
-    def _resolves_on_device(self, graph: GraphShape | None) -> bool:
-        """Whether a captured step finds the accepted lengths of the step before at its own addresses."""
-        return graph is not None and self._graphs is not None and self._graphs.accepted is self._accepted
 
     def _resolve(self, plan: StepPlan) -> tuple[StepPlan, StepShape]:
         """Return a plan with what the step before accepted, and its shape. Waits for the device."""
@@ -389,14 +392,6 @@ class Runner:
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
         logits = self.model.logits(_take(done.streams_TND, rows))  # every rank has a part in the logits
         return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
-
-    def _broadcast_tokens(self, plan: StepPlan) -> None:
-        """Send the sampled tokens to all ranks that have these sequences.
-
-        After a step that drafts, a later step starts only with tokens that are in its plan, so there is nothing to send.
-        """
-        if not plan.max_drafts:
-            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""

@@ -13,7 +13,7 @@ of the stage before to its own. Further graphs run after it on the same stream:
 * a graph of one drafter pass, replayed until there are enough draft tokens.
 
 The host is not asked between these graphs. All of them read and write tensors at fixed addresses: the inputs of each shape
-(``step_inputs.py``), the KV page tables by slot, the token sampled last in each slot, logits, streams and draft state.
+(``step_inputs``), the KV page tables by slot, the token sampled last in each slot, logits, streams and draft state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.packing import empty_last_token, graph_sizes
-from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs
+from dsv4lite.engine.packing import PageTables, empty_last_token, step_batch, step_inputs
 from dsv4lite.kernels.runs import PlacedRuns, place_runs, place_runs_ref
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
@@ -42,6 +41,7 @@ from dsv4lite.state.store import StateCache
 
 T = TypeVar("T")
 
+_SIZES = (1, 2, 4, 8)
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
 
@@ -353,6 +353,15 @@ class StepGraphs:
         drafts_SG = self.drafter.draft(state, choose)
         self._drafts[:, :size].index_copy_(0, self._places, drafts_SG.t())
         self._places.add_(self.drafter.per_pass)
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    sizes = [size for size in _SIZES if size < most]
+    sizes += range(16, min(most, 64), 8)
+    sizes += range(64, min(most, 256), 32)
+    sizes += range(256, most, 128)
+    return [*sizes, most]
 
 
 def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:

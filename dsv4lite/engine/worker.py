@@ -3,15 +3,15 @@
     leader                                       worker
     Start                             ------>
                                       <------    ProbeReport      memory it would use, and facts to compare
-    Load(plan)                        ------>
+    MemoryPlan of all ranks           ------>    loads
                                       <------    LoadProgress …   from rank 0
-                                      <------    Ready
+                                      <------    str              ready for steps; what its warm-up did
     Step(changes, plan)               ------>    runner.launch
                                       <------    StepResult       from ranks that sample
     None                              ------>    the end
 
-A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors travel on the connection for signs of
-life, in both directions: a thread listens there at both ends at all times.
+A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors are sent on the connection for signs
+of life, in both directions: a thread listens there at both ends at all times.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from dsv4lite.config import EngineConfig, LoadProgress
+from dsv4lite.config import EngineConfig
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
-from dsv4lite.parallel.launch import Heartbeat, connections, set_up_child
+from dsv4lite.parallel.launch import Heartbeat, set_up_child
 from dsv4lite.parallel.mesh import Mesh, gloo_address, join_store
 from dsv4lite.parallel.rendezvous import Rendezvous, join
 from dsv4lite.planning.memory import MemoryPlan
-from dsv4lite.request import Logprobs
-from dsv4lite.scheduling.step_plan import Sampled, StepShape
+from dsv4lite.scheduling.step_plan import StepShape
 from dsv4lite.text.tokenizer import Tokenizer
 
 
@@ -56,24 +55,6 @@ class Start:
     config: EngineConfig
     rank: int
     store: tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Load, with this memory plan of all ranks."""
-
-    plan: MemoryPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A worker is ready for steps.
-
-    Attributes:
-        warmed: What its warm-up has done, in words.
-    """
-
-    warmed: str
 
 
 _VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
@@ -97,20 +78,6 @@ class Step:
     shape: StepShape | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Results of a step; see ``InFlightStep``."""
-
-    results: dict[int, Sampled] = field(default_factory=dict)
-    scores: dict[int, Logprobs] = field(default_factory=dict)
-    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, flight: InFlightStep) -> StepResult:
-        """Wait for a step and return its results."""
-        return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
-
-
 def main(work: int, life: int, parent: int) -> None:
     """Run a worker in a child process of the engine's; see ``parallel.launch``.
 
@@ -118,7 +85,7 @@ def main(work: int, life: int, parent: int) -> None:
         work, life: File descriptors of this end's sockets.
         parent: Number of the engine's process.
     """
-    channel, life_channel = connections(work, life)
+    channel, life_channel = Channel(Connection(work)), Channel(Connection(life))
     heartbeat = Heartbeat(life_channel, lambda error: os._exit(1), parent)
     status = 1
     try:
@@ -176,7 +143,7 @@ class Worker:
         config, rank = self._config, self._rank
         probe = Probe.of(config, self._device, rank, several=True)
         self._work.send(probe.report)
-        load: Load = self._work.receive()
+        plan: MemoryPlan = self._work.receive()
         host, timeout_s = gloo_address(store[0]), config.start_timeout_s
         mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, host=host, timeout_s=timeout_s)
         grammars = None
@@ -184,12 +151,9 @@ class Worker:
             vocab_size = probe.source.model.vocab_size
             tokenizer = Tokenizer.from_folder(config.tokenizer or probe.source.folder, vocab_size=vocab_size)
             grammars, _ = grammar_compiler(tokenizer, vocab_size)
-        self._runner = probe.build(load.plan, mesh, grammars, self._send_progress if rank == 0 else None)
-        self._work.send(Ready(warmed=self._runner.warmed))
+        self._runner = probe.build(plan, mesh, grammars, self._work.send if rank == 0 else None)
+        self._work.send(self._runner.warmed)
         return probe.report
-
-    def _send_progress(self, progress: LoadProgress) -> None:
-        self._work.send(progress)
 
     def run(self) -> None:
         """Run plans until the leader closes its engine.
@@ -211,7 +175,7 @@ class Worker:
                 if self._device.type == "cuda":
                     self._flights.put(flight)
                 else:
-                    self._work.send(StepResult.of(flight))
+                    self._work.send(flight.wait())
         if apart.is_alive():
             self._flights.put(None)
             apart.join()
@@ -236,7 +200,7 @@ class Worker:
     def _report(self) -> None:
         try:
             while (flight := self._flights.get()) is not None:
-                self._work.send(StepResult.of(flight))
+                self._work.send(flight.wait())
         except Closed:
             return
         except BaseException as error:
@@ -298,10 +262,6 @@ class ExternalWorker:
         """Stop, for this process ends; the leader loses a rank."""
         self._left = True
         self._work.shut_down()
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error itself: ``run`` raises the cause."""
-        return error
 
     def _lose(self, error: DSV4LiteError) -> None:
         """Make what waits for other ranks fail; called in the thread of the heartbeat."""

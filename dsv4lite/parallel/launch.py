@@ -156,11 +156,6 @@ class Heartbeat:
             return
 
 
-def connections(work: int, life: int) -> tuple[Channel, Channel]:
-    """Return the channels of a child's file descriptors, for work and for signs of life."""
-    return Channel(Connection(work)), Channel(Connection(life))
-
-
 def set_up_child(device: torch.device, ranks_here: int) -> None:
     """Set up this process, which the engine owns, for one rank of ``ranks_here`` on this machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine's process decides what follows

@@ -171,8 +171,8 @@ def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]
     """Say that both ranks have one GPU, then that each has its own."""
     host = Rendezvous.of(EngineConfig(model=str(model), **settings))
     with pytest.raises(ConfigError) as caught:
-        host.agree(None, "GPU 7")
-    return str(caught.value), [name for _, name in sorted(host.agree(None, f"GPU {rank}").items())]
+        host.agree({}, None, "GPU 7")
+    return str(caught.value), [name for _, name in sorted(host.agree({}, None, f"GPU {rank}").items())]
 
 
 def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -> None:

@@ -82,10 +82,11 @@ def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None
 
 
 def test_watch_notices_what_takes_too_long(life: Life) -> None:
-    life.watch.expect(2, 0.1, "finish a step")
-    life.watch.fulfilled()
-    life.watch.expect(1, 0.1, "finish a step")
-    assert life.loss() == Loss(rank=1, reason="did not finish a step within 0.1 s: it, or a rank that it waits for, is stuck")
+    with life.watch.within(0.1, 2, "finish a step"):
+        pass
+    with life.watch.within(0.1, 1, "finish a step"):
+        loss = life.loss()
+    assert loss == Loss(rank=1, reason="did not finish a step within 0.1 s: it, or a rank that it waits for, is stuck")
 
 
 def test_watch_that_is_stopped_loses_nobody(life: Life) -> None:
