@@ -113,7 +113,7 @@ class OpWatch:
         parameters = [*model.named_parameters(), *model.named_buffers()]
         self._names = {_storage(tensor): name for name, tensor in parameters}
         self._bad = {name for name, tensor in parameters if _is_bad(name, tensor)}
-        self._carries = {_storage(carry) for carry in cache.slots().values()}
+        self._slots = {_storage(slot) for slot in cache.slots().values()}
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class OpWatch:
         except Exception as caught:
             error = caught
         if error is None and not found:
-            return result  # it computed nothing: it only says which op suits
+            return result  # it computed nothing: it only chooses an op
         self.reports.append(
             OpReport(
                 place=self._place[-1] if self._place else "head",
@@ -231,7 +231,7 @@ class OpWatch:
 
     def _is_state(self, value: object) -> bool:
         """Whether an op that gets this may write to it."""
-        return isinstance(value, RowStore) or (isinstance(value, Tensor) and _storage(value) in self._carries)
+        return isinstance(value, RowStore) or (isinstance(value, Tensor) and _storage(value) in self._slots)
 
     def _inspect(self, arguments: tuple[Any, ...]) -> tuple[tuple[str, ...], int]:
         """Return the names of parameters, and how many other numbers are not finite."""
@@ -239,7 +239,7 @@ class OpWatch:
         for tensor in flatten(arguments):
             if (name := self._names.get(_storage(tensor))) is not None:
                 names.append(name)
-            elif tensor.is_floating_point() and _storage(tensor) not in self._carries:
+            elif tensor.is_floating_point() and _storage(tensor) not in self._slots:
                 bad += int((~tensor.float().isfinite()).sum())
         return tuple(names), bad
 

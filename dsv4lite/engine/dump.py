@@ -73,7 +73,7 @@ class Places:
 
 
 def stores(cache: StateCache, places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
-    """Return the stores of a state by the names of their tensors, and which of their pages are meant."""
+    """Return the stores of a state by the names of their tensors, with the ids of their pages."""
     ids = {"grow": places.pages, "window": places.windows}
     return [(name, store, ids[part.lifetime]) for name, part, store in cache.stores()]
 
@@ -107,7 +107,7 @@ class StepDump:
     rows: Mapping[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write the file, in place of one that is there; a half-written one has another name.
+        """Write the file, or replace it; until it is complete it has another name.
 
         Raises:
             OSError: It cannot be written.
@@ -124,12 +124,12 @@ class StepDump:
             "left_out": self.left_out,
             "graph": None if self.graph is None else asdict(self.graph),
             "settings": dict(self.settings),
-            "numerics": {f.name: _plain(getattr(self.numerics, f.name)) for f in fields(self.numerics)},
+            "numerics": {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)},
             "versions": dict(self.versions),
         }
         partly = path.with_name(path.name + ".part")
         try:
-            _write(partly, self.rows, {_HEADER: json.dumps(header)})
+            _write(partly, self.rows, {_HEADER: json.dumps(header, default=_text)})
             os.replace(partly, path)
         finally:
             partly.unlink(missing_ok=True)
@@ -169,10 +169,10 @@ class StepDump:
                 versions=dict(header["versions"]),
                 rows=rows,
             )
-        except (AttributeError, KeyError, IndexError, RuntimeError, TypeError) as error:
-            raise _damaged(path, error) from error
-        except ValueError as error:
-            raise error if isinstance(error, ConfigError) else _damaged(path, error) from error
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}") from error
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -194,12 +194,11 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
                 file.write((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
 
 
-def _damaged(path: str | Path, error: Exception) -> ConfigError:
-    return ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}")
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+def _text(value: object) -> str:
+    """Return a dtype or a device as text, for JSON."""
+    if not isinstance(value, torch.dtype | torch.device):
+        raise TypeError(f"{value!r} is no JSON")
+    return str(value)
 
 
 def _numerics(values: Mapping[str, Any]) -> Numerics:

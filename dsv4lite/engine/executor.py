@@ -22,7 +22,7 @@ from dsv4lite.engine.worker import Change, ExternalWorker, Start, Step
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
-from dsv4lite.parallel.mesh import LOOPBACK, Mesh, gloo_address, open_store
+from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
 from dsv4lite.parallel.rendezvous import ExternalRank, Rendezvous, lead
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.planning.memory import MemoryPlan, require_fit
@@ -205,8 +205,7 @@ class MultiRankExecutor:
             assert self._store is not None and self._watch is not None
             device, timeout_s = self._probe.numerics.device, self._config.start_timeout_s
             try:
-                host = gloo_address(self._store.host)
-                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=host, timeout_s=timeout_s)
+                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=self._store.host, timeout_s=timeout_s)
                 with self._watch.within(timeout_s, 0, "get ready"):
                     self._local = self._probe.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:

@@ -48,17 +48,8 @@ from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
-_OWN_TO_A_RANK = (
-    "family",
-    "model",
-    "tokenizer",
-    "device",
-    "device_mesh",
-    "process_group",
-    "executor",
-    "progress",
-    "compile_cache_dir",
-)
+# Settings that may differ between ranks.
+_OWN_TO_A_RANK = "family model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
 
 
@@ -97,16 +88,10 @@ class Probe:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Probe:
-        """Read the checkpoint's headers and look at the device.
-
-        Args:
-            config: Settings.
-            device: Of this rank.
-            rank: Which rank.
-            several: Collect the facts that ranks compare.
+        """Read the checkpoint's headers and look at the device; with ``several`` ranks, collect the facts that they compare.
 
         Raises:
-            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not go together.
+            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not suit each other.
         """
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
@@ -125,13 +110,7 @@ class Probe:
         return cls(config=config, source=source, numerics=numerics, drafting=drafting, report=report)
 
     def build(self, plan: MemoryPlan, mesh: Mesh, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything.
-
-        Args:
-            plan: Of all ranks.
-            mesh: This rank's axes.
-            grammars: Compiler for a rank that samples.
-            progress: Called with the progress of loading.
+        """Load everything; ``grammars`` is for a rank that samples.
 
         Raises:
             CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded, or not run.
@@ -190,7 +169,7 @@ class Probe:
 
 
 def _default_params(source: ModelSource) -> SamplingParams:
-    """Read ``generation_config.json`` once, so that what is wrong with it is found before anything is loaded."""
+    """Read ``generation_config.json``; its errors are raised before anything is loaded."""
     try:
         params = SamplingParams.from_generation_config(source.generation_config)
         check_token_ids(params, source.model.vocab_size)
@@ -200,11 +179,7 @@ def _default_params(source: ModelSource) -> SamplingParams:
 
 
 def require_devices(config: EngineConfig) -> None:
-    """Raise unless there is a device for every rank that this process starts. Opens none of them.
-
-    Raises:
-        ConfigError: There are too few.
-    """
+    """Raise ``ConfigError`` unless there is a device for every rank that this process starts. Opens none of them."""
     count, layout = torch.cuda.device_count(), config.layout
     on_cpu = config.device == "cpu" or (config.device == "auto" and count == 0)
     if not on_cpu and layout.world > max(1, count):
@@ -230,11 +205,11 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
 
 
 def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:
-    """Return a compiler, or why there is none; that concerns only requests that want one."""
+    """Return a compiler, or why there is none, which only requests with a grammar need to know."""
     try:
         return GrammarCompiler(tokenizer, vocab_size=vocab_size), ""
     except UnsupportedError as error:
-        return None, str(error)  # the error itself, or what caused it, would hold on to the model
+        return None, str(error)  # the frames of the error or its cause would keep the model
 
 
 def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:

@@ -35,7 +35,7 @@ from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
 from dsv4lite.parallel.launch import Heartbeat, set_up_child
-from dsv4lite.parallel.mesh import Mesh, gloo_address, join_store
+from dsv4lite.parallel.mesh import Mesh, join_store
 from dsv4lite.parallel.rendezvous import Rendezvous, join
 from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.scheduling.step_plan import StepShape
@@ -109,17 +109,10 @@ def main(work: int, life: int, parent: int) -> None:
 
 
 class Worker:
-    """A rank that runs the leader's plans; made and used in one thread.
+    """A rank that runs the leader's plans; made and used in one thread, which runs on a stream of its own.
 
     Attributes:
         mesh: This rank's axes, once it has joined the others.
-
-    Args:
-        config: Settings.
-        rank: Number of this rank.
-        device: Device of this rank; the thread runs on a stream of its own there.
-        work: Connection to the leader.
-        life: Connection for signs of life, which takes errors of other threads.
     """
 
     def __init__(self, config: EngineConfig, rank: int, device: torch.device, work: Channel, life: Channel) -> None:
@@ -128,7 +121,7 @@ class Worker:
         self._runner: Runner | None = None
         self.mesh: Mesh | None = None
         self._reader = PlanReader()
-        self._flights: SimpleQueue[InFlightStep | None] = SimpleQueue()
+        self._launched: SimpleQueue[InFlightStep | None] = SimpleQueue()
 
     def load(self, store: tuple[str, int]) -> ProbeReport:
         """Load together with the other ranks, and return what this one has reported.
@@ -144,8 +137,8 @@ class Worker:
         probe = Probe.of(config, self._device, rank, several=True)
         self._work.send(probe.report)
         plan: MemoryPlan = self._work.receive()
-        host, timeout_s = gloo_address(store[0]), config.start_timeout_s
-        mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, host=host, timeout_s=timeout_s)
+        found, timeout_s = join_store(*store), config.start_timeout_s
+        mesh = self.mesh = Mesh.from_store(found, config.layout, rank, self._device, host=store[0], timeout_s=timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             vocab_size = probe.source.model.vocab_size
@@ -169,15 +162,15 @@ class Worker:
             apart.start()
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
-                flight = self._run(step)
-                if flight is None or not reporting:
+                launched = self._run(step)
+                if launched is None or not reporting:
                     continue
                 if self._device.type == "cuda":
-                    self._flights.put(flight)
+                    self._launched.put(launched)
                 else:
-                    self._work.send(flight.wait())
+                    self._work.send(launched.wait())
         if apart.is_alive():
-            self._flights.put(None)
+            self._launched.put(None)
             apart.join()
 
     def _run(self, step: Step) -> InFlightStep | None:
@@ -199,8 +192,8 @@ class Worker:
 
     def _report(self) -> None:
         try:
-            while (flight := self._flights.get()) is not None:
-                self._work.send(flight.wait())
+            while (launched := self._launched.get()) is not None:
+                self._work.send(launched.wait())
         except Closed:
             return
         except BaseException as error:

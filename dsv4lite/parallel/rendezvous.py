@@ -57,7 +57,12 @@ class Rendezvous:
             ConfigError: There are no groups, so that the other ranks cannot get the error.
         """
         if config.device_mesh is not None:
-            return cls._of_mesh(config, config.device_mesh)
+            groups = tuple(config.device_mesh.get_all_groups())
+            try:
+                config, rank = _read_mesh(config, config.device_mesh)
+            except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
+                return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
+            return cls(config=config, rank=rank, groups=groups)
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "executor='external' needs the host's ranks: call torch.distributed.init_process_group (torchrun starts them), "
@@ -72,15 +77,6 @@ class Rendezvous:
             problem = ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
         config = replace(config, executor="external", device_mesh=None, process_group=None)
         return cls(config=config, rank=rank, groups=(group,), problem=problem)
-
-    @classmethod
-    def _of_mesh(cls, config: EngineConfig, mesh: Any) -> Rendezvous:
-        groups = tuple(mesh.get_all_groups())
-        try:
-            config, rank = _read_mesh(config, mesh)
-        except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
-            return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
-        return cls(config=config, rank=rank, groups=groups)
 
     def exchange(self, mine: object) -> dict[int, Any]:
         """Return the values ``mine`` of all ranks, by rank; a collective call.

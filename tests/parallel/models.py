@@ -155,5 +155,5 @@ def run(model: DeepseekV4, mesh: Mesh, job: Job) -> Tensor | None:
         if model.share.last:
             parts.append(model.logits(streams))
         else:
-            mesh.pp.send(streams, mesh.pp.rank + 1)
+            mesh.pp.begin_send(streams, mesh.pp.rank + 1).wait()
     return torch.cat(parts) if parts else None
