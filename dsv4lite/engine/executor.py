@@ -1,4 +1,4 @@
-"""Executors: where the steps of an engine run. In its own thread, in processes that it starts, or on ranks of the host."""
+"""Executors run the steps of an engine: in its own thread, in processes that it starts, or on ranks of the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InProcessExecutor:
         return self._probe.report, self._probe.report.plan
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything."""
+        """Load everything; return what runs steps."""
         return self._probe.build(plan, Mesh.single(), grammars, progress)
 
 
@@ -63,10 +63,6 @@ def make_executor(
 
     On a rank of the host that does not lead it is an ``ExternalWorker``, which has no engine to step. A collective call where the
     host has ranks.
-
-    Args:
-        config: Settings.
-        on_loss: Called in another thread when a rank is lost.
 
     Raises:
         ConfigError: There are no groups of the host, or its ranks differ.
@@ -111,12 +107,12 @@ class JointStep:
 
 
 class MultiRankExecutor:
-    """The leader of an engine of several ranks. It has the methods of a ``Runner``, and every rank does what they say.
+    """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
 
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
-        host: With ranks of the host: this one, the first, and the name of each rank's machine.
+        host: With ranks of the host: this one, which is the first, and the name of each rank's machine.
     """
 
     def __init__(
@@ -125,11 +121,7 @@ class MultiRankExecutor:
         on_loss: Callable[[EngineDeadError], None],
         host: tuple[Rendezvous, Mapping[int, str]] | None = None,
     ) -> None:
-        self._host: Rendezvous | None = None
-        self._machines: Mapping[int, str] = {}
-        if host is not None:
-            self._host, self._machines = host
-        self._config = config
+        self._host, self._config = host, config
         self._layout = config.layout
         self._on_loss = on_loss
         self._phase = "start"
@@ -166,7 +158,7 @@ class MultiRankExecutor:
                 if rank > 0 or config.executor == "process":
                     self._processes[rank] = RankProcess(rank, _WORKER)
         else:
-            (name, bind), found = lead(self._host, self._machines, config.start_timeout_s)
+            (name, bind), found = lead(*self._host, config.start_timeout_s)
             self._processes |= found
         self._store = open_store(name, bind)
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
@@ -188,7 +180,7 @@ class MultiRankExecutor:
         return reports[0], plan
 
     def _cancel_start(self, error: Exception) -> None:
-        """Send the other ranks the reason why they will not load, and end them."""
+        """Send the other ranks the error that ends the start, and end them."""
         assert self._watch is not None
         self._watch.stop()  # a rank that ends from now on is no loss
         if not isinstance(error, DSV4LiteError):
@@ -217,7 +209,7 @@ class MultiRankExecutor:
         return self
 
     def _gather(self, kind: type[M], progress: Progress | None = None) -> dict[int, M]:
-        """Wait for a message of a kind from every other rank, and return the messages by rank."""
+        """Return a message of a kind from every other rank, by rank."""
         until = time.monotonic() + self._config.start_timeout_s
         waiting = {process.work.connection: rank for rank, process in self._processes.items()}
         found: dict[int, M] = {}
@@ -245,7 +237,7 @@ class MultiRankExecutor:
     # ----------------------------------------------------------------------------------------------------- a runner's methods
 
     def prepare(self, grammar: StructuredOutputs) -> None:
-        """Have the ranks that sample compile a grammar while the leader compiles it; in the step that needs it all would wait."""
+        """Let the ranks that sample compile a grammar while the leader compiles it, so that no step waits for it."""
         for replica in range(self._layout.dp):
             process = self._processes.get(self._layout.reporter(replica))
             if process is not None:
@@ -272,12 +264,12 @@ class MultiRankExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be planned on unresolved drafts; no, for the leader would need the accepted lengths first."""
+        """Whether a step may be planned on unresolved drafts: no, the leader needs the accepted lengths first."""
         return False
 
     @property
     def step_costs(self) -> None:
-        """Measured times of steps; ranks do not measure any."""
+        """Measured times of steps: none."""
         return None
 
     @property
@@ -339,7 +331,7 @@ class MultiRankExecutor:
         return error if self._lost is None else self._public(self._lost)
 
     def _public(self, lost: EngineDeadError) -> DSV4LiteError:
-        """Return the error to raise for a loss: until the engine is ready, what the lost rank itself has raised."""
+        """Return the error to raise for a loss: until the engine is ready, the lost rank's own error."""
         cause = lost.__cause__
         return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else lost
 
@@ -353,7 +345,7 @@ class MultiRankExecutor:
         self._local = self._probe = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:
-        """Note that a rank is lost, and make everything that waits for it fail."""
+        """Fail everything that waits for a lost rank."""
         process = self._processes.get(loss.rank)  # ``None`` for this rank
         where = f"process {os.getpid()}" if process is None else process.where
         reason = process.fate() if loss.gone and process is not None else loss.reason

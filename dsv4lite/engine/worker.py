@@ -44,13 +44,7 @@ from dsv4lite.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a worker.
-
-    Attributes:
-        config: Settings, without objects of the host; an external worker has its own.
-        rank: Number of the worker.
-        store: Host and port of the store in which ranks find each other.
-    """
+    """The first message to a worker: settings, its rank, and host and port of the store in which ranks find each other."""
 
     config: EngineConfig
     rank: int
@@ -79,12 +73,7 @@ class Step:
 
 
 def main(work: int, life: int, parent: int) -> None:
-    """Run a worker in a child process of the engine's; see ``parallel.launch``.
-
-    Args:
-        work, life: File descriptors of this end's sockets.
-        parent: Number of the engine's process.
-    """
+    """Run a worker in a child process of the engine's process ``parent``, on two sockets; see ``parallel.launch``."""
     channel, life_channel = Channel(Connection(work)), Channel(Connection(life))
     heartbeat = Heartbeat(life_channel, lambda error: os._exit(1), parent)
     status = 1
@@ -126,9 +115,6 @@ class Worker:
     def load(self, store: tuple[str, int]) -> ProbeReport:
         """Load together with the other ranks, and return what this one has reported.
 
-        Args:
-            store: Host and port of the store in which ranks find each other.
-
         Raises:
             Closed: The leader is gone.
             DSV4LiteError: What is wrong with this rank, or with the ranks together.
@@ -149,11 +135,7 @@ class Worker:
         return probe.report
 
     def run(self) -> None:
-        """Run plans until the leader closes its engine.
-
-        Raises:
-            Closed: The leader is gone.
-        """
+        """Run plans until the leader closes its engine; raise ``Closed`` if the leader is gone."""
         assert self._runner is not None
         reporting = self._runner.sampler is not None
         # On a GPU another thread waits for results while this one launches the next step.
@@ -203,9 +185,7 @@ class Worker:
 class ExternalWorker:
     """A worker in a process of the host's; made and used in the thread of its engine, which runs nothing else.
 
-    Args:
-        host: The host's ranks.
-        on_loss: Called in another thread when a rank is lost, or the leader is gone.
+    ``on_loss`` is called in another thread when a rank is lost, or the leader is gone.
     """
 
     def __init__(self, host: Rendezvous, on_loss: Callable[[EngineDeadError], None]) -> None:
@@ -213,7 +193,7 @@ class ExternalWorker:
         self._on_loss = on_loss
         self._lost: DSV4LiteError | None = None
         self._left = False
-        self._heard = threading.Event()
+        self._knows = threading.Event()
         self._worker: Worker | None = None
 
     def open(self, stack: ExitStack) -> ProbeReport:
@@ -252,14 +232,14 @@ class ExternalWorker:
                 raise self._explained(error) from None
 
     def leave(self) -> None:
-        """Stop, for this process ends; the leader loses a rank."""
+        """Stop because this process ends; the leader loses a rank."""
         self._left = True
         self._work.shut_down()
 
     def _lose(self, error: DSV4LiteError) -> None:
         """Make what waits for other ranks fail; called in the thread of the heartbeat."""
         self._lost = error
-        self._heard.set()
+        self._knows.set()
         if isinstance(error, EngineDeadError):  # else nothing was loaded, and ``open`` raises it
             self._on_loss(error)
         self._work.shut_down()
@@ -273,5 +253,5 @@ class ExternalWorker:
                 self._life.send(portable(error))
         if isinstance(error, DSV4LiteError):
             return error
-        self._heard.wait(_VERDICT_S)
+        self._knows.wait(_VERDICT_S)
         return self._lost or error

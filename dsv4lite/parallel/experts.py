@@ -169,7 +169,7 @@ class AllToAll:
         goal = torch.where(goal < size, goal, ranks.ep.rank)  # no expert: padding stays
         counts = torch.zeros(size, dtype=torch.int64, device=pairs.device).scatter_add_(0, goal, torch.ones_like(goal))
         ones = [1] * size
-        send, receive = torch.stack([counts, ranks.ep.all_to_all(counts, ones, ones)]).tolist()
+        send, receive = torch.stack([counts, ranks.ep.begin_all_to_all(counts, ones, ones).wait()]).tolist()
         order = goal.argsort(stable=True)
         at = order // per_token
         parts = (pairs[order], weights[order], *(row[own][at] for row in rows))

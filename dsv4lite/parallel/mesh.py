@@ -127,18 +127,11 @@ class Axis:
         mine = torch.empty(len(x) // self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
         return _Transfer(mine, [self._group._reduce_scatter_base(mine.flatten(), x.flatten())], x)
 
-    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Return the rows that all ranks send to this one, in the order of the ranks.
-
-        Args:
-            x: Rows [N, ...], first those for rank 0, then those for rank 1, …
-            send_counts: Rows for each rank.
-            receive_counts: Rows from each rank.
-        """
-        return self.begin_all_to_all(x, send_counts, receive_counts).wait() if self.size > 1 else x
-
     def begin_all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
-        """Begin ``all_to_all``; ``x`` must not be written to before ``wait``."""
+        """Begin to send numbers of rows [N, ...] to all ranks, and to receive as many from each; both in the order of the ranks.
+
+        ``x`` must not be written to before ``wait``.
+        """
         received = torch.empty(sum(receive_counts), *x.shape[1:], dtype=x.dtype, device=x.device)
         sent = x.contiguous()
         work = self._group.alltoall_base(_plain(received), _plain(sent), list(receive_counts), list(send_counts))

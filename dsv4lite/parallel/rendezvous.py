@@ -215,7 +215,6 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
     """Accept the connections of the other ranks; called by rank 0.
 
     Args:
-        ranks: The host's ranks.
         machines: Name of each rank's machine.
         timeout_s: Seconds until all ranks must have connected.
 

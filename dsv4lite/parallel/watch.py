@@ -1,4 +1,4 @@
-"""Supervision of ranks by the leader: one thread that notices ranks that die, fail, or give no sign of life."""
+"""The leader's watch over its ranks: one thread that notices ranks that die, fail, or give no sign of life."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Loss:
     """A rank that is lost.
 
     Attributes:
-        rank: Which.
         reason: In words, without a subject: ``gave no sign of life for 10 s``.
         error: What it raised, if it did.
         gone: Its connection ended.

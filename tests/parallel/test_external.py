@@ -24,7 +24,7 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import Rendezvous, join, lead
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, write_model
+from tests.e2e.engines import MODEST, overlapping, write_model
 from tests.parallel.ranks import RankError, Ranks
 from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
 
@@ -57,7 +57,7 @@ def job_of(ranks: Ranks, model: Path, run: Any, settings: Job, number: int, **mo
 
 def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str:
     group = dist.group.WORLD
-    with LLM(str(model), **settings) as llm:
+    with overlapping("device_mesh" in settings), LLM(str(model), **settings) as llm:
         if rank == 0:
             return all_kinds(llm)
         with pytest.raises(EngineStateError, match="follows rank 0"):

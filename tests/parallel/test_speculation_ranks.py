@@ -83,10 +83,9 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
         ({"tensor_parallel_size": 2, "executor": "process"}, TWO, 0),
         ({"expert_parallel_size": 2}, BOTH, 2),
         ({"data_parallel_size": 2, "expert_parallel_size": 2}, FOUR, 2),
-        ({"pipeline_parallel_size": 2}, TWO, 2),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, FOUR, 4),
     ],
-    ids=["tp-process", "ep", "dp-ep", "pp", "tp-pp"],
+    ids=["tp-process", "ep", "dp-ep", "tp-pp"],
 )
 def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
     ranks: Ranks,
