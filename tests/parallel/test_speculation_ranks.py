@@ -138,13 +138,8 @@ def test_trained_block_changes_no_bit_in_deterministic_mode(ranks: Ranks, baseli
     assert accepted > 1
 
 
-@pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
-)
-def test_ranks_plan_ahead_in_steps_without_drafts(
-    model: Path, expected: list[RequestOutput], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps with and without drafts alternate; tokens in flight reach the other ranks in between."""
+def alternate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, int]:
+    """Return outputs of an engine whose steps with and without drafts alternate, the steps planned ahead, and the drafts."""
     lengths, ahead, inner = itertools.cycle([0] * 3 + [2] * 3), 0, Scheduler.schedule
 
     def spy(scheduler: Scheduler, now: float, most: int | None = None) -> Any:
@@ -152,11 +147,22 @@ def test_ranks_plan_ahead_in_steps_without_drafts(
         ahead += len(scheduler._outstanding)
         return inner(scheduler, now, most)
 
-    monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
-    with overlapping(True), LLM(str(model), **MODEST, **settings, executor="thread", speculative=MTP(2)) as llm:
-        assert_same(all_kinds(llm), expected)
-        assert ahead > 2 and llm.stats().speculation.drafted > 2
+    with pytest.MonkeyPatch.context() as patch, overlapping(True), LLM(str(model), **settings, speculative=MTP(2)) as llm:
+        patch.setattr(Scheduler, "schedule", spy)
+        patch.setattr(DraftProposer, "choose_length", lambda proposer, num_sequences: next(lengths))
+        return ([], 0, 0) if rank > 0 else (all_kinds(llm), ahead, llm.stats().speculation.drafted)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
+)
+def test_ranks_plan_ahead_in_steps_without_drafts(
+    ranks: Ranks, model: Path, expected: list[RequestOutput], settings: dict[str, Any]
+) -> None:
+    """Tokens in flight reach the other ranks between steps with drafts."""
+    outputs, ahead, drafts = ranks.run(on_ranks, job_of(ranks, model, alternate, {**MODEST, **settings}, 2), layout=Layout(dp=2))[0]
+    assert_same(outputs, expected)
+    assert ahead > 2 and drafts > 2
 
 
 def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
@@ -185,25 +191,35 @@ def refreshed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("refreshed"), config, seed=2)
 
 
+def draft_blocks(model: Path, settings: Job, rank: int) -> tuple[Drafted, bool, list[RequestOutput]] | None:
+    """Return what DSpark drafts, whether its experts have moved meanwhile, and outputs."""
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=3)
+    with LLM(str(model), **settings, speculative=DSpark(4, adaptive=False)) as llm:
+        if rank > 0:
+            return None
+        before = experts_of_drafter(llm).placement
+        found = drafted(llm)
+        moved = experts_of_drafter(llm).placement != before
+        return found, moved, llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS[:2]], params)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "size"),
     [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        {"data_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7},
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ({"data_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7}, 2),
     ],
     ids=["tp-pp", "dp-ep"],
 )
-def test_block_drafter_on_several_ranks_drafts_as_on_one(refreshed: Path, settings: dict[str, Any]) -> None:
-    prompts, params = PROMPTS[:2], SamplingParams(max_tokens=6, temperature=0, logprobs=3)
-    found, outputs = [], []
-    for layout in ({}, {**settings, "executor": "thread"}):
-        with LLM(str(refreshed), **MODEST, **layout, speculative=DSpark(4, adaptive=False)) as llm:
-            before = experts_of_drafter(llm).placement
-            found.append(drafted(llm))
-            assert (experts_of_drafter(llm).placement != before) == ("rebalance_steps" in layout)
-            outputs.append(llm.generate_batch([{"prompt_token_ids": p} for p in prompts], params))
-    assert found[0] == found[1] and 0 < found[0][2] < found[0][1]
-    assert_same(*outputs)
+def test_block_drafter_on_several_ranks_drafts_as_on_one(
+    ranks: Ranks, refreshed: Path, settings: dict[str, Any], size: int
+) -> None:
+    one = draft_blocks(refreshed, dict(MODEST), 0)
+    job = job_of(ranks, refreshed, draft_blocks, {**MODEST, **settings}, size)
+    (found, moved, outputs), *_ = ranks.run(on_ranks, job, layout=Layout(dp=size))
+    assert one is not None and found == one[0] and 0 < found[2] < found[1]
+    assert moved == ("rebalance_steps" in settings)
+    assert_same(outputs, one[2])
 
 
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
