@@ -108,7 +108,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
-        self._overlaps = False  # a launched step runs while the host goes on
+        self._overlaps = False  # a launched step runs beside the host's work
         self._plans_ahead = False  # and the next one may be planned meanwhile
         self._drafts_ahead = False  # even if both have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -150,7 +150,7 @@ class Engine:
             deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
 
         Raises:
-            CheckpointError, ConfigError, CapacityError: The model cannot be loaded; nothing is left behind.
+            CheckpointError, ConfigError, CapacityError: The model cannot be loaded; everything is freed.
             UnsupportedError: The machine cannot run it: chip, driver, Triton.
         """
         if self._thread is not None:

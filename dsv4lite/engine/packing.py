@@ -160,8 +160,8 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
         *chain.from_iterable([some + tails[len(some)] for some in held]),
         *none * pages,
     ]
-    told, unused = size * (TOLD + width), 4 * size * (_pages_row(width) - TOLD - width)
-    packed = struct.pack(f"{told}i{unused}x{size * pages}i", *values)  # torch.tensor takes five times as long to read a list
+    used, unused = size * (TOLD + width), 4 * size * (_pages_row(width) - TOLD - width)
+    packed = struct.pack(f"{used}i{unused}x{size * pages}i", *values)  # torch.tensor takes five times as long to read a list
     return torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, size)
 
 

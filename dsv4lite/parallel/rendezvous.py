@@ -175,7 +175,7 @@ class ExternalRank:
         return "has ended, or its machine cannot be reached"
 
     def kill(self, error: DSV4LiteError) -> None:
-        """Send the rank the error that ended the engine; its process is the host's and goes on."""
+        """Send the rank the error that ended the engine; its process, the host's, continues."""
         try:
             self.life.send(error)
         except Closed:

@@ -70,7 +70,7 @@ class Job:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
-    """Write a checkpoint whose config nobody reads."""
+    """Write a checkpoint with an empty config."""
     return write_checkpoint(folder, {}, tensors.items())
 
 

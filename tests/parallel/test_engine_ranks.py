@@ -1,4 +1,4 @@
-"""Whole engines of several ranks on gloo: the same results as one rank, and an end for everybody when one of them is lost."""
+"""Whole engines of several ranks on gloo: the same results as one rank, and errors for all requests when a rank is lost."""
 
 from __future__ import annotations
 

@@ -72,13 +72,13 @@ def test_buffers_are_those_of_the_peers_in_order(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("step", ["load", "allocate", "share", "open"])
-def test_nobody_has_buffers_where_one_rank_cannot(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_no_rank_has_buffers_where_one_cannot(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     machine = Machine((step, 1))
     assert opened(monkeypatch, machine) == [f"no {step} on rank 1"] * RANKS
     assert machine.held == []
 
 
-def test_nobody_has_buffers_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_has_buffers_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     monkeypatch.setattr(peer_memory, "_machine", lambda: f"machine {machine.rank.number // 2}")
     assert opened(monkeypatch, machine) == ["they are on several machines"] * RANKS

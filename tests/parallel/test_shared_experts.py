@@ -141,7 +141,7 @@ def random_requests(llm: LLM) -> None:
 
 
 def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, Log]:
-    """Return outputs, how many replays they took, and a log that goes on with random requests until the engine is freed."""
+    """Return outputs, how many replays they took, and a log that includes random requests after them."""
     log, outputs = Log(), list[RequestOutput]()
     with as_on_a_device(log), overlapping(True), LLM(str(model), **settings) as llm:
         engine = engine_of(llm)
@@ -187,14 +187,15 @@ def drafting(model: Path, settings: Job, *, leads: bool = True) -> tuple[list[Re
 
     params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True)
     others = replace(params, seed=1, temperature=0.5, allowed_token_ids=(9, 10, 11))
-    with pytest.MonkeyPatch.context() as patch, LLM(str(model), **settings, speculative=MTP(2, adaptive=False)) as llm:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftProposer, "propose", spy)
-        if not leads:
-            return [], []
-        first, known = llm.generate({"prompt_token_ids": PROMPTS[2]}, params), list(drafted)
-        outputs = [first, *llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS], others)]
-        assert llm.stats().speculation.accepted > 0
-        return outputs, known
+        with LLM(str(model), **settings, speculative=MTP(2, adaptive=False)) as llm:
+            if not leads:
+                return [], []
+            first, known = llm.generate({"prompt_token_ids": PROMPTS[2]}, params), list(drafted)
+            outputs = [first, *llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS], others)]
+            assert llm.stats().speculation.accepted > 0
+            return outputs, known
 
 
 def draft_on_ranks(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], Drafted, Log]:

@@ -147,10 +147,11 @@ def alternate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput
         ahead += len(scheduler._outstanding)
         return inner(scheduler, now, most)
 
-    with pytest.MonkeyPatch.context() as patch, overlapping(True), LLM(str(model), **settings, speculative=MTP(2)) as llm:
+    with pytest.MonkeyPatch.context() as patch, overlapping(True):
         patch.setattr(Scheduler, "schedule", spy)
         patch.setattr(DraftProposer, "choose_length", lambda proposer, num_sequences: next(lengths))
-        return ([], 0, 0) if rank > 0 else (all_kinds(llm), ahead, llm.stats().speculation.drafted)
+        with LLM(str(model), **settings, speculative=MTP(2)) as llm:
+            return ([], 0, 0) if rank > 0 else (all_kinds(llm), ahead, llm.stats().speculation.drafted)
 
 
 @pytest.mark.parametrize(

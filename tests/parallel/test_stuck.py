@@ -21,7 +21,7 @@ from tests.parallel.test_external import Job, job_of, on_ranks
 from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps
 
 SETTINGS = {**MODEST, "expert_parallel_size": 2}
-STEP_S = {Fails: 60.0, Sleeps: 0.5, LeaderSleeps: 0.5}  # what fails is told at once
+STEP_S = {Fails: 60.0, Sleeps: 0.5, LeaderSleeps: 0.5}  # failures are sent at once
 Told = tuple[str, int | None, str | None]
 
 
@@ -63,7 +63,7 @@ def test_step_that_does_not_end_ends_every_request(
     assert_told(errors, trouble)
 
 
-def test_thread_that_does_not_come_back_from_its_step_holds_nobody_up(
+def test_thread_that_does_not_return_from_its_step_does_not_block_close(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(ALARM, str(tmp_path / "alarm"))
@@ -72,7 +72,7 @@ def test_thread_that_does_not_come_back_from_its_step_holds_nobody_up(
     with LLM(str(model), **SETTINGS, executor="thread", dispatcher=LeaderSleeps, step_timeout_s=0.5) as llm:
         thread = llm._session.engine("test")._thread  # type: ignore[attr-defined]
         errors = failures(llm)
-    assert thread.is_alive()  # nobody has woken it
+    assert thread.is_alive()  # its step has not ended
     assert_told(errors, LeaderSleeps)
     assert f"rank 0 (process {os.getpid()})" in errors[0][0]
     (tmp_path / "alarm").touch()
@@ -84,7 +84,7 @@ def stumble(model: Path, settings: Job, rank: int) -> list[Told]:
     alarm = Path(settings.pop("alarm"))
     with pytest.MonkeyPatch.context() as patch, LLM(str(model), **settings) as llm:
         patch.setenv(ALARM, str(alarm))
-        patch.setattr(engine_module, "_LAST_STEP_S", 0.1)  # a collective without its peer does not come back
+        patch.setattr(engine_module, "_LAST_STEP_S", 0.1)  # a collective without its peer does not return
         if rank == 0:
             errors = failures(llm)
             alarm.touch()  # the sleeping rank wakes up only after every request has failed
