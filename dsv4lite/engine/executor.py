@@ -18,7 +18,7 @@ from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, req
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
-from dsv4lite.engine.worker import Change, ExternalWorker, Start, Step
+from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
@@ -245,22 +245,18 @@ class MultiRankExecutor:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        params, replica = request.params, seq_id // SEQ_IDS
-        if self._local is not None and replica == 0:
-            self._local.add(seq_id, request, index)
+        params = request.params
         if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
             self._hosted.add(seq_id)
         if params.return_routed_experts:
             self._routed.add(seq_id)
-        self._changes[replica].append(("add", (seq_id, request, index)))
+        self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        if self._local is not None:
-            self._local.remove(seq_id)
         self._hosted.discard(seq_id)
         self._routed.discard(seq_id)
-        self._changes[seq_id // SEQ_IDS].append(("remove", (seq_id,)))
+        self._change(seq_id, "remove", seq_id)
 
     @property
     def runs_ahead(self) -> bool:
@@ -279,9 +275,14 @@ class MultiRankExecutor:
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Give the rules of a sequence the token that was sampled for it."""
-        if self._local is not None:
-            self._local.accept(seq_id, token_id)
-        self._changes[seq_id // SEQ_IDS].append(("accept", (seq_id, token_id)))
+        self._change(seq_id, "accept", seq_id, token_id)
+
+    def _change(self, seq_id: int, method: ChangeMethod, *arguments: Any) -> None:
+        """Call a method of the runners of a sequence's replica: here at once, in workers before their next step."""
+        replica = seq_id // SEQ_IDS
+        if self._local is not None and replica == 0:
+            getattr(self._local, method)(*arguments)
+        self._changes[replica].append((method, arguments))
 
     def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointStep:
         """Start a step on all ranks; only engines of one rank record steps."""

@@ -52,8 +52,9 @@ class Start:
 
 
 _VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
-Change = tuple[Literal["prepare", "add", "remove", "accept"], tuple[Any, ...]]
-"""A method of ``Runner`` and its arguments."""
+ChangeMethod = Literal["prepare", "add", "remove", "accept"]  # of ``Runner``
+Change = tuple[ChangeMethod, tuple[Any, ...]]
+"""A method and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,9 +115,7 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
     ],
     ids="settings device size size-of-one slots checkpoint leaders-checkpoint memory mesh mesh-of-one names".split(),
 )
-def test_what_is_wrong_is_raised_on_every_rank(
-    ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, error: str
-) -> None:
+def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, error: str) -> None:
     job = job_of(ranks, model, refused, {**MODEST, **settings}, 2, **more)
     for found, text in ranks.run(on_ranks, job, layout=Layout(dp=2)):
         assert error in text and (found == kind or kind == "DSV4LiteError")
