@@ -80,12 +80,11 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
 @pytest.mark.parametrize(
     ("settings", "speculative", "size"),
     [
-        ({"tensor_parallel_size": 2, "executor": "process"}, TWO, 0),
         ({"expert_parallel_size": 2}, BOTH, 2),
         ({"data_parallel_size": 2, "expert_parallel_size": 2}, FOUR, 2),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, FOUR, 4),
     ],
-    ids=["tp-process", "ep", "dp-ep", "tp-pp"],
+    ids=["ep", "dp-ep", "tp-pp"],
 )
 def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
     ranks: Ranks,
@@ -96,14 +95,8 @@ def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
     speculative: Drafter | tuple[Drafter, ...],
     size: int,
 ) -> None:
-    """On ranks of a host of so many processes, or, without one, on ranks that the engine starts."""
     settings = tight(model, **settings, speculative=speculative)
-    if size:
-        job = job_of(ranks, model, draft_and_run_all_kinds, settings, size)
-        found, *others = ranks.run(on_ranks, job, layout=Layout(dp=size))
-        assert not any(others)
-    else:
-        found = draft_and_run_all_kinds(model, settings, 0)
+    found, *_ = ranks.run(on_ranks, job_of(ranks, model, draft_and_run_all_kinds, settings, size), layout=Layout(dp=size))
     assert found[0] == alone[speculative]
     assert_same(found[1], expected)
 
