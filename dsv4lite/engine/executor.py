@@ -29,6 +29,7 @@ from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
@@ -109,6 +110,11 @@ class JointStep:
 class MultiRankExecutor:
     """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
 
+    Attributes:
+        hosted: See ``Runner``.
+        runs_ahead: No step is planned on unresolved drafts: the leader needs the accepted lengths first.
+        step_costs: None are measured.
+
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
@@ -135,7 +141,9 @@ class MultiRankExecutor:
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
-        self._hosted: set[int] = set()
+        self.hosted: set[int] = set()
+        self.runs_ahead = False
+        self.step_costs: StepCosts | None = None
         self._routed: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
@@ -247,31 +255,16 @@ class MultiRankExecutor:
         """Announce a sequence before its first step."""
         params = request.params
         if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
-            self._hosted.add(seq_id)
+            self.hosted.add(seq_id)
         if params.return_routed_experts:
             self._routed.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        self._hosted.discard(seq_id)
+        self.hosted.discard(seq_id)
         self._routed.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a step may be planned on unresolved drafts: no, the leader needs the accepted lengths first."""
-        return False
-
-    @property
-    def step_costs(self) -> None:
-        """Measured times of steps: none."""
-        return None
-
-    @property
-    def hosted(self) -> set[int]:
-        """Sequences whose sampler rules follow their tokens on the host; see ``accept``."""
-        return self._hosted
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Give the rules of a sequence the token that was sampled for it."""

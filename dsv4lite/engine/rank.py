@@ -199,9 +199,10 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if not (several and on_gpu):
         return choose_device(config)
-    own = local_rank() if config.place_of_ranks == "external" else None
-    number = rank % max(1, torch.cuda.device_count()) if own is None and config.place_of_ranks == "external" else own
-    return choose_device(replace(config, executor="external", device=f"cuda:{rank if number is None else number}"))
+    if config.place_of_ranks == "external":
+        own = local_rank()
+        rank = rank % max(1, torch.cuda.device_count()) if own is None else own
+    return choose_device(replace(config, executor="external", device=f"cuda:{rank}"))
 
 
 def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:

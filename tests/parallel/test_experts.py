@@ -54,7 +54,7 @@ def dispatched(mesh: Mesh, name: str, steps: Steps) -> list[Tensor]:
     """Return the sums of each step after adding up over peers."""
     peers = mesh.tp if mesh.layout.copies == 1 else mesh.ep
     share = SLOTS // mesh.ep.size
-    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, recorded=True)
+    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, captured=True)
     experts, dispatcher, found = Experts(mesh.ep.rank * share, share), make_dispatcher(name, ranks), []
     for counts, most_tokens in steps:
         part = dispatcher.start(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), most_tokens)(experts)()
@@ -85,13 +85,13 @@ def test_tokens_get_the_sums_of_their_experts(ranks: Ranks, layout: Layout, name
                 assert name != "all_to_all" or torch.equal(found, wanted)
 
 
-def ranks_of(*, ep: int, peers: int, recorded: bool = False) -> ExpertRanks:
+def ranks_of(*, ep: int, peers: int, captured: bool = False) -> ExpertRanks:
     axes = [Axis(name, 0, size, object()) for name, size in (("ep", ep), ("tp", peers))]
-    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, recorded=recorded)
+    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, captured=captured)
 
 
 @pytest.mark.parametrize(
-    ("ep", "peers", "recorded", "chosen"),
+    ("ep", "peers", "captured", "chosen"),
     [
         (2, 2, False, "local"),
         (2, 4, True, "local"),
@@ -100,8 +100,8 @@ def ranks_of(*, ep: int, peers: int, recorded: bool = False) -> ExpertRanks:
         (1, 2, False, "local"),
     ],
 )
-def test_auto_takes_what_the_layout_needs(ep: int, peers: int, recorded: bool, chosen: str) -> None:
-    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, recorded=recorded))) is DISPATCHERS[chosen]
+def test_auto_takes_what_the_layout_needs(ep: int, peers: int, captured: bool, chosen: str) -> None:
+    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, captured=captured))) is DISPATCHERS[chosen]
 
 
 def test_dispatcher_may_be_the_users_own() -> None:

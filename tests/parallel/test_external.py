@@ -175,44 +175,6 @@ def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -
         assert machines == [socket.gethostname()] * 2
 
 
-class Crowd(Rendezvous):
-    """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
-
-    def exchange(self, mine: object) -> dict[int, Any]:
-        known = super().exchange(mine)
-        name, port, token = known[0]
-        ends = [socket.create_connection((name, port)) for _ in range(3)]
-        strangers.extend(ends[:1])
-        ends[1].close()
-        ends[2].sendall(bytes(len(token) + 12))
-        return known
-
-
-strangers: list[socket.socket] = []
-
-
-def among_strangers(model: Path, settings: Job, rank: int) -> list[int] | str:
-    config = EngineConfig(model=str(model), **settings)
-    if rank == 1:
-        host = Rendezvous.of(config)
-        ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
-        ends[0].send("at work")
-        message = ends[1].receive(20.0)
-        strangers.pop().close()
-        return str(message)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_HELLO_S", 0.2)
-        _, found = lead(Rendezvous.of(config), {0: "here", 1: "here"}, 20.0)
-    assert found[1].work.receive(20.0) == "at work"
-    found[1].life.send("alive")
-    return list(found)
-
-
-def test_strangers_at_the_port_keep_no_rank_away(ranks: Ranks, model: Path) -> None:
-    job = job_of(ranks, model, among_strangers, {**MODEST, "tensor_parallel_size": 2}, 2)
-    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [[1], "alive"]
-
-
 def own_address() -> str | None:
     """Return an address at which other machines would reach this one, if it has any."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -223,43 +185,54 @@ def own_address() -> str | None:
         return str(probe.getsockname()[0])
 
 
-class Neighbour(Rendezvous):
-    """A rank that looks where else its leader listens."""
+class Crowd(Rendezvous):
+    """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
 
     def exchange(self, mine: object) -> dict[int, Any]:
         known = super().exchange(mine)
-        name, port, _ = known[0]
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            places.append(name)
+        name, port, token = known[0]
+        if name != "127.0.0.1":
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+        ends = [socket.create_connection((name, port)) for _ in range(3)]
+        strangers.extend(ends[:1])
+        ends[1].close()
+        ends[2].sendall(bytes(len(token) + 12))
         return known
 
 
-places: list[str] = []
+strangers: list[socket.socket] = []
 
 
-def on_two_machines(model: Path, settings: Job, rank: int) -> tuple[str, str] | list[str]:
-    config, address = EngineConfig(model=str(model), **settings), own_address()
-    assert address is not None
+def among_strangers(model: Path, settings: Job, rank: int) -> tuple[str, str] | str:
+    machine = settings.pop("machine")
+    config = EngineConfig(model=str(model), **settings)
     if rank == 1:
         host = Rendezvous.of(config)
-        ends = join(Neighbour(config=host.config, rank=1, groups=host.groups), 20.0)
-        ends[0].send("at work")
-        assert ends[1].receive(20.0) == "go home"
-        return [places.pop()]
-    place, found = lead(Rendezvous.of(config), {0: "here", 1: address}, 20.0)
-    assert found[1].work.receive(20.0) == "at work"
-    found[1].life.send("go home")
+        ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
+        ends[0].send("ready")
+        message = ends[1].receive(20.0)
+        strangers.pop().close()
+        return str(message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_HELLO_S", 0.2)
+        place, found = lead(Rendezvous.of(config), {0: "here", 1: machine}, 20.0)
+    assert list(found) == [1] and found[1].work.receive(20.0) == "ready"
+    found[1].life.send("alive")
     return place
 
 
-@pytest.mark.skipif(own_address() in (None, "127.0.0.1"), reason="this machine has loopback only")
-def test_leader_of_several_machines_listens_where_they_reach_it(ranks: Ranks, model: Path) -> None:
-    """It listened at all addresses."""
-    address = own_address()
-    job = job_of(ranks, model, on_two_machines, {**MODEST, "tensor_parallel_size": 2}, 2)
-    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), [address]]
+@pytest.mark.parametrize("several", [False, True], ids=["one machine", "two machines"])
+def test_leader_listens_where_ranks_reach_it_and_strangers_at_the_port_keep_no_rank_away(
+    ranks: Ranks, model: Path, several: bool
+) -> None:
+    """With several machines it listened at all addresses."""
+    address = own_address() if several else "127.0.0.1"
+    if several and address in (None, "127.0.0.1"):
+        pytest.skip("this machine has loopback only")
+    settings = {**MODEST, "tensor_parallel_size": 2, "machine": address if several else "here"}
+    job = job_of(ranks, model, among_strangers, settings, 2)
+    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), "alive"]
 
 
 def die_later(model: Path, settings: Job, rank: int) -> None:
