@@ -120,15 +120,6 @@ def test_bad_settings_of_balancing_are_refused(settings: dict[str, Any], message
         EngineConfig(model="m", **settings)
 
 
-def test_slots_for_experts_must_divide(model: Path) -> None:
-    settings = {"expert_parallel_size": 2, "redundant_experts": 1, "executor": "thread"}
-    with (
-        pytest.raises(ConfigError, match="5 expert slots on 2 ranks: must be a multiple of 2"),
-        LLM(str(model), **MODEST, **settings),
-    ):
-        pass
-
-
 def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseException]:
     """Send a signal to a rank, and return what open requests and the next one get."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)

@@ -159,20 +159,30 @@ def test_ranks_plan_ahead_in_steps_without_drafts(
     assert ahead > 2 and drafts > 2
 
 
-def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
-    model: Path, expected: list[RequestOutput], alone: dict[Any, Drafted]
-) -> None:
-    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
-    with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, block = engine_of(llm)._executor, experts_of_drafter(llm)
-        assert isinstance(ranks, MultiRankExecutor) and ranks._local is not None
-        experts = [block, *(layer.ffn for layer in ranks._local.model.layers)]
+def move_experts(model: Path, settings: Job, rank: int) -> tuple[Drafted, list[RequestOutput]] | None:
+    """Return what is drafted, and outputs, of an engine whose experts and those of whose drafter move meanwhile."""
+    with LLM(str(model), **settings) as llm:
+        if rank > 0:
+            return None
+        leader, block = engine_of(llm)._executor, experts_of_drafter(llm)
+        assert isinstance(leader, MultiRankExecutor) and leader._local is not None
+        experts = [block, *(layer.ffn for layer in leader._local.model.layers)]
         before = [one.placement for one in experts]
-        assert drafted(llm) == alone[TWO]
+        found = drafted(llm)
         assert block.placement != before[0]
-        assert_same(all_kinds(llm), expected)
+        outputs = all_kinds(llm)
         assert [one.placement for one in experts] != before
         assert {len(one.placement.experts) for one in experts} == {SMALL["n_routed_experts"] + 2}
+        return found, outputs
+
+
+def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
+    ranks: Ranks, model: Path, expected: list[RequestOutput], alone: dict[Any, Drafted]
+) -> None:
+    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "speculative": TWO}
+    (found, outputs), _ = ranks.run(on_ranks, job_of(ranks, model, move_experts, {**MODEST, **settings}, 2), layout=Layout(dp=2))
+    assert found == alone[TWO]
+    assert_same(outputs, expected)
 
 
 @pytest.fixture(scope="module")
