@@ -34,6 +34,7 @@ from dsv4lite.weights.quant import Numerics
 VERSION = 3
 REQUESTED = "it was requested"  # a reason
 _HEADER = "dsv4lite.step"
+_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that are JSON as they are
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 
 
@@ -115,17 +116,12 @@ class StepDump:
         """
         header = {
             "version": VERSION,
-            "reason": self.reason,
+            **{name: getattr(self, name) for name in _PLAIN},
             "step": self.plan.step,
             "sequences": [s._asdict() for s in self.plan.sequences],
             "max_drafts": self.plan.max_drafts,
-            "drafter": self.drafter,
-            "copies": self.copies,
-            "left_out": self.left_out,
             "graph": None if self.graph is None else asdict(self.graph),
-            "settings": dict(self.settings),
             "numerics": {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)},
-            "versions": dict(self.versions),
         }
         partly = path.with_name(path.name + ".part")
         try:
@@ -158,15 +154,10 @@ class StepDump:
                 )
             sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
-                reason=header["reason"],
+                **{name: header[name] for name in _PLAIN},
                 plan=StepPlan(step=header["step"], sequences=sequences, max_drafts=header["max_drafts"]),
-                drafter=header["drafter"],
-                copies=header["copies"],
-                left_out=header["left_out"],
                 graph=None if header["graph"] is None else GraphShape(**header["graph"]),
-                settings=dict(header["settings"]),
                 numerics=_numerics(header["numerics"]),
-                versions=dict(header["versions"]),
                 rows=rows,
             )
         except ConfigError:
