@@ -1,4 +1,4 @@
-"""How far an op's results are from its reference's, in the numbers that they stand for: codes with scales, packed rows, choices."""
+"""How far an op's results are from its reference's, as the numbers that codes with scales, packed rows and choices represent."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Diffe
 
 
 def _bad_numbers(op: str, x: Tensor) -> int:
-    """Count numbers that are not finite, but for what accumulators hold where nothing has come yet: -inf."""
+    """Count numbers that are not finite, but for -inf, which empty accumulators hold."""
     good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
     return int((~good).sum())
 
 
 def _share_missing(got: Tensor, wanted: Tensor) -> float:
-    """Return the share of integers that differ; of rows of choices [T, K], that the other does not have, wherever in the row."""
+    """Return the share of integers that differ; of rows of choices [T, K], of those that are not in the same row of the other."""
     if got.dim() == 2 and got.numel():
         ordered = wanted.sort(-1).values
         place = torch.searchsorted(ordered, got.contiguous()).clamp_max(got.shape[1] - 1)

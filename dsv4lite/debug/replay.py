@@ -1,7 +1,7 @@
 """Runs a saved step again, op by op, each beside its reference, and names the first op that is wrong.
 
-Model and state are as they were. Sampling is no part of it: the model's own drafter guesses again behind the best tokens. A step
-that was replayed from a CUDA graph of width 1 runs as it was captured, padding included, but without the graph.
+Model and state are the saved ones. Nothing is sampled: the model's own drafter continues the best tokens. A step that was replayed
+from a CUDA graph of width 1 runs as it was captured, padding included, but without the graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
-from dsv4lite.engine.packing import empty_last_token, pack
+from dsv4lite.engine.packing import empty_last_token, pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.family import Batch, Family, Model
@@ -39,11 +38,11 @@ _MOST_NAMED = 8  # parameters in a note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What became of a step; prints as a table by kind of op, and the first that is wrong.
+    """The result of a replay; prints as a table by kind of op, and the first that is wrong.
 
     Attributes:
         reason: Why the step was saved.
-        notes: What is not as it was, and what else to know.
+        notes: What differs from the saved step, and what else to know.
         ops: In the order in which they ran.
     """
 
@@ -104,18 +103,18 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
-            drafts = dump.drafter and step.plan.max_drafts > 0  # else it had no part in the step
+            drafts = dump.drafter and step.plan.max_drafts > 0  # else the drafter did not run
             layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.share.layers)]
             streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
             if drafts:
-                _guess(step, streams_TND, logits_TV)
+                _draft(step, streams_TND, logits_TV)
         return ReplayReport(reason=dump.reason, notes=_notes(dump, where, watch), ops=tuple(watch.reports))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RebuiltStep:
-    """A step that is ready to run: a model, the state as it was, where its sequences are there, and tokens, padding last."""
+    """A step that is ready to run: a model, the saved state, the plan of its sequences there, and tokens, padding last."""
 
     model: Model
     cache: StateCache
@@ -134,7 +133,7 @@ def load_model(settings: Mapping[str, Any], numerics: Numerics, *, drafter: bool
 
 
 def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
-    """Give a saved step its state again, on the model's device; padding, if it had any, only on paged state.
+    """Restore a saved step with its state on the model's device.
 
     Raises:
         ConfigError: The state does not fit the model.
@@ -146,8 +145,8 @@ def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
 
 
-def _guess(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
-    """Let the model's own drafter keep what it needs of a step, and guess as far as was wanted, as if no guess in it had held."""
+def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
+    """Let the model's own drafter store its rows of a step and draft, as if every draft token in the step had been rejected."""
     model, plan = step.model, step.plan
     own = MTP(MTP.most) if model.config.drafter == "mtp" else DSpark(model.config.draft_block)
     first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]

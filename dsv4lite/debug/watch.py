@@ -1,8 +1,8 @@
 """Runs the ops of one forward pass beside their references.
 
-An op is a function of ``kernels/`` that a model's text or ``linear`` calls. While a pass is watched, these names stand for a
-function that runs the op, and, if it launched a kernel, once more on copies of the state with every kernel refused: what remains is
-its reference. The pass goes on with the former result. Threads other than the watcher's get the op itself.
+An op is a function of ``kernels/`` that a model's modules or ``linear`` call. While a pass is watched, these names stand for a
+function that runs the op and, if it launched a kernel, its reference on copies of the state, with no kernel inside. The pass
+continues with the op's result. Threads other than the watcher's call the op itself.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from types import FunctionType, ModuleType
+from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class OpWatch:
         parameters = [*model.named_parameters(), *model.named_buffers()]
         self._names = {_storage(tensor): name for name, tensor in parameters}
         self._bad = {name for name, tensor in parameters if _is_bad(name, tensor)}
-        self._carries = {_storage(carry) for carry in cache.slots().values()}
+        self._slots = {_storage(slot) for slot in cache.slots().values()}
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:
@@ -123,27 +123,21 @@ class OpWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Stand between model and ops."""
-        undo: list[Callable[[], None]] = []
-
-        def swap(module: ModuleType, name: str, value: object) -> None:
-            undo.append(partial(setattr, module, name, getattr(module, name)))
-            setattr(module, name, value)
-
-        try:
-            for module in [module for name, module in sys.modules.items() if name.startswith(_CALLERS)]:
-                for name, op in list(vars(module).items()):
-                    if isinstance(op, FunctionType | Op) and op.__module__.startswith(_KERNELS):
-                        swap(module, name, self._watched(op))
-            for module in [module for name, module in sys.modules.items() if name.startswith(_KERNELS)]:
-                if "use_triton" in vars(module):
-                    swap(module, "use_triton", self._dispatch(vars(module)["use_triton"]))
+        with ExitStack() as undo:
+            for module in [module for name, module in sys.modules.items() if name.startswith((_KERNELS, *_CALLERS))]:
+                inside = module.__name__.startswith(_KERNELS)
+                for name, value in list(vars(module).items()):
+                    if inside and name == "use_triton":
+                        setattr(module, name, self._dispatch(value))
+                    elif not inside and isinstance(value, FunctionType | Op) and value.__module__.startswith(_KERNELS):
+                        setattr(module, name, self._watched(value))
+                    else:
+                        continue
+                    undo.callback(setattr, module, name, value)
             for name, part in self._model.named_modules():
-                if name:
-                    undo += [handle.remove for handle in self._hooks(name, part)]
+                for handle in self._hooks(name, part) if name else ():
+                    undo.callback(handle.remove)
             yield
-        finally:
-            for step in reversed(undo):
-                step()
 
     def _hooks(self, name: str, part: nn.Module) -> Sequence[Any]:
         def leave(*_: object) -> None:
@@ -201,7 +195,7 @@ class OpWatch:
         except Exception as caught:
             error = caught
         if error is None and not found:
-            return result  # it computed nothing: it only says which op suits
+            return result  # it computed nothing: it only chooses an op
         self.reports.append(
             OpReport(
                 place=self._place[-1] if self._place else "head",
@@ -231,7 +225,7 @@ class OpWatch:
 
     def _is_state(self, value: object) -> bool:
         """Whether an op that gets this may write to it."""
-        return isinstance(value, RowStore) or (isinstance(value, Tensor) and _storage(value) in self._carries)
+        return isinstance(value, RowStore) or (isinstance(value, Tensor) and _storage(value) in self._slots)
 
     def _inspect(self, arguments: tuple[Any, ...]) -> tuple[tuple[str, ...], int]:
         """Return the names of parameters, and how many other numbers are not finite."""
@@ -239,7 +233,7 @@ class OpWatch:
         for tensor in flatten(arguments):
             if (name := self._names.get(_storage(tensor))) is not None:
                 names.append(name)
-            elif tensor.is_floating_point() and _storage(tensor) not in self._carries:
+            elif tensor.is_floating_point() and _storage(tensor) not in self._slots:
                 bad += int((~tensor.float().isfinite()).sum())
         return tuple(names), bad
 

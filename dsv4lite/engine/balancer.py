@@ -14,12 +14,9 @@ log = logging.getLogger("dsv4lite.engine")
 
 
 class Balancer:
-    """Counts steps, and rebalances the experts of one rank after every so many; all ranks that share experts do so together.
+    """Rebalances the experts of one rank each ``every`` steps, together with all ranks that share experts.
 
-    Args:
-        model: This rank's share.
-        refill: Fills places of the model, by official names, from where its weights come from.
-        every: Steps.
+    ``refill`` fills slots of the model, by official names, from the source of its weights.
     """
 
     def __init__(self, model: Model, refill: Callable[[Mapping[str, Slot]], None], every: int) -> None:

@@ -32,8 +32,9 @@ from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
 VERSION = 3
-REQUESTED = "it was asked for"  # a reason
+REQUESTED = "it was requested"  # a reason
 _HEADER = "dsv4lite.step"
+_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that are JSON as they are
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 
 
@@ -73,7 +74,7 @@ class Places:
 
 
 def stores(cache: StateCache, places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
-    """Return the stores of a state by the names of their tensors, and which of their pages are meant."""
+    """Return the stores of a state by the names of their tensors, with the ids of their pages."""
     ids = {"grow": places.pages, "window": places.windows}
     return [(name, store, ids[part.lifetime]) for name, part, store in cache.stores()]
 
@@ -84,16 +85,15 @@ class StepDump:
 
     Attributes:
         reason: Why it was saved.
-        plan: Its sequences, and how many guesses of what follows were wanted; what the step did before and after is in the state,
-            or of no matter.
-        drafter: Whether the engine had the model's own drafter, which had a part in the step if guesses were wanted.
-        copies: Of each slot's accumulators.
-        left_out: How many sequences of the step there was no room for.
+        plan: Its sequences, and how many draft tokens were wanted after them. The saved state is that after the plan's copies.
+        drafter: Whether the engine had the model's own drafter, which ran if draft tokens were wanted.
+        copies: Of each slot's compressor state.
+        left_out: Number of sequences of the step that did not fit into the file.
         graph: Shape of the step if it was captured, else ``None``.
         settings: ``EngineConfig`` fields that say which model it was.
         numerics: Its arithmetic, and where it ran.
         versions: Of packages, driver and device.
-        rows: The state; empty where the device could not be read any more.
+        rows: The state; empty if the device could not be read any more.
     """
 
     reason: str
@@ -108,7 +108,7 @@ class StepDump:
     rows: Mapping[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write the file, in place of one that is there; a half-written one has another name.
+        """Write the file, or replace it; until it is complete it has another name.
 
         Raises:
             OSError: It cannot be written.
@@ -116,21 +116,16 @@ class StepDump:
         """
         header = {
             "version": VERSION,
-            "reason": self.reason,
+            **{name: getattr(self, name) for name in _PLAIN},
             "step": self.plan.step,
             "sequences": [s._asdict() for s in self.plan.sequences],
             "max_drafts": self.plan.max_drafts,
-            "drafter": self.drafter,
-            "copies": self.copies,
-            "left_out": self.left_out,
             "graph": None if self.graph is None else asdict(self.graph),
-            "settings": dict(self.settings),
-            "numerics": {f.name: _plain(getattr(self.numerics, f.name)) for f in fields(self.numerics)},
-            "versions": dict(self.versions),
+            "numerics": {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)},
         }
         partly = path.with_name(path.name + ".part")
         try:
-            _write(partly, self.rows, {_HEADER: json.dumps(header)})
+            _write(partly, self.rows, {_HEADER: json.dumps(header, default=_text)})
             os.replace(partly, path)
         finally:
             partly.unlink(missing_ok=True)
@@ -159,21 +154,16 @@ class StepDump:
                 )
             sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
-                reason=header["reason"],
+                **{name: header[name] for name in _PLAIN},
                 plan=StepPlan(step=header["step"], sequences=sequences, max_drafts=header["max_drafts"]),
-                drafter=header["drafter"],
-                copies=header["copies"],
-                left_out=header["left_out"],
                 graph=None if header["graph"] is None else GraphShape(**header["graph"]),
-                settings=dict(header["settings"]),
                 numerics=_numerics(header["numerics"]),
-                versions=dict(header["versions"]),
                 rows=rows,
             )
-        except (AttributeError, KeyError, IndexError, RuntimeError, TypeError) as error:
-            raise _damaged(path, error) from error
-        except ValueError as error:
-            raise error if isinstance(error, ConfigError) else _damaged(path, error) from error
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}") from error
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -195,12 +185,11 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
                 file.write((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
 
 
-def _damaged(path: str | Path, error: Exception) -> ConfigError:
-    return ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}")
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+def _text(value: object) -> str:
+    """Return a dtype or a device as text, for JSON."""
+    if not isinstance(value, torch.dtype | torch.device):
+        raise TypeError(f"{value!r} is no JSON")
+    return str(value)
 
 
 def _numerics(values: Mapping[str, Any]) -> Numerics:

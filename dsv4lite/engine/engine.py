@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ import torch
 
 from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
-from dsv4lite.engine.executor import Executor, JointFlight, MultiRankExecutor, make_executor
+from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, drafting_of, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.routed_experts import RoutedExperts
-from dsv4lite.engine.runner import InFlightStep, Runner
+from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
 from dsv4lite.planning.memory import MemoryPlan, require_fit
@@ -35,7 +35,6 @@ from dsv4lite.sampling.state import failed
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
-from dsv4lite.scheduling.step_plan import Sampled
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
@@ -48,8 +47,8 @@ DeliverFailure = Callable[[EngineDeadError], None]
 
 _PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
 _NO_PAGES_S = 0.0005  # how long the loop sleeps when no sequence can run
-_JOIN_POLL_S = 0.5  # how often one who closes looks whether the engine has died
-_LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to come back from its step
+_JOIN_POLL_S = 0.5  # how often ``close`` looks whether the engine has died
+_LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return from its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,8 @@ class EngineStats:
         preemptions: How often a sequence gave up its state.
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
-        host_s: Of those, the host's part, for which a device with nothing else to do would wait: scheduling, launching, processing
-            results. Updates are delivered while the device works.
+        host_s: Of those, the host's part, for which an idle device would wait: scheduling, launching, processing results. Updates
+            are delivered while the device works.
         speculation: Counts of draft tokens, and what the controller knows.
     """
 
@@ -109,7 +108,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
-        self._overlaps = False  # a launched step runs while the host goes on
+        self._overlaps = False  # a launched step runs beside the host's work
         self._plans_ahead = False  # and the next one may be planned meanwhile
         self._drafts_ahead = False  # even if both have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -122,7 +121,7 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._died = 0.0
         self._dying = threading.Lock()
-        self._asked: Future[Any] | None = None  # whose answer the engine's thread is working on
+        self._asked: Future[Any] | None = None  # of the call that the engine's thread runs
         self._closing = False
         self._ended = False
         self._paused = False
@@ -130,14 +129,14 @@ class Engine:
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
         self._outputs: list[SequenceUpdate] = []
-        self._in_flight: deque[InFlightStep | JointFlight] = deque()
+        self._in_flight: deque[InFlightStep | JointStep] = deque()
         self._routed: dict[int, RoutedExperts] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
-        self._executor: Executor | ExternalWorker
+        self._executor: InProcessExecutor | MultiRankExecutor | ExternalWorker
         self._external: ExternalWorker | None = None
         self._runner: Runner | MultiRankExecutor
 
@@ -151,7 +150,7 @@ class Engine:
             deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
 
         Raises:
-            CheckpointError, ConfigError, CapacityError: The model cannot be loaded; nothing is left behind.
+            CheckpointError, ConfigError, CapacityError: The model cannot be loaded; everything is freed.
             UnsupportedError: The machine cannot run it: chip, driver, Triton.
         """
         if self._thread is not None:
@@ -179,11 +178,11 @@ class Engine:
         return self._info
 
     def submit(self, request: Request) -> None:
-        """Queue a validated request; what becomes of it arrives through ``deliver``."""
+        """Queue a validated request; its updates go to ``deliver``."""
         self._put(partial(self._add, request))
 
     def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None:
-        """End a request, one of its completions, or everything. What ended already is left alone."""
+        """End a request, one of its completions, or everything; nothing happens if it has ended."""
         self._put(partial(self._abort, request_id, reason, index))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
@@ -205,11 +204,11 @@ class Engine:
         return self.call(lambda engine: engine._scheduler.reset_prefix_cache())
 
     def dump_step(self, path: Path) -> Future[None]:
-        """Save the next step; done as soon as that is sure to happen."""
+        """Save the next step; the future ends before that step."""
         return self.call(lambda engine: engine._dump_step(path))
 
     def check(self) -> Future[None]:
-        """Verify that every page, slot and snapshot is accounted for; fails with AssertionError otherwise."""
+        """Verify that every page, slot and snapshot is accounted for; the future fails with AssertionError otherwise."""
         return self.call(lambda engine: engine._scheduler.check())
 
     def stats(self) -> EngineStats:
@@ -224,8 +223,8 @@ class Engine:
     def close(self, *, wait: bool = True) -> None:
         """End every request as aborted, free everything and end the thread; a rank that follows waits for the leader to do so.
 
-        May be called twice, and from any thread but the engine's. A dead engine's thread that does not come back from its step is
-        left behind with what it holds.
+        May be called twice, and from any thread but the engine's. If the thread of a dead engine does not return from its step, it
+        remains with what it holds.
 
         Args:
             wait: Join the thread. Without, it ends by itself, and the call takes no lock: a finalizer may make it.
@@ -237,7 +236,7 @@ class Engine:
         while wait and thread.is_alive():
             thread.join(_JOIN_POLL_S)
             if thread.is_alive() and self._dead is not None and time.monotonic() - self._died > _LAST_STEP_S:
-                log.warning("the engine's thread does not come back from its last step; it is left behind with what it holds")
+                log.warning("the engine's thread does not return from its last step; it remains with what it holds")
                 return
 
     def _leave_interpreter(self) -> None:
@@ -255,7 +254,7 @@ class Engine:
         if self._external is not None:
             raise EngineStateError("this rank follows rank 0, which alone takes requests", state="following")
         self._inbox.put(command)
-        if self._ended or self._dead is not None:  # it ended in this very moment, and will not look again
+        if self._ended or self._dead is not None:  # the thread ended meanwhile and reads the inbox no more
             self._answer_rest()
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
@@ -295,48 +294,48 @@ class Engine:
         self.config, executor = make_executor(self.config, self._lose)
         config, self._executor = self.config, executor
         if isinstance(executor, ExternalWorker):
-            report = executor.open(stack)
-            self._plan, self._external = report.plan, executor
-            tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=report.model.vocab_size)
-            self._inform(report, report.plan, tokenizer)
-            return
-        report, self._plan = executor.probe(stack)
-        plan = self._plan
-        require_fit(plan)
+            report, self._external = executor.open(stack), executor
+            plan = self._plan = report.plan
+        else:
+            report, plan = executor.probe(stack)
+            self._plan = plan
+            require_fit(plan)
         vocab_size = report.model.vocab_size
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
+        if not isinstance(executor, ExternalWorker):
+            self._load(executor, report, plan, tokenizer)
+        self._info = EngineInfo(
+            vocab_size=vocab_size,
+            max_model_len=plan.max_model_len,
+            max_logprobs=config.max_logprobs,
+            max_completions=config.max_completions,
+            tokenizer=tokenizer,
+            default_params=report.default_params,
+            chat=report.chat,
+        )
+
+    def _load(
+        self, executor: InProcessExecutor | MultiRankExecutor, report: ProbeReport, plan: MemoryPlan, tokenizer: Tokenizer
+    ) -> None:
+        config, vocab_size = self.config, report.model.vocab_size
         grammars, problem = grammar_compiler(tokenizer, vocab_size)
         runner = self._runner = executor.load(plan, grammars, progress_of(config))
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
-        if isinstance(self._runner, Runner):
-            self._recorder = StepRecorder(config, self._runner.model, self._runner.cache)
+        if isinstance(runner, Runner):
+            self._recorder = StepRecorder(config, runner.model, runner.cache)
         drafting = drafting_of(config, report)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._overlaps = not on_cpu if self._overlap is None else self._overlap
-        # A proposer on the host needs the tokens that it continues: a pipeline, which has no results in time, does not plan ahead.
+        # A proposer on the host needs the tokens that it continues, and a pipeline does not have them in time.
         self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
-        self._drafts_ahead = self._plans_ahead and self._runner.runs_ahead and not drafting.speculators
+        self._drafts_ahead = self._plans_ahead and runner.runs_ahead and not drafting.speculators
         if drafting.max_drafts:
-            # On a CPU this thread does the work: what others take of the machine is no step's fault.
-            clock = time.thread_time if on_cpu and isinstance(self._runner, Runner) else time.perf_counter
-            costs = self._runner.step_costs
-            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
+            # On a CPU this thread does the work, and other processes do not count.
+            clock = time.thread_time if on_cpu and isinstance(runner, Runner) else time.perf_counter
+            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=runner.step_costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
-        self._inform(report, plan, tokenizer)
-
-    def _inform(self, report: ProbeReport, plan: MemoryPlan, tokenizer: Tokenizer) -> None:
-        vocab_size = report.model.vocab_size
-        self._info = EngineInfo(
-            vocab_size=vocab_size,
-            max_model_len=plan.max_model_len,
-            max_logprobs=self.config.max_logprobs,
-            max_completions=self.config.max_completions,
-            tokenizer=tokenizer,
-            default_params=report.default_params,
-            chat=report.chat,
-        )
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
         config, sizes = self.config, plan.sizes
@@ -364,7 +363,7 @@ class Engine:
         return schedulers[0] if len(schedulers) == 1 else Replicas(schedulers, config.data_parallel_placement)
 
     def _drain(self) -> None:
-        """Run what others have asked for; wait for it when there is nothing else to do."""
+        """Run the commands in the inbox; wait for one when no sequence can run."""
         block, preparing, timeout = not self._scheduler.has_work(), self._preparing.num_waiting > 0, None
         if preparing:
             self._outputs += self._preparing.expire(time.monotonic())
@@ -378,8 +377,8 @@ class Engine:
                 self._scheduler.check()
             try:
                 self._inbox.get(timeout=timeout)()
-            except Empty:
-                self._expire()
+            except Empty:  # deadlines pass while the engine is paused, too
+                self._notify(self._scheduler.expire(time.monotonic()))
         while not self._closing:
             try:
                 self._inbox.get_nowait()()
@@ -397,7 +396,7 @@ class Engine:
             self._plain_step()
 
     def _plain_step(self, recorder: StepRecorder | None = None) -> None:
-        """Launch a step, wait for results, deliver them. Only the stages of a pipeline have several steps in flight."""
+        """Launch a step, wait for results, deliver them. Only a pipeline has several steps in flight."""
         started = time.perf_counter()
         launches = self._launch(self._draft_length(), recorder)
         launched = time.perf_counter()
@@ -446,11 +445,11 @@ class Engine:
             recorder: Has watched the step.
         """
         oldest = self._in_flight.popleft()
-        results = oldest.results()
+        result = oldest.wait()
         arrived = time.perf_counter()
         if recorder is not None:
-            recorder.end(oldest.samples)
-        self._process(oldest, results)
+            recorder.end()
+        self._process(oldest.plan, result)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - arrived
 
@@ -459,26 +458,26 @@ class Engine:
         while self._in_flight:
             oldest = self._in_flight.popleft()
             try:
-                self._process(oldest, oldest.results())
+                self._process(oldest.plan, oldest.wait())
             except Exception as error:
                 raise self._die(error) from error
 
-    def _process(self, step: InFlightStep | JointFlight, results: Mapping[int, Sampled]) -> None:
-        """Bring the results of a step to the scheduler, and queue what its requests are notified of."""
-        plan: Any = step.plan  # of replicas a joint one
+    def _process(self, plan: Any, result: StepResult) -> None:
+        """Give the result of a step to the scheduler, and queue its updates; the plan of replicas is a joint one."""
+        sampled = result.sampled
         self._steps += 1
-        self._generated += len(results)
+        self._generated += len(sampled)
         if plan.max_drafts and self._proposer is not None:
-            self._generated += sum([len(one.after) for one in results.values()])
-            self._proposer.count(plan, results)
-        for seq_id, part in step.routed.items():
+            self._generated += sum([len(one.after) for one in sampled.values()])
+            self._proposer.count(plan, sampled)
+        for seq_id, part in result.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
-        for seq_id in self._runner.hosted.intersection(results):
-            for one in (results[seq_id], *results[seq_id].after):
+        for seq_id in self._runner.hosted.intersection(sampled):
+            for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
-        self._notify(self._scheduler.update(plan, results, scores=step.scores))
+        self._notify(self._scheduler.update(plan, sampled, scores=result.scores))
 
     def _notify(self, updates: list[SequenceUpdate]) -> None:
         """Queue updates for the next delivery; release sequences that ended."""
@@ -522,7 +521,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- commands
 
     def _add(self, request: Request, *, prepared: bool = False) -> None:
-        """Take in a request. One whose grammar is still to be compiled comes a second time, ``prepared``, when that is done."""
+        """Add a request. One whose grammar must be compiled first is added again, ``prepared``, after that."""
         ended: set[int] = set()
         try:
             if prepared:
@@ -534,15 +533,15 @@ class Engine:
                 return
             self._admit(request)
         except Exception as error:
-            told = error if isinstance(error, DSV4LiteError) else failed(error)
-            self._outputs.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=told))
+            reason = error if isinstance(error, DSV4LiteError) else failed(error)
+            self._outputs.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=reason))
             return
         for index in ended:
             for update in self._scheduler.abort(request.request_id, index=index):
-                self._release(update)  # which was told when it ended
+                self._release(update)  # the caller has had its last update
 
     def _admit(self, request: Request) -> None:
-        """Give a request to scheduler and runner; if that raises, neither knows of it."""
+        """Add a request to scheduler and runner; if that raises, to neither."""
         dry_run(request, self.info.vocab_size)
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
@@ -586,7 +585,7 @@ class Engine:
         self._paused = paused
 
     def _lose(self, loss: EngineDeadError) -> None:
-        """Learn, from another thread, that a rank is lost. Everybody is told there: the engine's may be in a step for ever."""
+        """Fail open requests and calls, in another thread, because a rank is lost: the engine's own may never leave its step."""
 
         def fail() -> None:
             raise loss
@@ -599,10 +598,6 @@ class Engine:
             self._answer_rest()
         self._inbox.put(fail)
 
-    def _expire(self) -> None:
-        """End requests whose deadline passed while the engine is paused."""
-        self._notify(self._scheduler.expire(time.monotonic()))
-
     def _close(self) -> None:
         self._finish_all()
         self._abort(None, "abort", None)
@@ -612,9 +607,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- the end
 
     def _die(self, error: BaseException) -> EngineDeadError:
-        """Tell everybody that the engine failed, and why, once."""
+        """Fail open requests with the reason of the failure, once."""
         if self._dead is None:
-            error = self._executor.explain(error)
+            if isinstance(self._executor, MultiRankExecutor):
+                error = self._executor.explain(error)
             saved = None if self._recorder is None else self._recorder.failed(error)
             where = "" if saved is None else f"; the step is saved as {saved}"
             if isinstance(error, EngineDeadError):
@@ -640,19 +636,19 @@ class Engine:
         self._deliver_failure(dead)
 
     def _free(self) -> None:
-        """Drop tensors, and answer those who still wait."""
+        """Drop tensors, and fail the calls that wait."""
         self._in_flight.clear()
         self._routed.clear()
         self._external = None
         for part in ("_runner", "_executor", "_scheduler", "_preparing", "_recorder"):  # an external worker lacks some
             vars(self).pop(part, None)
         if self._dead is not None:
-            forget_frames(self._dead.__cause__)  # everybody keeps the error, and must not keep the model with it
+            forget_frames(self._dead.__cause__)  # callers keep the error, whose frames hold the model
         self._ended = True
         self._answer_rest()
 
     def _answer_rest(self) -> None:
-        """Tell those whose calls will not be run any more; requests are told by their session."""
+        """Fail the calls that will not run any more; sessions fail requests."""
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -666,7 +662,7 @@ class Engine:
 
 
 def _answer(future: Future[Any], result: object = None, *, error: BaseException | None = None) -> None:
-    """Settle a future, unless another thread has done so."""
+    """Set the result of a future, unless another thread has done so."""
     with suppress(InvalidStateError):
         if error is None:
             future.set_result(result)

@@ -1,61 +1,42 @@
-"""Executors: where the steps of an engine run. In its own thread, in processes that it starts, or on ranks of the host."""
+"""Executors run the steps of an engine: in its own thread, in processes that it starts, or on ranks of the host."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, TypeVar
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
 from dsv4lite.engine.recorder import StepRecorder
-from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
-from dsv4lite.engine.worker import Change, ExternalWorker, Load, Ready, Start, Step, StepResult
+from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
-from dsv4lite.parallel.mesh import LOOPBACK, Mesh, gloo_address, open_store
+from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
 from dsv4lite.parallel.rendezvous import ExternalRank, Rendezvous, lead
 from dsv4lite.parallel.watch import Loss, Watch
 from dsv4lite.planning.memory import MemoryPlan, require_fit
-from dsv4lite.request import Logprobs, Request
+from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
-from dsv4lite.scheduling.step_plan import Sampled, StepPlan, StepShape
+from dsv4lite.scheduling.step_plan import StepPlan, StepShape
+from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
 
 M = TypeVar("M")
-_SERVE = "dsv4lite.engine.worker"
-
-
-class Executor(Protocol):
-    """What an engine that leads loads its model with and runs its steps on; used in the engine's thread only."""
-
-    def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
-        """Look at checkpoint and devices; what ``stack`` gets is undone when the engine ends.
-
-        Returns:
-            What rank 0 has found, and the memory plan of all ranks.
-
-        Raises:
-            DSV4LiteError: What a rank has found wrong, or how ranks differ.
-        """
-
-    def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner | MultiRankExecutor:
-        """Load on all ranks, and return what runs steps."""
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: the loss of a rank, if there is one."""
+_WORKER = "dsv4lite.engine.worker"
+_FINISH = "finish a step"  # what a rank must do in time
 
 
 class InProcessExecutor:
@@ -65,32 +46,24 @@ class InProcessExecutor:
         self._config = config
 
     def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
-        """Look at checkpoint and device; this thread gets a stream of its own until the stack ends."""
+        """Look at checkpoint and device; this thread gets a stream of its own until ``stack`` ends."""
         device = choose_device(self._config)
         stack.enter_context(own_thread(device, deterministic=self._config.deterministic))
         self._probe = Probe.of(self._config, device)
         return self._probe.report, self._probe.report.plan
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything."""
+        """Load everything; return what runs steps."""
         return self._probe.build(plan, Mesh.single(), grammars, progress)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error itself."""
-        return error
 
 
 def make_executor(
     config: EngineConfig, on_loss: Callable[[EngineDeadError], None]
-) -> tuple[EngineConfig, Executor | ExternalWorker]:
-    """Return the executor that the settings ask for, and the settings with the sizes that a device mesh has brought.
+) -> tuple[EngineConfig, InProcessExecutor | MultiRankExecutor | ExternalWorker]:
+    """Return the executor that the settings ask for, and the settings with the sizes of a device mesh.
 
-    On a rank of the host that does not lead it is an ``ExternalWorker``, which has no engine to step. Ranks of the host meet here:
-    each of them must call this.
-
-    Args:
-        config: Settings.
-        on_loss: Called in another thread when a rank is lost.
+    On a rank of the host that does not lead it is an ``ExternalWorker``, which has no engine to step. A collective call where the
+    host has ranks.
 
     Raises:
         ConfigError: There are no groups of the host, or its ranks differ.
@@ -100,46 +73,52 @@ def make_executor(
         several = config.layout.world > 1 or config.place_of_ranks == "process"
         return config, MultiRankExecutor(config, on_loss) if several else InProcessExecutor(config)
     host = Rendezvous.of(config)
-    host.compare(software())
     problem, device = host.problem, ""
     try:
         if problem is None:
             device = sole_device(device_of(host.config, host.rank))
     except DSV4LiteError as error:
         problem = error
-    machines = host.agree(problem, device)
+    machines = host.agree(software(), problem, device)
     if host.rank == 0:
         return host.config, MultiRankExecutor(host.config, on_loss, (host, machines))
     return host.config, ExternalWorker(host, on_loss)
 
 
-class JointFlight:
-    """A step that runs on all ranks; see ``InFlightStep``."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JointStep:
+    """A step that has been launched on all ranks; see ``InFlightStep``.
 
-    def __init__(self, plan: StepPlan | JointPlan, lands: Sequence[Callable[[], StepResult]]) -> None:
-        self.plan = plan
-        self.samples = None  # they are elsewhere
-        self.scores: dict[int, Logprobs] = {}
-        self.routed: dict[int, tuple[int, Tensor]] = {}
-        self._lands = lands
+    Attributes:
+        plan: What runs.
+        parts: Waits for the results of each replica.
+    """
 
-    def results(self) -> dict[int, Sampled]:
-        """Wait for the tokens; after that scores and experts are there too."""
-        results: dict[int, Sampled] = {}
-        for result in [land() for land in self._lands]:
-            results |= result.results
-            self.scores |= result.scores
-            self.routed |= result.routed
-        return results
+    plan: StepPlan | JointPlan
+    parts: Sequence[Callable[[], StepResult]]
+
+    def wait(self) -> StepResult:
+        """Wait for the results of all replicas."""
+        joint = StepResult()
+        for result in [part() for part in self.parts]:
+            joint.sampled.update(result.sampled)
+            joint.scores.update(result.scores)
+            joint.routed.update(result.routed)
+        return joint
 
 
 class MultiRankExecutor:
-    """The leader of an engine of several ranks. It has the methods of a ``Runner``, and every rank does what they say.
+    """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
+
+    Attributes:
+        hosted: See ``Runner``.
+        runs_ahead: No step is planned on unresolved drafts: the leader needs the accepted lengths first.
+        step_costs: None are measured.
 
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
-        host: With ranks of the host: this one, the first, and the name of each rank's machine.
+        host: With ranks of the host: this one, which is the first, and the name of each rank's machine.
     """
 
     def __init__(
@@ -148,11 +127,7 @@ class MultiRankExecutor:
         on_loss: Callable[[EngineDeadError], None],
         host: tuple[Rendezvous, Mapping[int, str]] | None = None,
     ) -> None:
-        self._host: Rendezvous | None = None
-        self._machines: Mapping[int, str] = {}
-        if host is not None:
-            self._host, self._machines = host
-        self._config = config
+        self._host, self._config = host, config
         self._layout = config.layout
         self._on_loss = on_loss
         self._phase = "start"
@@ -166,13 +141,22 @@ class MultiRankExecutor:
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
-        self._hosted: set[int] = set()
+        self.hosted: set[int] = set()
+        self.runs_ahead = False
+        self.step_costs: StepCosts | None = None
         self._routed: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
     def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
-        """Start the ranks and compare their reports; see ``Executor.probe``."""
+        """Start the ranks and compare their reports; ``stack`` ends the ranks.
+
+        Returns:
+            What rank 0 has found, and the memory plan of all ranks.
+
+        Raises:
+            DSV4LiteError: What a rank has found wrong, or how ranks differ.
+        """
         stack.callback(self.close)
         config = sendable(self._config)
         if self._host is None:
@@ -180,14 +164,14 @@ class MultiRankExecutor:
             name = bind = LOOPBACK
             for rank in range(self._layout.world):
                 if rank > 0 or config.executor == "process":
-                    self._processes[rank] = RankProcess(rank, _SERVE)
+                    self._processes[rank] = RankProcess(rank, _WORKER)
         else:
-            (name, bind), found = lead(self._host, self._machines, config.start_timeout_s)
+            (name, bind), found = lead(*self._host, config.start_timeout_s)
             self._processes |= found
         self._store = open_store(name, bind)
         self._watch = Watch({r: p.life for r, p in self._processes.items()}, config.rank_timeout_s, self._lose)
         for rank, process in self._processes.items():
-            self._send(process.work, Start(config=config, rank=rank, store=(name, self._store.port)))
+            self._send(process.work, encode(Start(config=config, rank=rank, store=(name, self._store.port))))
         try:
             reports: dict[int, ProbeReport] = {}
             if 0 not in self._processes:
@@ -204,7 +188,7 @@ class MultiRankExecutor:
         return reports[0], plan
 
     def _cancel_start(self, error: Exception) -> None:
-        """Send the other ranks the reason why they will not load, and end them."""
+        """Send the other ranks the error that ends the start, and end them."""
         assert self._watch is not None
         self._watch.stop()  # a rank that ends from now on is no loss
         if not isinstance(error, DSV4LiteError):
@@ -213,28 +197,27 @@ class MultiRankExecutor:
             process.kill(error)
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> MultiRankExecutor:
-        """Load on all ranks, and return when they are ready for steps; see ``Executor.load``."""
+        """Load on all ranks, and return when they are ready for steps."""
         self._phase = "load"
         for process in self._processes.values():
-            self._send(process.work, Load(plan=plan))
+            self._send(process.work, encode(plan))
         if self._probe is not None:
-            assert self._store is not None
+            assert self._store is not None and self._watch is not None
             device, timeout_s = self._probe.numerics.device, self._config.start_timeout_s
             try:
-                host = gloo_address(self._store.host)
-                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=host, timeout_s=timeout_s)
-                with self._in_time(0, timeout_s, "get ready"):
+                self._mesh = Mesh.from_store(self._store, self._layout, 0, device, host=self._store.host, timeout_s=timeout_s)
+                with self._watch.within(timeout_s, 0, "get ready"):
                     self._local = self._probe.build(plan, self._mesh, grammars, progress)
             except RuntimeError as error:
                 raise self.explain(error) from error
-        for rank, ready in sorted(self._gather(Ready, progress).items()):
-            if ready.warmed:
-                log.info("rank %d: %s", rank, ready.warmed)
+        for rank, warmed in sorted(self._gather(str, progress).items()):
+            if warmed:
+                log.info("rank %d: %s", rank, warmed)
         self._phase = "step"
         return self
 
     def _gather(self, kind: type[M], progress: Progress | None = None) -> dict[int, M]:
-        """Wait for a message of a kind from every other rank, and return the messages by rank."""
+        """Return a message of a kind from every other rank, by rank."""
         until = time.monotonic() + self._config.start_timeout_s
         waiting = {process.work.connection: rank for rank, process in self._processes.items()}
         found: dict[int, M] = {}
@@ -262,59 +245,45 @@ class MultiRankExecutor:
     # ----------------------------------------------------------------------------------------------------- a runner's methods
 
     def prepare(self, grammar: StructuredOutputs) -> None:
-        """Have the ranks that sample compile a grammar while the leader compiles it; in the step that needs it all would wait."""
+        """Let the ranks that sample compile a grammar while the leader compiles it, so that no step waits for it."""
         for replica in range(self._layout.dp):
             process = self._processes.get(self._layout.reporter(replica))
             if process is not None:
-                self._send(process.work, Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
+                self._send(process.work, encode(Step(changes=(("prepare", (grammar,)),), plan=None, shape=None)))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        params, replica = request.params, seq_id // SEQ_IDS
-        if self._local is not None and replica == 0:
-            self._local.add(seq_id, request, index)
+        params = request.params
         if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
-            self._hosted.add(seq_id)
+            self.hosted.add(seq_id)
         if params.return_routed_experts:
             self._routed.add(seq_id)
-        self._changes[replica].append(("add", (seq_id, request, index)))
+        self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        if self._local is not None:
-            self._local.remove(seq_id)
-        self._hosted.discard(seq_id)
+        self.hosted.discard(seq_id)
         self._routed.discard(seq_id)
-        self._changes[seq_id // SEQ_IDS].append(("remove", (seq_id,)))
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a step may be planned on unresolved drafts; no, for the leader would need the accepted lengths first."""
-        return False
-
-    @property
-    def step_costs(self) -> None:
-        """Measured times of steps; ranks do not measure any."""
-        return None
-
-    @property
-    def hosted(self) -> set[int]:
-        """Sequences whose sampler rules follow their tokens on the host; see ``accept``."""
-        return self._hosted
+        self._change(seq_id, "remove", seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Give the rules of a sequence the token that was sampled for it."""
-        if self._local is not None:
-            self._local.accept(seq_id, token_id)
-        self._changes[seq_id // SEQ_IDS].append(("accept", (seq_id, token_id)))
+        self._change(seq_id, "accept", seq_id, token_id)
 
-    def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointFlight:
+    def _change(self, seq_id: int, method: ChangeMethod, *arguments: Any) -> None:
+        """Call a method of the runners of a sequence's replica: here at once, in workers before their next step."""
+        replica = seq_id // SEQ_IDS
+        if self._local is not None and replica == 0:
+            getattr(self._local, method)(*arguments)
+        self._changes[replica].append((method, arguments))
+
+    def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointStep:
         """Start a step on all ranks; only engines of one rank record steps."""
-        assert recorder is None
+        assert recorder is None and self._watch is not None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
         shape = StepShape.of(plans, self._routed) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
-        lands: list[Callable[[], StepResult]] = []
+        parts: list[Callable[[], StepResult]] = []
         for replica, part in enumerate(plans):
             if part is None and shape is None:
                 self._changes[replica] = changes[replica]  # sent with its next step
@@ -323,37 +292,29 @@ class MultiRankExecutor:
             message = encode(Step(changes=tuple(changes[replica]), plan=written, shape=shape))
             for rank, process in self._processes.items():
                 if self._layout.place(rank).dp == replica:
-                    self._send_bytes(process.work, message)
+                    self._send(process.work, message)
             reporter = self._layout.reporter(replica)
             if part is not None and reporter in self._processes:
-                lands.append(partial(self._land, reporter, self._processes[reporter].work.receive))
+                parts.append(partial(self._result, reporter, self._processes[reporter].work.receive))
         if self._local is not None:
             reporter = self._layout.reporter(0)
-            with self._in_time(reporter, self._config.step_timeout_s, "finish a step"):
+            with self._watch.within(self._config.step_timeout_s, reporter, _FINISH):
                 if plans[0] is not None:
-                    flight = self._local.launch(plans[0], shape=shape)
+                    step = self._local.launch(plans[0], shape=shape)
                     if reporter == 0:
-                        lands.insert(0, partial(self._land, reporter, partial(StepResult.of, flight)))
+                        parts.insert(0, partial(self._result, reporter, step.wait))
                 elif shape is not None:
                     self._local.take_part(shape)
-        return JointFlight(plan, lands)
+        return JointStep(plan=plan, parts=parts)
 
-    def _land(self, rank: int, receive: Callable[[], StepResult]) -> StepResult:
-        with self._in_time(rank, self._config.step_timeout_s, "finish a step"):
+    def _result(self, rank: int, wait: Callable[[], StepResult]) -> StepResult:
+        """Return the result of a step that a rank has."""
+        assert self._watch is not None
+        with self._watch.within(self._config.step_timeout_s, rank, _FINISH):
             try:
-                return receive()
+                return wait()
             except Closed as error:
                 raise self.explain(error) from None
-
-    @contextmanager
-    def _in_time(self, rank: int, within_s: float, what: str) -> Iterator[None]:
-        """Count a rank as lost if it keeps this thread waiting for longer than ``within_s`` seconds."""
-        assert self._watch is not None
-        self._watch.expect(rank, within_s, what)
-        try:
-            yield
-        finally:
-            self._watch.fulfilled()
 
     # --------------------------------------------------------------------------------------------------------------- the end
 
@@ -364,7 +325,7 @@ class MultiRankExecutor:
         return error if self._lost is None else self._public(self._lost)
 
     def _public(self, lost: EngineDeadError) -> DSV4LiteError:
-        """Return the error to raise for a loss: until the engine is ready, what the lost rank itself has raised."""
+        """Return the error to raise for a loss: until the engine is ready, the lost rank's own error."""
         cause = lost.__cause__
         return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else lost
 
@@ -378,7 +339,7 @@ class MultiRankExecutor:
         self._local = self._probe = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:
-        """Note that a rank is lost, and make everything that waits for it fail."""
+        """Fail everything that waits for a lost rank."""
         process = self._processes.get(loss.rank)  # ``None`` for this rank
         where = f"process {os.getpid()}" if process is None else process.where
         reason = process.fate() if loss.gone and process is not None else loss.reason
@@ -402,10 +363,7 @@ class MultiRankExecutor:
         for process in processes.values():
             process.end(kill=kill)
 
-    def _send(self, channel: Channel, message: object) -> None:
-        self._send_bytes(channel, encode(message))
-
-    def _send_bytes(self, channel: Channel, message: bytes) -> None:
+    def _send(self, channel: Channel, message: bytes) -> None:
         try:
             channel.send_bytes(message)
         except Closed as error:

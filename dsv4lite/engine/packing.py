@@ -1,24 +1,40 @@
-"""From a plan of plain ints to the tensors of a step."""
+"""From a plan of plain ints to the tensors of a step: of one that runs eagerly, and of a captured one.
+
+A captured step reads one block of integers per step, and the KV pages of every slot.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 from dsv4lite.models.family import Batch, Model
-from dsv4lite.paging import WINDOW_PAGE_TOKENS
-from dsv4lite.scheduling.step_plan import IN_FLIGHT, StepPlan
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.sampling.state import send
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.state.paging import SequenceInput, make_paging
 from dsv4lite.state.store import StateCache
 
-_FEW = (1, 2, 4, 8)
 
+def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
+    """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages, zeroed rows.
 
-def apply_copies(plan: StepPlan, cache: StateCache) -> None:
-    """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages."""
+    Window rows of tokens for which the drafter did not run are zero-filled: attention reads such a row as any other key, and zeros
+    keep the drafter independent of what the page held before. The layers of its state begin at ``drafter``.
+    """
     device = cache.device
+    if plan.zero_rows:
+        addresses = [page * WINDOW_PAGE_TOKENS + place for page, first, last in plan.zero_rows for place in range(first, last)]
+        for _, part, store in cache.stores(drafter):
+            if part.lifetime == "window":
+                store.clear(_ids(tuple(addresses), device))
     if plan.resets:
         cache.reset(_ids(plan.resets, device))
     if plan.restores:
@@ -32,18 +48,7 @@ def apply_copies(plan: StepPlan, cache: StateCache) -> None:
             copy(*_pairs(pairs, device))
 
 
-def zero_fill(plan: StepPlan, cache: StateCache, drafter: int) -> None:
-    """Zero-fill the window rows of tokens for which a drafter did not run; the layers of its state begin at ``drafter``.
-
-    Attention reads such a row as any other key; zeros keep the drafter independent of what the page held before.
-    """
-    addresses = [page * WINDOW_PAGE_TOKENS + place for page, first, last in plan.zero_rows for place in range(first, last)]
-    for _, part, store in cache.stores(drafter):
-        if part.lifetime == "window":
-            store.clear(_ids(tuple(addresses), cache.device))
-
-
-def apply_saves(plan: StepPlan, cache: StateCache) -> None:
+def save_snapshots(plan: StepPlan, cache: StateCache) -> None:
     """Save snapshots of the state that the step left at the boundaries of cached prefixes."""
     if plan.saves:
         cache.save(*_pairs(plan.saves, cache.device))
@@ -92,13 +97,109 @@ def padding(tokens: int, model: Model) -> Batch:
     return batch
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
-    sizes = [size for size in _FEW if size < most]
-    sizes += range(16, min(most, 64), 8)
-    sizes += range(64, min(most, 256), 32)
-    sizes += range(256, most, 128)
-    return [*sizes, most]
+class PageTables:
+    """KV pages by slot, at a fixed address; a row is sent to the device only when its sequence has got a page. Mutable.
+
+    Args:
+        cache: The state that has the pages.
+        max_model_len: Longest sequence.
+
+    Attributes:
+        tensor: int32 [slots + 1, P]; the last row is for padding.
+    """
+
+    def __init__(self, cache: StateCache, max_model_len: int) -> None:
+        pages = -(-max_model_len // PAGE_TOKENS)
+        self.tensor = torch.zeros(cache.sizes.slots + 1, pages, dtype=torch.int32, device=cache.device)
+        self._held: dict[int, tuple[int, ...]] = {}
+        self._last: tuple[list[int], list[tuple[int, ...]]] = [], []  # slots and pages of the last step
+
+    def update(self, sequences: Sequence[SequencePlan]) -> None:
+        """Send the rows that differ from those on the device."""
+        now = [s.slot for s in sequences], [s.pages for s in sequences]
+        if now == self._last:  # the usual case, and a cheap one: equal tuples are mostly the same objects
+            return
+        self._last = now
+        changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
+        if not changed:
+            return
+        self._held.update((s.slot, s.pages) for s in changed)
+        width = max(len(s.pages) for s in changed)
+        rows = torch.tensor([(s.slot, *s.pages, *([0] * (width - len(s.pages)))) for s in changed], dtype=torch.int32, device="cpu")
+        rows = send(rows, self.tensor.device)
+        self.tensor[rows[:, 0].long(), :width] = rows[:, 1:]
+
+
+def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages: int, columns: Mapping[int, int]) -> Tensor:
+    """Return the integers of a step, int32 [rows, size] on the CPU; missing sequences are padding.
+
+    The first ``FIELDS`` rows are positions, slots, copies of the compressor state, numbers of draft tokens, first window pages and,
+    for sequences with unresolved drafts, their columns in ``AcceptedLengths``, else -1. ``width`` rows of tokens follow. The window
+    pages, as [size, pages], begin at row ``_pages_row(width)``.
+
+    Args:
+        sequences: At most ``size``.
+        size: Number of sequences, padding included.
+        width: Tokens of a sequence, padding included.
+        pages: Window pages of a sequence.
+        columns: Columns by sequence id, of the step before.
+    """
+    missing = size - len(sequences)
+    none, zero = [-1] * missing, [0] * missing
+    _, slots, starts, token_ids, _, window_first, held, _, _, drafts, copies, _, unresolved = (
+        zip(*sequences, strict=True) if sequences else ((),) * 13
+    )
+    following = [-1] * size
+    if unresolved.count(None) < len(unresolved):
+        following[: len(sequences)] = [-1 if s.unresolved is None else columns[s.seq_id] for s in sequences]
+    tokens = token_ids if width == 1 else [ids if len(ids) == width else (*ids, *[0] * (width - len(ids))) for ids in token_ids]
+    tails = [(-1,) * (pages - count) for count in range(pages + 1)]
+    values = [
+        *(*starts, *none, *slots, *none, *copies, *zero, *drafts, *zero, *window_first, *zero, *following),
+        *(chain.from_iterable((*column, *zero) for column in zip(*tokens, strict=True)) if tokens else zero * width),
+        *chain.from_iterable([some + tails[len(some)] for some in held]),
+        *none * pages,
+    ]
+    used, unused = size * (FIELDS + width), 4 * size * (_pages_row(width) - FIELDS - width)
+    packed = struct.pack(f"{used}i{unused}x{size * pages}i", *values)  # torch.tensor takes five times as long to read a list
+    return torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, size)
+
+
+def step_batch(inputs: Tensor, placed: PlacedSpans, tables: Tensor, model: Model, max_model_len: int) -> Batch:
+    """Return the batch of a step of equally many rows per sequence.
+
+    Args:
+        inputs: From ``step_inputs``.
+        placed: Its rows, from ``place_spans``.
+        tables: int32 [slots + 1, P], KV pages by slot.
+        model: The model that runs it.
+        max_model_len: No sequence is longer.
+    """
+    size = inputs.shape[1]
+    width = len(placed.tokens_T) // size
+    start_S, drafts_S, state_copy_S = placed.spans_XS[:3]
+    paging = Paging(
+        positions_T=placed.positions_T,
+        sequence_T=placed.sequence_T,
+        slots_S=inputs[1],
+        first_S=start_S,
+        rows_S=placed.rows_S,
+        lens_S=placed.lens_S,
+        drafts_S=drafts_S,
+        state_copy_S=state_copy_S,
+        grow_SP=tables.index_select(0, placed.places_S),
+        window_SP=inputs[_pages_row(width) :].view(size, -1),
+        window_first_S=inputs[4],
+        singles=width == 1,
+    )
+    batch = model.batch(placed.tokens_T, paging, max_tokens=max_model_len)
+    batch.most_tokens = size * width  # other ranks replay the same shape
+    return batch
+
+
+def _pages_row(width: int) -> int:
+    """Return the row of ``step_inputs`` where window pages begin: a multiple of 4, so that they are aligned to 16 bytes."""
+    return -(-(FIELDS + width) // 4) * 4
 
 
 def _ids(values: tuple[int, ...], device: torch.device) -> Tensor:

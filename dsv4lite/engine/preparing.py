@@ -25,11 +25,10 @@ class _Waiting:
 
 
 class Preparing:
-    """Has grammars compiled in another thread, while the engine goes on; mutable, owned by the engine's thread.
+    """Compiles grammars in another thread while the engine runs steps; mutable, owned by the engine's thread.
 
     Args:
-        grammars: The compiler of this process; ``None`` if there is none.
-        problem: Why there is none.
+        grammars: The compiler of this process; ``None`` if there is none, because of a ``problem``.
         announce: Lets other ranks compile a grammar at the same time.
         ready: Called in another thread with a request whose grammar is compiled, or cannot be.
     """

@@ -34,6 +34,7 @@ from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, U
 from dsv4lite.files import open_regular
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.parallel.rendezvous import differences
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
@@ -47,17 +48,8 @@ from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
-_OWN_TO_A_RANK = (
-    "family",
-    "model",
-    "tokenizer",
-    "device",
-    "device_mesh",
-    "process_group",
-    "executor",
-    "progress",
-    "compile_cache_dir",
-)
+# Settings that may differ between ranks.
+_OWN_TO_A_RANK = "family model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
 
 
@@ -96,16 +88,10 @@ class Probe:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Probe:
-        """Read the checkpoint's headers and look at the device.
-
-        Args:
-            config: Settings.
-            device: Of this rank.
-            rank: Which rank.
-            several: Collect the facts that ranks compare.
+        """Read the checkpoint's headers and look at the device; with ``several`` ranks, collect the facts that they compare.
 
         Raises:
-            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not go together.
+            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not suit each other.
         """
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
@@ -124,13 +110,7 @@ class Probe:
         return cls(config=config, source=source, numerics=numerics, drafting=drafting, report=report)
 
     def build(self, plan: MemoryPlan, mesh: Mesh, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything.
-
-        Args:
-            plan: Of all ranks.
-            mesh: This rank's axes.
-            grammars: Compiler for a rank that samples.
-            progress: Called with the progress of loading.
+        """Load everything; ``grammars`` is for a rank that samples.
 
         Raises:
             CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded, or not run.
@@ -189,7 +169,7 @@ class Probe:
 
 
 def _default_params(source: ModelSource) -> SamplingParams:
-    """Read ``generation_config.json`` once, so that what is wrong with it is found before anything is loaded."""
+    """Read ``generation_config.json``; its errors are raised before anything is loaded."""
     try:
         params = SamplingParams.from_generation_config(source.generation_config)
         check_token_ids(params, source.model.vocab_size)
@@ -199,11 +179,7 @@ def _default_params(source: ModelSource) -> SamplingParams:
 
 
 def require_devices(config: EngineConfig) -> None:
-    """Raise unless there is a device for every rank that this process starts. Opens none of them.
-
-    Raises:
-        ConfigError: There are too few.
-    """
+    """Raise ``ConfigError`` unless there is a device for every rank that this process starts. Opens none of them."""
     count, layout = torch.cuda.device_count(), config.layout
     on_cpu = config.device == "cpu" or (config.device == "auto" and count == 0)
     if not on_cpu and layout.world > max(1, count):
@@ -223,17 +199,18 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if not (several and on_gpu):
         return choose_device(config)
-    own = local_rank() if config.place_of_ranks == "external" else None
-    number = rank % max(1, torch.cuda.device_count()) if own is None and config.place_of_ranks == "external" else own
-    return choose_device(replace(config, executor="external", device=f"cuda:{rank if number is None else number}"))
+    if config.place_of_ranks == "external":
+        own = local_rank()
+        rank = rank % max(1, torch.cuda.device_count()) if own is None else own
+    return choose_device(replace(config, executor="external", device=f"cuda:{rank}"))
 
 
 def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:
-    """Return a compiler, or why there is none; that concerns only requests that want one."""
+    """Return a compiler, or why there is none, which only requests with a grammar need to know."""
     try:
         return GrammarCompiler(tokenizer, vocab_size=vocab_size), ""
     except UnsupportedError as error:
-        return None, str(error)  # the error itself, or what caused it, would hold on to the model
+        return None, str(error)  # the frames of the error or its cause would keep the model
 
 
 def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:
@@ -274,19 +251,9 @@ def common_plan(reports: Mapping[int, ProbeReport]) -> MemoryPlan:
     Raises:
         ConfigError: Ranks differ in what must be the same.
     """
-    problems = [line for rank in reports for line in _differences(rank, reports[rank].facts, reports[0].facts)]
-    if problems:
+    if problems := differences({rank: report.facts for rank, report in reports.items()}):
         raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
     return merge_plans([reports[rank].plan for rank in sorted(reports)])
-
-
-def _differences(rank: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    names = dict.fromkeys((*expected, *facts))
-    return [
-        f"{name} is {facts.get(name)} on rank {rank} and {expected.get(name)} on rank 0"
-        for name in names
-        if facts.get(name) != expected.get(name)
-    ]
 
 
 def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:

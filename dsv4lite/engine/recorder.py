@@ -1,9 +1,10 @@
-"""Watches the steps of an engine, and saves the one that fails, has a number that is not finite, or was asked for.
+"""Watches the steps of an engine, and saves the one that fails, has a number that is not finite, or was requested.
 
-A step changes its sequences' accumulators, and adds rows to pages without touching those that it reads. So a step that may be saved
-copies its accumulators before it starts, which is little; pages are read when it has ended, as long as nothing else has run.
+A step changes its sequences' compressor state, and adds rows to pages without touching those that it reads. So the recorder copies
+the compressor state of a step that may be saved before the step starts, which is little; it reads pages after the step, before
+anything else runs.
 
-Nothing that goes wrong here becomes a step's failure: it is logged, and nothing is saved any more.
+An error of the recorder never fails a step: it is logged, and nothing is saved any more.
 """
 
 from __future__ import annotations
@@ -36,23 +37,22 @@ _COPY_BYTES = 32 << 20  # on the device at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Step:
-    """A step on its way.
+    """A step that runs.
 
     Attributes:
-        carries: What its sequences' accumulators held when it began.
-        finite_T: bool [T], whether the final streams of each token are; ``None`` while they are not known.
+        slots: Compressor state of its sequences before it.
+        finite_T: bool [T], whether the final streams of each token are; ``None`` if they are not known.
     """
 
     plan: StepPlan
     graph: GraphShape | None
-    carries: dict[str, Tensor]
+    slots: dict[str, Tensor]
     finite_T: Tensor | None = None
+    samples: Samples | None = None
 
 
 class StepRecorder:
-    """Mutable, owned by the engine's thread.
-
-    While it is ``active``, a step must start when the one before has been looked at, and be looked at before the next one starts.
+    """Mutable, owned by the engine's thread. While it is ``active``, a step must begin after the ``end`` of the one before.
 
     Args:
         config: ``dump_dir`` is where the first step that fails is saved; ``None`` for nowhere.
@@ -73,7 +73,7 @@ class StepRecorder:
         }
         self._numerics, self._cache = model.numerics, cache
         self._drafter = len(cache.layers) > len(model.share.layers)
-        self._versions = versions(cache.device)  # now: a device that has failed does not tell
+        self._versions = versions(cache.device)  # now: not of a device that has failed
         self._wanted: list[Path] = []
         self._step: _Step | None = None
 
@@ -87,47 +87,32 @@ class StepRecorder:
         self._wanted.append(path)
 
     def begin(self, plan: StepPlan, graph: GraphShape | None) -> None:
-        """Keep what a step will change; the plan's copies of state are done, its sequences have not begun."""
+        """Keep what a step will change, after the plan's copies of state and before its sequences run."""
         with self._harmless():
-            slots = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
-            kept = {name: carry.index_select(0, slots) for name, carry in self._cache.slots().items()}
-            self._step = _Step(plan=plan, graph=graph, carries=kept)
+            ids = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
+            slots = {name: slot.index_select(0, ids) for name, slot in self._cache.slots().items()}
+            self._step = _Step(plan=plan, graph=graph, slots=slots)
 
-    def watch(self, streams_TND: Tensor) -> None:
-        """Look at the final streams of a step that is no graph; results are looked at anyway."""
+    def watch(self, streams_TND: Tensor | None, samples: Samples | None) -> None:
+        """Look at the final streams of a step, unless it was captured, and at what is sampled from them."""
         if self._step is not None:
             with self._harmless():  # sums need no room to speak of, and are not finite where a number is not
-                finite_T = streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
-                self._step = replace(self._step, finite_T=finite_T)
+                finite_T = None if streams_TND is None else streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
+                self._step = replace(self._step, finite_T=finite_T, samples=samples)
 
-    def end(self, samples: Samples | None) -> None:
-        """Save the step if it was asked for, or if a number is not finite.
+    def end(self) -> None:
+        """Save the step if that was requested, or if a number is not finite.
 
         Raises:
             RuntimeError: The step itself failed, which shows here at the latest.
         """
-        step = self._step
-        if step is None:
-            return
-        ill = _not_finite(step, samples)
-        with self._harmless():
-            if self._wanted:
-                self._save_wanted(step, REQUESTED, ill)
-            if self._folder is not None and ill:
-                self._save_failure(step, f"streams or logits of sequences {sorted(ill)} are not finite", ill)
-        self._step = None
+        if self._step is not None:
+            bad = _not_finite(self._step)
+            self._save(f"streams or logits of sequences {sorted(bad)} are not finite" if bad else None, bad)
 
     def failed(self, error: BaseException) -> Path | None:
-        """Save the step that was on its way when ``error`` was raised, if there is one; return where. Raises nothing."""
-        step, self._step = self._step, None
-        if step is None:
-            return None
-        reason = f"{type(error).__name__}: {error}"
-        with self._harmless():
-            self._save_wanted(step, reason, ())
-            if self._folder is not None:
-                return self._save_failure(step, reason, ())
-        return None
+        """Save the step that ran when ``error`` was raised, if there is one; return where. Raises nothing."""
+        return None if self._step is None else self._save(f"{type(error).__name__}: {error}", ())
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -137,21 +122,24 @@ class StepRecorder:
             log.exception("a step could not be saved; none will be any more")
             self._folder, self._wanted, self._step = None, [], None
 
-    def _save_wanted(self, step: _Step, reason: str, ill: Collection[int]) -> None:
+    def _save(self, failure: str | None, bad: Collection[int]) -> Path | None:
+        """Save the step where it was requested, and into the folder if it is the first that failed; return the last file."""
+        step, self._step = self._step, None
+        assert step is not None
         paths, self._wanted = self._wanted, []
-        for path in paths:
-            self._save(step, reason, path, ill)
+        if failure is not None and self._folder is not None:
+            # Engines may share a folder, and count their steps alike.
+            paths.append(self._folder / f"step-{step.plan.step}-{uuid.uuid4().hex[:12]}.safetensors")
+            self._folder = None  # steps after a failure say little, and may be large
+        saved = None
+        with self._harmless():
+            for path in paths:
+                self._write(step, REQUESTED if failure is None else failure, path, bad)
+                saved = path
+        return saved
 
-    def _save_failure(self, step: _Step, reason: str, ill: Collection[int]) -> Path:
-        """Save into the folder, once: what follows a failure tells little, and may be much."""
-        assert self._folder is not None
-        folder, self._folder = self._folder, None
-        # Engines may share a folder, and count their steps alike.
-        return self._save(step, reason, folder / f"step-{step.plan.step}-{uuid.uuid4().hex[:12]}.safetensors", ill)
-
-    def _save(self, step: _Step, reason: str, path: Path, ill: Collection[int]) -> Path:
-        plan = self._fitting(step.plan, ill)
-        left_out = len(step.plan.sequences) - len(plan.sequences)
+    def _write(self, step: _Step, reason: str, path: Path, bad: Collection[int]) -> None:
+        plan = self._fitting(step.plan, bad)
         rows: dict[str, Tensor] = {}
         try:
             rows = self._state(step, plan)
@@ -162,7 +150,7 @@ class StepRecorder:
             plan=plan,
             drafter=self._drafter,
             copies=self._cache.spec.copies,
-            left_out=left_out,
+            left_out=len(step.plan.sequences) - len(plan.sequences),
             graph=step.graph,
             settings=self._settings,
             numerics=self._numerics,
@@ -171,12 +159,11 @@ class StepRecorder:
         )
         dump.save(path)
         log.warning("saved step %d, %s; find its first bad op with: python -m dsv4lite replay %s", plan.step, reason, path)
-        return path
 
-    def _fitting(self, plan: StepPlan, ill: Collection[int]) -> StepPlan:
-        """Return the plan of the sequences that there is room for: those that failed, then the others as they come."""
+    def _fitting(self, plan: StepPlan, bad: Collection[int]) -> StepPlan:
+        """Return the plan of the sequences that fit into a file: those that failed, then the others in order."""
         spec, room, kept = self._cache.spec, MAX_STATE_BYTES, set()
-        for sequence in sorted(plan.sequences, key=lambda s: s.seq_id not in ill):
+        for sequence in sorted(plan.sequences, key=lambda s: s.seq_id not in bad):
             pages, windows = len(sequence.pages), sum(page != NO_PAGE for page in sequence.window_pages)
             size = spec.slot_bytes + pages * spec.grow_page_bytes + windows * spec.window_page_bytes
             if size <= room:
@@ -189,7 +176,7 @@ class StepRecorder:
         """Copy to the host what a plan's sequences used."""
         places = Places.of(plan.sequences)
         kept = [i for i, slot in enumerate(Places.of(step.plan.sequences).slots) if slot in places.slots]
-        rows = {name: carry.cpu()[kept] for name, carry in step.carries.items()}
+        rows = {name: slot.cpu()[kept] for name, slot in step.slots.items()}
         for name, store, ids in stores(self._cache, places):
             memory = store.memory
             rows[name] = torch.empty(len(ids), memory.shape[1], dtype=torch.uint8, device="cpu")
@@ -211,16 +198,10 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"dump_dir={str(folder)!r} cannot be written to: {error}; choose another folder, or None") from error
 
 
-def _not_finite(step: _Step, samples: Samples | None) -> set[int]:
+def _not_finite(step: _Step) -> set[int]:
     """Return the sequences of a step that have a number which is not finite. Waits for the device."""
-    ill: set[int] = set()
+    bad = set() if step.samples is None else step.samples.ill()
     if step.finite_T is not None:
-        flags, row = step.finite_T.tolist(), 0
-        for sequence in step.plan.sequences:
-            end = row + len(sequence.token_ids)
-            if not all(flags[row:end]):
-                ill.add(sequence.seq_id)
-            row = end
-    if samples is not None:
-        ill |= samples.ill()
-    return ill
+        parts = step.finite_T.cpu().split([len(s.token_ids) for s in step.plan.sequences])
+        bad |= {s.seq_id for s, finite in zip(step.plan.sequences, parts, strict=True) if not finite.all()}
+    return bad

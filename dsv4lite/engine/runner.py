@@ -1,4 +1,4 @@
-"""Executes step plans on one rank: packs a batch, runs the model, samples, drafts, and sends for the results."""
+"""Executes step plans on one rank: packs a batch, runs the model, samples, drafts, and starts to copy the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import apply_copies, apply_saves, empty_last_token, pack, padding, zero_fill
+from dsv4lite.engine.packing import empty_last_token, pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -44,44 +44,55 @@ _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step has computed, by sequence, on the host.
+
+    Attributes:
+        sampled: Tokens of the sequences that sample.
+        scores: Log-probabilities of prompt tokens.
+        routed: Experts int16 [tokens, layers, K], with the position of the first token.
+    """
+
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    scores: dict[int, Logprobs] = field(default_factory=dict)
+    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InFlightStep:
     """A step that has been launched.
 
     Attributes:
         plan: What runs.
         samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
-        scores: Log-probabilities of prompt tokens, by sequence, on the rank that samples.
-        routed: Experts int16 [tokens, layers, K] on the host, by sequence, with the position of the first token.
+        scores, routed: See ``StepResult``.
         drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
-    scores: dict[int, Logprobs] = field(default_factory=dict)
-    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    drafts: Arrival | None = None
+    scores: dict[int, Logprobs]
+    routed: dict[int, tuple[int, Tensor]]
+    drafts: Arrival | None
 
-    def results(self) -> dict[int, Sampled]:
+    def wait(self) -> StepResult:
         """Wait for the tokens."""
-        if self.samples is None:
-            return {}
-        results = self.samples.to_host()
+        sampled = {} if self.samples is None else self.samples.to_host()
         if self.drafts is not None:
-            for (seq_id, sampled), drafts in zip(results.items(), self.drafts.wait().tolist(), strict=True):
+            for (seq_id, one), drafts in zip(sampled.items(), self.drafts.wait().tolist(), strict=True):
                 found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
-                token_id, logprob, error, after, _, drafted = sampled
-                results[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
-        return results
+                token_id, logprob, error, after, _, drafted = one
+                sampled[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
+        return StepResult(sampled=sampled, scores=self.scores, routed=self.routed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pass:
-    """What the model left of a step.
+    """The model's part of a step.
 
     Attributes:
         first_rows: Row of each sequence's first token.
-        batch: The tokens of a step that ran eagerly.
-        streams_TND: Its final streams.
+        batch, streams_TND: Tokens and final streams of a step that ran eagerly.
         captured: Output of a captured step, on the last stage.
     """
 
@@ -98,13 +109,10 @@ class Runner:
         hosted: Sequences whose rules on the host need their tokens, see ``accept``.
         runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
         warmed: What ``warm_up`` did, and in what time, as text.
-        step_costs: The times of steps with and without draft tokens that ``warm_up`` measured, if there is a choice.
+        step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
 
     Args:
-        model: This rank's part of the model.
-        cache: Its state.
         sampler: ``None`` on ranks that do not sample.
-        graphs: Captured steps.
         drafter: The model's own, on the device.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
@@ -169,19 +177,15 @@ class Runner:
             self._graphs.forget()
 
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
-        """Compile and run what steps of up to ``max_tokens`` tokens need, and capture the graphs; nothing to do without kernels.
+        """Compile and run what steps of up to ``max_tokens`` tokens need, and capture the graphs; on a CPU do nothing.
 
-        Args:
-            max_tokens: Most tokens of a step.
-            max_model_len: No sequence is longer.
-            cache_dir: Where compiled kernels are kept.
-            progress: Called with counts of kernels, then of shapes.
+        Compiled kernels are kept in ``cache_dir``; ``progress`` gets counts of kernels, then of shapes.
         """
         if self.cache.device.type == "cpu":
             return
         from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where kernels are
 
-        def tell(unit: str, done: int, total: int) -> None:
+        def report(unit: str, done: int, total: int) -> None:
             if progress is not None:
                 progress(LoadProgress(phase="warmup", done=done, total=total, unit=unit))
 
@@ -192,15 +196,15 @@ class Runner:
         with recording() as wanted, self.model.brief():
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
-        prepare(wanted, cache_dir, partial(tell, "kernels"))
+        prepare(wanted, cache_dir, partial(report, "kernels"))
         prepared, total = time.monotonic(), len(lengths) + len(captures)
         for done, length in enumerate(lengths):
             self._run_padding(length, length)
-            tell("shapes", done + 1, total)
+            report("shapes", done + 1, total)
         ran = time.monotonic()
         for done, capture in enumerate(captures):
             capture()
-            tell("shapes", len(lengths) + done + 1, total)
+            report("shapes", len(lengths) + done + 1, total)
         padding_place = len(self._last_token) - 1
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
@@ -229,7 +233,7 @@ class Runner:
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens that launch all kernels between them."""
         share, config = self.model.share, self.model.config
-        # Where rows travel, experts get those of several ranks, or one for each expert of a token.
+        # With rows of other ranks, experts get those of several ranks, or one for each expert of a token.
         each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
         experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
@@ -274,11 +278,7 @@ class Runner:
         return streams_TND
 
     def take_part(self, shape: StepShape) -> None:
-        """Let this rank's experts work for replicas that have something to run, while its own has nothing.
-
-        Args:
-            shape: Of the step of all replicas.
-        """
+        """Run this rank's experts for a step of other replicas, of this shape; its own replica has nothing to run."""
         if self._balancer is not None:
             self._balancer.step()
         graphs, graph = self._graphs, self._graph_for(shape)
@@ -294,54 +294,39 @@ class Runner:
             self._drafter.take_part(shape)
 
     def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> InFlightStep:
-        """Start a step; on a device with a stream of its own this returns before the step ends.
-
-        Args:
-            plan: What to run.
-            recorder: Looks at the step, and may save it.
-            shape: Of the step of all replicas, where they share experts.
-        """
+        """Start a step; on a GPU this returns before the step ends. ``shape`` is that of all replicas, where they share experts."""
         if self._balancer is not None:
             self._balancer.step()
-        self._update_state(plan)
+        if self._tokens.pending:
+            self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
+        prepare_state(plan, self.cache, len(self.model.share.layers))
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
-        if shape.unresolved and not self._resolves_on_device(graph):
+        if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
         if recorder is not None:
             recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
-        if recorder is not None and done.streams_TND is not None:
-            recorder.watch(done.streams_TND)
-        apply_saves(plan, self.cache)
+        save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
             plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
         samples = self._sample(plan, shape, done)
-        self._broadcast_tokens(plan)
+        if recorder is not None:
+            recorder.watch(done.streams_TND, samples)
+        if not plan.max_drafts:  # after a step that drafts, a later step starts only with tokens that are in its plan
+            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
         drafts = self._draft(plan, shape, done, samples)
         return InFlightStep(
             plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), routed=self._routed(plan, done)
         )
 
-    def _update_state(self, plan: StepPlan) -> None:
-        """Wait for the tokens that a step starts with, and bring the state to where its sequences expect it."""
-        if self._tokens.pending:
-            self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        if plan.zero_rows and self._drafter is not None:
-            zero_fill(plan, self.cache, len(self.model.share.layers))
-        apply_copies(plan, self.cache)
-
     def _graph_for(self, shape: StepShape) -> GraphShape | None:
         """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
         return None if self._graphs is None else self._graphs.shape_for(shape)
 
-    def _resolves_on_device(self, graph: GraphShape | None) -> bool:
-        """Whether a captured step finds the accepted lengths of the step before at its own addresses."""
-        return graph is not None and self._graphs is not None and self._graphs.accepted is self._accepted
-
     def _resolve(self, plan: StepPlan) -> tuple[StepPlan, StepShape]:
-        """Return a plan with what the step before accepted, and its shape. Waits for the device."""
+        """Return a plan with the accepted lengths of the step before, and its shape. Waits for the device."""
         assert self._accepted is not None
         plan = self._accepted.resolve(plan)
         return plan, StepShape.of((plan,), self._routing)
@@ -387,16 +372,8 @@ class Runner:
         if not each:
             return None
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
-        logits = self.model.logits(_take(done.streams_TND, rows))  # every rank has a part in the logits
+        logits = self.model.logits(_take(done.streams_TND, rows))  # a collective call
         return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
-
-    def _broadcast_tokens(self, plan: StepPlan) -> None:
-        """Send the sampled tokens to all ranks that have these sequences.
-
-        After a step that drafts, a later step starts only with tokens that are in its plan, so there is nothing to send.
-        """
-        if not plan.max_drafts:
-            self._tokens.begin(s.slot for s in plan.sequences if s.sample)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""
@@ -417,7 +394,7 @@ class Runner:
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
 
     def _scores(self, plan: StepPlan, done: _Pass) -> dict[int, Logprobs]:
-        """Score the prompt tokens that follow positions ``score`` of each sequence; ranks that do not sample take part."""
+        """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head."""
         found: dict[int, Logprobs] = {}
         streams_TND = done.streams_TND
         if streams_TND is None or not self.model.share.last:

@@ -12,8 +12,8 @@ of the stage before to its own. Further graphs run after it on the same stream:
   draft state (``speculation/draft_state.py``) that the next step and the drafter start from;
 * a graph of one drafter pass, replayed until there are enough draft tokens.
 
-The host is not asked between these graphs. All of them read and write tensors at fixed addresses: the inputs of each shape
-(``step_inputs.py``), the KV page tables by slot, the token sampled last in each slot, logits, streams and draft state.
+The device does not wait for the host between these graphs. All of them use tensors at fixed addresses: the inputs of each shape
+(``step_inputs``), the KV page tables by slot, the token sampled last in each slot, logits, streams and draft state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.packing import empty_last_token, graph_sizes
-from dsv4lite.engine.step_inputs import PageTables, step_batch, step_inputs
+from dsv4lite.engine.packing import PageTables, empty_last_token, step_batch, step_inputs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.kernels.spans import PlacedSpans, place_spans
@@ -42,6 +41,7 @@ from dsv4lite.state.store import StateCache
 
 T = TypeVar("T")
 
+_SIZES = (1, 2, 4, 8)
 _WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
 
 
@@ -64,7 +64,7 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutput:
-    """What a replay leaves on the last stage, of R = sequences x width rows; valid on the same stream until the next replay.
+    """Results of a replay on the last stage, of R = sequences x width rows; valid on the same stream until the next replay.
 
     Attributes:
         placed: Positions, tokens and spans of the sequences, as the device has resolved them.
@@ -90,7 +90,7 @@ class _Captured:
     Attributes:
         graph: The step without sampling.
         inputs: int32, from ``step_inputs``; written before each replay.
-        output: What ``graph`` leaves; of stages but the last one, their streams [B, N, D].
+        output: Of ``graph``; of all stages but the last one, their streams [B, N, D].
         start_drafts: Writes the draft state after the step.
         samplings: Sampling graphs and their results, by what the sequences ask for.
     """
@@ -107,11 +107,9 @@ class StepGraphs:
     """Captured steps of one model and one state; mutable, owned by the engine's thread, captured on its stream.
 
     Args:
-        model: Runs on paged state.
-        cache: The state.
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
-        widths: Most tokens of a sequence, ascending; see ``graph_widths``. A pipeline stage has width 1 alone.
+        widths: Most tokens of a sequence, ascending; see ``graph_widths``. A pipeline stage has only width 1.
         max_tokens: Most rows of a step; larger ones run eagerly. Default: no limit.
         sampling: Samples after the steps, on the rank that does.
         drafter: Drafts after them, together with those of the ranks that work on the same tokens.
@@ -161,7 +159,7 @@ class StepGraphs:
         self._allocate(max_num_seqs)
 
     def _allocate(self, max_num_seqs: int) -> None:
-        """Allocate what a step leaves to later graphs, at addresses that all shapes share."""
+        """Allocate the results that later graphs read, at addresses that all shapes share."""
         share, config, device, dtype = self._model.share, self._model.config, self._cache.device, self._model.numerics.dtype
         rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), self._model.hidden_shape
         self._before = None if share.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
@@ -198,7 +196,7 @@ class StepGraphs:
         return self._before[: shape.sequences * shape.width]
 
     def forget(self) -> None:
-        """Free the graphs: the process groups whose collectives they contain end after them. Nothing can be captured any more."""
+        """Free the graphs, before the process groups whose collectives they contain. Nothing can be captured any more."""
         self._last = None
         self._captured.clear()
         self._passes.clear()
@@ -355,13 +353,17 @@ class StepGraphs:
         self._places.add_(self.drafter.per_pass)
 
 
-def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
-    """Return the most tokens of a sequence in captured steps, ascending.
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    sizes = [size for size in _SIZES if size < most]
+    sizes += range(16, min(most, 64), 8)
+    sizes += range(64, min(most, 256), 32)
+    sizes += range(256, most, 128)
+    return [*sizes, most]
 
-    Args:
-        max_drafts: Most draft tokens of a sequence.
-        adaptive: Whether steps often have fewer.
-    """
+
+def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
+    """Return the most tokens of a sequence in captured steps, ascending; with ``adaptive``, steps often have fewer drafts."""
     if not max_drafts:
         return (1,)
     return (*(width for width in (_WIDTHS if adaptive else _WIDTHS[:1]) if width <= max_drafts), 1 + max_drafts)

@@ -3,15 +3,15 @@
     leader                                       worker
     Start                             ------>
                                       <------    ProbeReport      memory it would use, and facts to compare
-    Load(plan)                        ------>
+    MemoryPlan of all ranks           ------>    loads
                                       <------    LoadProgress …   from rank 0
-                                      <------    Ready
+                                      <------    str              ready for steps; what its warm-up did
     Step(changes, plan)               ------>    runner.launch
                                       <------    StepResult       from ranks that sample
     None                              ------>    the end
 
-A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors travel on the connection for signs of
-life, in both directions: a thread listens there at both ends at all times.
+A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors are sent on the connection for signs
+of life, in both directions: a thread listens there at both ends at all times.
 """
 
 from __future__ import annotations
@@ -20,65 +20,41 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from dsv4lite.config import EngineConfig, LoadProgress
+from dsv4lite.config import EngineConfig
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
 from dsv4lite.parallel.channel import Channel, Closed, portable
-from dsv4lite.parallel.launch import Heartbeat, connections, set_up_child
-from dsv4lite.parallel.mesh import Mesh, gloo_address, join_store
+from dsv4lite.parallel.launch import Heartbeat, set_up_child
+from dsv4lite.parallel.mesh import Mesh, join_store
 from dsv4lite.parallel.rendezvous import Rendezvous, join
 from dsv4lite.planning.memory import MemoryPlan
-from dsv4lite.request import Logprobs
-from dsv4lite.scheduling.step_plan import Sampled, StepShape
+from dsv4lite.scheduling.step_plan import StepShape
 from dsv4lite.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a worker.
-
-    Attributes:
-        config: Settings, without objects of the host; an external worker has its own.
-        rank: Number of the worker.
-        store: Host and port of the store in which ranks find each other.
-    """
+    """The first message to a worker: settings, its rank, and host and port of the store in which ranks find each other."""
 
     config: EngineConfig
     rank: int
     store: tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Load, with this memory plan of all ranks."""
-
-    plan: MemoryPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A worker is ready for steps.
-
-    Attributes:
-        warmed: What its warm-up has done, in words.
-    """
-
-    warmed: str
-
-
 _VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
-Change = tuple[Literal["prepare", "add", "remove", "accept"], tuple[Any, ...]]
-"""A method of ``Runner`` and its arguments."""
+ChangeMethod = Literal["prepare", "add", "remove", "accept"]  # of ``Runner``
+Change = tuple[ChangeMethod, tuple[Any, ...]]
+"""A method and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,28 +73,9 @@ class Step:
     shape: StepShape | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Results of a step; see ``InFlightStep``."""
-
-    results: dict[int, Sampled] = field(default_factory=dict)
-    scores: dict[int, Logprobs] = field(default_factory=dict)
-    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, flight: InFlightStep) -> StepResult:
-        """Wait for a step and return its results."""
-        return cls(results=flight.results(), scores=flight.scores, routed=flight.routed)
-
-
 def main(work: int, life: int, parent: int) -> None:
-    """Run a worker in a child process of the engine's; see ``parallel.launch``.
-
-    Args:
-        work, life: File descriptors of this end's sockets.
-        parent: Number of the engine's process.
-    """
-    channel, life_channel = connections(work, life)
+    """Run a worker in a child process of the engine's process ``parent``, on two sockets; see ``parallel.launch``."""
+    channel, life_channel = Channel(Connection(work)), Channel(Connection(life))
     heartbeat = Heartbeat(life_channel, lambda error: os._exit(1), parent)
     status = 1
     try:
@@ -142,17 +99,10 @@ def main(work: int, life: int, parent: int) -> None:
 
 
 class Worker:
-    """A rank that runs the leader's plans; made and used in one thread.
+    """A rank that runs the leader's plans; made and used in one thread, which runs on a stream of its own.
 
     Attributes:
         mesh: This rank's axes, once it has joined the others.
-
-    Args:
-        config: Settings.
-        rank: Number of this rank.
-        device: Device of this rank; the thread runs on a stream of its own there.
-        work: Connection to the leader.
-        life: Connection for signs of life, which takes errors of other threads.
     """
 
     def __init__(self, config: EngineConfig, rank: int, device: torch.device, work: Channel, life: Channel) -> None:
@@ -161,13 +111,10 @@ class Worker:
         self._runner: Runner | None = None
         self.mesh: Mesh | None = None
         self._reader = PlanReader()
-        self._flights: SimpleQueue[InFlightStep | None] = SimpleQueue()
+        self._launched: SimpleQueue[InFlightStep | None] = SimpleQueue()
 
     def load(self, store: tuple[str, int]) -> ProbeReport:
         """Load together with the other ranks, and return what this one has reported.
-
-        Args:
-            store: Host and port of the store in which ranks find each other.
 
         Raises:
             Closed: The leader is gone.
@@ -176,27 +123,20 @@ class Worker:
         config, rank = self._config, self._rank
         probe = Probe.of(config, self._device, rank, several=True)
         self._work.send(probe.report)
-        load: Load = self._work.receive()
-        host, timeout_s = gloo_address(store[0]), config.start_timeout_s
-        mesh = self.mesh = Mesh.from_store(join_store(*store), config.layout, rank, self._device, host=host, timeout_s=timeout_s)
+        plan: MemoryPlan = self._work.receive()
+        found, timeout_s = join_store(*store), config.start_timeout_s
+        mesh = self.mesh = Mesh.from_store(found, config.layout, rank, self._device, host=store[0], timeout_s=timeout_s)
         grammars = None
         if config.layout.reporter(mesh.place.dp) == rank:
             vocab_size = probe.source.model.vocab_size
             tokenizer = Tokenizer.from_folder(config.tokenizer or probe.source.folder, vocab_size=vocab_size)
             grammars, _ = grammar_compiler(tokenizer, vocab_size)
-        self._runner = probe.build(load.plan, mesh, grammars, self._send_progress if rank == 0 else None)
-        self._work.send(Ready(warmed=self._runner.warmed))
+        self._runner = probe.build(plan, mesh, grammars, self._work.send if rank == 0 else None)
+        self._work.send(self._runner.warmed)
         return probe.report
 
-    def _send_progress(self, progress: LoadProgress) -> None:
-        self._work.send(progress)
-
     def run(self) -> None:
-        """Run plans until the leader closes its engine.
-
-        Raises:
-            Closed: The leader is gone.
-        """
+        """Run plans until the leader closes its engine; raise ``Closed`` if the leader is gone."""
         assert self._runner is not None
         reporting = self._runner.sampler is not None
         # On a GPU another thread waits for results while this one launches the next step.
@@ -205,15 +145,15 @@ class Worker:
             apart.start()
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
-                flight = self._run(step)
-                if flight is None or not reporting:
+                launched = self._run(step)
+                if launched is None or not reporting:
                     continue
                 if self._device.type == "cuda":
-                    self._flights.put(flight)
+                    self._launched.put(launched)
                 else:
-                    self._work.send(StepResult.of(flight))
+                    self._work.send(launched.wait())
         if apart.is_alive():
-            self._flights.put(None)
+            self._launched.put(None)
             apart.join()
 
     def _run(self, step: Step) -> InFlightStep | None:
@@ -235,8 +175,8 @@ class Worker:
 
     def _report(self) -> None:
         try:
-            while (flight := self._flights.get()) is not None:
-                self._work.send(StepResult.of(flight))
+            while (launched := self._launched.get()) is not None:
+                self._work.send(launched.wait())
         except Closed:
             return
         except BaseException as error:
@@ -246,9 +186,7 @@ class Worker:
 class ExternalWorker:
     """A worker in a process of the host's; made and used in the thread of its engine, which runs nothing else.
 
-    Args:
-        host: The host's ranks.
-        on_loss: Called in another thread when a rank is lost, or the leader is gone.
+    ``on_loss`` is called in another thread when a rank is lost, or the leader is gone.
     """
 
     def __init__(self, host: Rendezvous, on_loss: Callable[[EngineDeadError], None]) -> None:
@@ -256,7 +194,7 @@ class ExternalWorker:
         self._on_loss = on_loss
         self._lost: DSV4LiteError | None = None
         self._left = False
-        self._heard = threading.Event()
+        self._knows = threading.Event()
         self._worker: Worker | None = None
 
     def open(self, stack: ExitStack) -> ProbeReport:
@@ -295,18 +233,14 @@ class ExternalWorker:
                 raise self._explained(error) from None
 
     def leave(self) -> None:
-        """Stop, for this process ends; the leader loses a rank."""
+        """Stop because this process ends; the leader loses a rank."""
         self._left = True
         self._work.shut_down()
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error itself: ``run`` raises the cause."""
-        return error
 
     def _lose(self, error: DSV4LiteError) -> None:
         """Make what waits for other ranks fail; called in the thread of the heartbeat."""
         self._lost = error
-        self._heard.set()
+        self._knows.set()
         if isinstance(error, EngineDeadError):  # else nothing was loaded, and ``open`` raises it
             self._on_loss(error)
         self._work.shut_down()
@@ -320,5 +254,5 @@ class ExternalWorker:
                 self._life.send(portable(error))
         if isinstance(error, DSV4LiteError):
             return error
-        self._heard.wait(_VERDICT_S)
+        self._knows.wait(_VERDICT_S)
         return self._lost or error

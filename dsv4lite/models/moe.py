@@ -353,7 +353,7 @@ class MoE(nn.Module):
         No step may run before all of them are filled. Experts that stay on a rank keep their slots.
         """
         assert self.map is not None, "experts stay where they are unless redundant_experts is given"
-        before, self.placement = self.placement, placement.settled(self.placement)
+        before, self.placement = self.placement, placement.keeping_slots(self.placement)
         self.map.set(self.placement)
         rank = self.share.mesh.ep.rank
         pairs = zip(before.held_by(rank), self.placement.held_by(rank), strict=True)

@@ -118,6 +118,4 @@ def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> 
 def _inbox(axis: Axis, numbers: int) -> Inbox | None:
     """Return where parts of so many numbers meet, if they go through memory that the ranks have opened to each other."""
     memory = axis.memory
-    if memory is None or not 0 < numbers <= memory.numbers:
-        return None
-    return Inbox(addresses=memory.addresses, calls=memory.calls, rank=memory.rank, numbers=memory.numbers)
+    return None if memory is None or not 0 < numbers <= memory.inbox.numbers else memory.inbox

@@ -121,7 +121,7 @@ class Share:
             peers=self.peers,
             slots_per_rank=slots_per_rank,
             dtype=numerics.dtype,
-            recorded=numerics.device.type != "cpu",
+            captured=numerics.device.type != "cpu",
         )
         return make_dispatcher(self.dispatcher, ranks)
 

@@ -32,15 +32,11 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Send a message.
-
-        Raises:
-            Closed: The other end is gone.
-        """
+        """Send a message; see ``send_bytes``."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, message: bytes) -> None:
-        """Send a message as ``encode`` returned it, which may go to several ranks.
+        """Send a message as ``encode`` returned it, which may be sent to several ranks.
 
         Raises:
             Closed: The other end is gone.

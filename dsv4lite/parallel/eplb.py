@@ -62,7 +62,7 @@ class Placement:
             slots[expert].append(slot)
         return tuple(tuple(of_expert) for of_expert in slots)
 
-    def settled(self, before: Placement) -> Placement:
+    def keeping_slots(self, before: Placement) -> Placement:
         """Return the same experts on the same ranks, those that a rank held before in the slots where they lay."""
         assert len(before.experts) == len(self.experts) and before.ranks == self.ranks
         placed: list[int] = []

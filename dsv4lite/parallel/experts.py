@@ -72,14 +72,14 @@ class ExpertRanks:
         peers: Ranks that work on the same tokens.
         slots_per_rank: Places for experts on each rank of ep.
         dtype: Of the result of one expert for one token.
-        recorded: Steps are captured as CUDA graphs if they can be.
+        captured: Steps are captured as CUDA graphs if they can be.
     """
 
     ep: Axis
     peers: Axis
     slots_per_rank: int
     dtype: torch.dtype
-    recorded: bool
+    captured: bool
 
     @property
     def together(self) -> bool:
@@ -169,7 +169,7 @@ class AllToAll:
         goal = torch.where(goal < size, goal, ranks.ep.rank)  # no expert: padding stays
         counts = torch.zeros(size, dtype=torch.int64, device=pairs.device).scatter_add_(0, goal, torch.ones_like(goal))
         ones = [1] * size
-        send, receive = torch.stack([counts, ranks.ep.all_to_all(counts, ones, ones)]).tolist()
+        send, receive = torch.stack([counts, ranks.ep.begin_all_to_all(counts, ones, ones).wait()]).tolist()
         order = goal.argsort(stable=True)
         at = order // per_token
         parts = (pairs[order], weights[order], *(row[own][at] for row in rows))
@@ -193,7 +193,7 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
 
     Args:
         choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` where that suffices, else ``all_gather``
-            where steps are recorded, else ``all_to_all``.
+            where steps are captured, else ``all_to_all``.
         ranks: Ranks and sizes.
 
     Raises:
@@ -202,7 +202,7 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     if not isinstance(choice, str):
         return choice(ranks)
     if choice == "auto":
-        choice = "local" if ranks.together else "all_gather" if ranks.recorded else "all_to_all"
+        choice = "local" if ranks.together else "all_gather" if ranks.captured else "all_to_all"
     if choice not in DISPATCHERS:
         raise ConfigError(f"dispatcher={choice!r} is not one of auto, {', '.join(DISPATCHERS)}")
     return DISPATCHERS[choice](ranks)

@@ -37,13 +37,7 @@ _LAST_WORDS_S = 5.0
 
 
 class RankProcess:
-    """The leader's connections to a rank in a child process.
-
-    Attributes:
-        rank: Number of the rank.
-        work: Connection for messages.
-        life: Connection for signs of life and errors.
-    """
+    """The leader's connections to a rank in a child process: ``work`` for messages, ``life`` for signs of life and errors."""
 
     def __init__(self, rank: int, module: str) -> None:
         """Start ``module.main(work, life, parent)``, with the numbers of two sockets and of this process, in a child.
@@ -154,11 +148,6 @@ class Heartbeat:
             if error is not None and not self._stop.is_set():
                 self._on_end(error)
             return
-
-
-def connections(work: int, life: int) -> tuple[Channel, Channel]:
-    """Return the channels of a child's file descriptors, for work and for signs of life."""
-    return Channel(Connection(work)), Channel(Connection(life))
 
 
 def set_up_child(device: torch.device, ranks_here: int) -> None:

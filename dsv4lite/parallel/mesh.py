@@ -1,10 +1,9 @@
 """Named axes of ranks, with their collectives as methods.
 
-An axis of size 1 does nothing and needs no torch.distributed. Others hold a process group, which may be the host's own or one that
-``Mesh.from_store`` makes besides any default group; nothing here is ever initialised for the process as a whole.
+An axis of size 1 does nothing and needs no torch.distributed. Others hold a process group: the host's own, or one that
+``Mesh.from_store`` makes. There is never a default group for the process.
 
-Collectives return once the result can be used by the current stream; those that ``begin`` return at once. Rows are the first
-dimension.
+Collectives return once the current stream can use the result; those that ``begin`` return at once. Rows are the first dimension.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -114,32 +113,25 @@ class Axis:
         works = [group._allgather_base(_plain(to.flatten()), _plain(x.flatten())) for to, x in zip(gathered, sent, strict=True)]
         return _Transfer(gathered, [group._end_coalescing()] if together else works, sent)
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of the sum, the ``rank``-th of ``size`` equal parts of ``dim``."""
-        return self.begin_reduce_scatter(x, dim).wait() if self.size > 1 else x
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum: the ``rank``-th of ``size`` equal numbers of rows."""
+        return self.begin_reduce_scatter(x).wait() if self.size > 1 else x
 
-    def begin_reduce_scatter(self, x: Tensor, dim: int = 0) -> Transfer:
-        """Begin to sum and scatter, as ``reduce_scatter``; ``x`` must not be written to before ``wait``."""
-        if x.shape[dim] % self.size:
+    def begin_reduce_scatter(self, x: Tensor) -> Transfer:
+        """Begin ``reduce_scatter``; ``x`` must not be written to before ``wait``."""
+        if len(x) % self.size:
             raise ConfigError(
-                f"axis {self.name}: dimension {dim} of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
+                f"axis {self.name}: rows of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
             )
-        parts = x.contiguous().unflatten(0, (self.size, -1)) if dim == 0 else torch.stack(x.chunk(self.size, dim))
-        mine = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-        return _Transfer(mine, [self._group._reduce_scatter_base(mine.flatten(), parts.flatten())], parts)
-
-    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Return the rows that all ranks send to this one, in the order of the ranks.
-
-        Args:
-            x: Rows [N, ...], first those for rank 0, then those for rank 1, …
-            send_counts: Rows for each rank.
-            receive_counts: Rows from each rank.
-        """
-        return self.begin_all_to_all(x, send_counts, receive_counts).wait() if self.size > 1 else x
+        x = x.contiguous()
+        mine = torch.empty(len(x) // self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        return _Transfer(mine, [self._group._reduce_scatter_base(mine.flatten(), x.flatten())], x)
 
     def begin_all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
-        """Begin ``all_to_all``; ``x`` must not be written to before ``wait``."""
+        """Begin to send numbers of rows [N, ...] to all ranks, and to receive as many from each; both in the order of the ranks.
+
+        ``x`` must not be written to before ``wait``.
+        """
         received = torch.empty(sum(receive_counts), *x.shape[1:], dtype=x.dtype, device=x.device)
         sent = x.contiguous()
         work = self._group.alltoall_base(_plain(received), _plain(sent), list(receive_counts), list(send_counts))
@@ -156,12 +148,8 @@ class Axis:
         options.rootRank, options.rootTensor = source, 0
         return _Transfer(x, [self._group.broadcast([_plain(x)], options)])
 
-    def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank along the axis, which must ``receive`` it."""
-        self.begin_send(x, to).wait()
-
     def begin_send(self, x: Tensor, to: int) -> Transfer:
-        """Begin ``send``; ``x`` must not be written to before ``wait``."""
+        """Begin to send a tensor to a rank along the axis, which must ``receive`` it; it must not be written to before ``wait``."""
         x = x.contiguous()
         return _Transfer(x, [self._group.send([_plain(x)], to, 0)])
 
@@ -216,34 +204,30 @@ class Mesh:
     def outline(cls, layout: Layout, rank: int) -> Mesh:
         """Return the mesh of one rank without its groups: for sizes of shards, not for collectives."""
         place = layout.place(rank)
-        axes = {name: Axis(name, getattr(place, name), getattr(layout, name), _Outline()) for name in AXES}
+        axes = {name: Axis(name, getattr(place, name), getattr(layout, name), object()) for name in AXES}
         return cls(layout=layout, rank=rank, replica=None, **axes)
 
     @classmethod
     def from_store(
         cls, store: Store, layout: Layout, rank: int, device: torch.device, *, host: str = "", timeout_s: float = 600.0
     ) -> Mesh:
-        """Return a mesh with groups of its own, which find each other in a store: NCCL for a GPU, gloo for a CPU.
-
-        No default group is needed, and none is made. Every rank must call this.
+        """Return a mesh with groups of its own, NCCL for a GPU, gloo for a CPU; a collective call.
 
         Args:
             store: Where the ranks find each other; the keys of another mesh must not be in it.
             layout: Of the mesh.
             rank: Of this process in the layout.
             device: Of this rank's tensors.
-            host: Address at which gloo listens; default is that of this machine's name.
+            host: Name under which ranks reach the store; with ``LOOPBACK`` gloo listens there alone, else at this machine's name.
             timeout_s: Seconds after which a collective gives up.
         """
-        mine = [ranks for ranks in _all_groups(layout) if rank in ranks]
-        made = {ranks: _make_group(store, ranks, rank, device, host, timedelta(seconds=timeout_s)) for ranks in mine}
+        # Every group of more than one rank, once, in an order that is the same on every rank.
+        groups = sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
+        time_limit = timedelta(seconds=timeout_s)
+        made = {ranks: _make_group(store, ranks, rank, device, host, time_limit) for ranks in groups if rank in ranks}
         near, memory = layout.group(layout.exchanging, rank), None
         if device.type == "cuda" and len(near) in SIZES:
             memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)
-        return cls._assemble(layout, rank, made, memory)
-
-    @classmethod
-    def _assemble(cls, layout: Layout, rank: int, made: Mapping[tuple[int, ...], Group], memory: PeerMemory | None = None) -> Mesh:
         axes = {}
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
@@ -251,10 +235,10 @@ class Mesh:
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
-        """Make collectives that wait for other ranks fail; the mesh cannot be used afterwards. For groups of its own only.
+        """Make collectives that wait for other ranks fail; the mesh cannot be used afterwards. Only for groups of its own.
 
-        Returns at once, and threads abort the groups: NCCL's abort waits until the CUDA graphs with its collectives are freed, and
-        the abort of one group may wait for a kernel of another.
+        Returns at once. Each group is aborted in a thread: NCCL's abort waits until the CUDA graphs with its collectives are freed,
+        and the abort of one group may wait for a kernel of another.
         """
         memory = getattr(self, self.layout.exchanging).memory
         if memory is not None:
@@ -289,7 +273,7 @@ def open_store(host: str, bind: str) -> Store:
 
     Args:
         host: Name under which this machine is reached.
-        bind: Address to listen at, empty for all. By default the store would listen at all, and it asks for no password.
+        bind: Address to listen at, empty for all. The store's default is all, and it asks for no password.
     """
     listening = socket.create_server((bind, 0))
     port, number = listening.getsockname()[1], listening.detach()  # the store closes it
@@ -297,11 +281,6 @@ def open_store(host: str, bind: str) -> Store:
         host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=number, use_libuv=True
     )
     return store
-
-
-def gloo_address(host: str) -> str:
-    """Return the address at which gloo listens if the store is at ``host``: loopback, or empty for gloo's default."""
-    return host if host == LOOPBACK else ""
 
 
 def join_store(host: str, port: int) -> Store:
@@ -317,15 +296,6 @@ def _abort(group: Group) -> None:
         log.warning("a process group of the engine was not aborted properly: %s", error)
 
 
-class _Outline:
-    """Placeholder for a process group."""
-
-
-def _all_groups(layout: Layout) -> list[tuple[int, ...]]:
-    """Return the ranks of every group of more than one rank, once, in an order that is the same on every rank."""
-    return sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
-
-
 def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, host: str, timeout: timedelta) -> Group:
     place = _part_of(store, "", ranks)
     position, size = ranks.index(rank), len(ranks)
@@ -333,7 +303,7 @@ def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.d
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(place, position, size, options)
-    if not host:
+    if host != LOOPBACK:
         return dist.ProcessGroupGloo(place, position, size, timeout)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname=host)]

@@ -1,6 +1,6 @@
 """Memory that ranks of one machine open to each other, so that a kernel can write to all of them.
 
-CUDA's driver does it (``cuIpc…``), and a store carries the handles; no process group takes part. Where one rank cannot, none does:
+CUDA's driver does it (``cuIpc…``), and handles are exchanged in a store, without a process group. If one rank cannot, none does:
 drivers and containers differ, and ranks may be on several machines.
 """
 
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS, Inbox
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -27,17 +29,14 @@ MOST_NUMBERS = 1 << 18
 """Numbers of the largest sum that goes through it."""
 SIZES = (2, 4)
 """Numbers of ranks that use it: kernels want a power of two, and each rank writes to all others, which is not measured for more."""
-_BUFFERS = 3
-_BLOCK = 1024  # of one counter
 _HANDLE_BYTES = 64
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_NOTHING_YET = 0x80000000  # -0.0 marks a place that is not written yet
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def opened_bytes(ranks: int) -> int:
     """Return what each of so many ranks opens to the others, if they are GPUs of one machine."""
-    return _BUFFERS * ranks * MOST_NUMBERS * 4 if ranks in SIZES else 0
+    return TURNS * ranks * MOST_NUMBERS * 4 if ranks in SIZES else 0
 
 
 class Refused(Exception):
@@ -50,25 +49,19 @@ class _Handle(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PeerMemory:
-    """The buffers of all ranks, int32 [3, ranks, numbers] each: three in turn, in which every rank has a place for its numbers.
+    """The buffers of all ranks.
 
     Attributes:
-        addresses: int64 [ranks + 1] on the device: of the buffers, in the order of ranks, then of ``abandoned``.
-        calls: int64 on the device, zeros: counters of the kernels that use the buffers, one for every 1024 numbers.
+        inbox: Their addresses, for kernels.
         abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must not wait for peers any more.
-        rank: Position of this rank.
-        numbers: Size of a rank's place, in numbers of 32 bits.
     """
 
-    addresses: Tensor
-    calls: Tensor
+    inbox: Inbox
     abandoned: Tensor
-    rank: int
-    numbers: int
 
     @classmethod
     def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int = MOST_NUMBERS) -> PeerMemory | None:
-        """Return the memory, filled with -0.0, or ``None`` if a rank cannot have it. All ranks must call this.
+        """Return the memory, filled with ``EMPTY``, or ``None`` if a rank cannot have it; a collective call.
 
         Args:
             store: Of these ranks; it must have no other keys.
@@ -77,21 +70,16 @@ class PeerMemory:
             numbers: How many numbers of 32 bits each rank can send.
         """
         with torch.cuda.device(device):
-            calls = torch.zeros(-(-numbers // _BLOCK), dtype=torch.int64, device=device)  # and a context for the driver
-            found = open_buffers(store, rank, size, _BUFFERS * size * numbers)
+            calls = torch.zeros(-(-numbers // EXPERT_COLUMNS), dtype=torch.int64, device=device)  # and a context for the driver
+            found = open_buffers(store, rank, size, TURNS * size * numbers)
         if isinstance(found, str):
             log.info("ranks add up all parts with NCCL: their memory is closed to each other (%s)", found)
             return None
         own, opened, driver = found
-        places = [*opened[:rank], own, *opened[rank:]]
         abandoned = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
-        memory = cls(
-            addresses=torch.tensor([*places, abandoned.data_ptr()], dtype=torch.int64, device=device),
-            calls=calls,
-            abandoned=abandoned,
-            rank=rank,
-            numbers=numbers,
-        )
+        places = [*opened[:rank], own, *opened[rank:], abandoned.data_ptr()]
+        inbox = Inbox(torch.tensor(places, dtype=torch.int64, device=device), calls, rank, numbers)
+        memory = cls(inbox, abandoned)
         weakref.finalize(memory, driver.free, own, opened).atexit = False
         return memory
 
@@ -111,10 +99,10 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def allocate(self, count: int) -> int:
-        """Return the address of numbers of 32 bits, all -0.0."""
+        """Return the address of numbers of 32 bits, all ``EMPTY``."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
-        self._call("cuMemsetD32_v2", address, ctypes.c_uint(_NOTHING_YET), ctypes.c_size_t(count))
+        self._call("cuMemsetD32_v2", address, ctypes.c_uint(EMPTY & 0xFFFFFFFF), ctypes.c_size_t(count))
         self._call("cuCtxSynchronize")
         return address.value
 
@@ -165,7 +153,7 @@ def open_buffers(store: Store, rank: int, size: int, count: int) -> tuple[int, l
                     opened.append(driver.open(bytes.fromhex(theirs)))
         except Refused as error:
             problem = str(error)
-        problems = [text for text in _exchange(store, "opened", rank, size, problem) if text]
+        problems = list(filter(None, _exchange(store, "opened", rank, size, problem)))
     if not problems:
         return own, opened, driver
     if own:

@@ -41,7 +41,7 @@ class Rendezvous:
         config: Settings, with the sizes that a device mesh has brought.
         rank: Number of this rank in the layout.
         groups: Process groups of the host; gathering over one after the other reaches every rank.
-        problem: What is wrong with the groups or the settings; the other ranks learn it from ``agree``.
+        problem: What is wrong with the groups or the settings; the other ranks get it from ``agree``.
     """
 
     config: EngineConfig
@@ -54,10 +54,15 @@ class Rendezvous:
         """Find out which rank this is.
 
         Raises:
-            ConfigError: There are no groups, so that the other ranks cannot be told.
+            ConfigError: There are no groups, so that the other ranks cannot get the error.
         """
         if config.device_mesh is not None:
-            return cls._of_mesh(config, config.device_mesh)
+            groups = tuple(config.device_mesh.get_all_groups())
+            try:
+                config, rank = _read_mesh(config, config.device_mesh)
+            except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
+                return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
+            return cls(config=config, rank=rank, groups=groups)
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "executor='external' needs the host's ranks: call torch.distributed.init_process_group (torchrun starts them), "
@@ -73,15 +78,6 @@ class Rendezvous:
         config = replace(config, executor="external", device_mesh=None, process_group=None)
         return cls(config=config, rank=rank, groups=(group,), problem=problem)
 
-    @classmethod
-    def _of_mesh(cls, config: EngineConfig, mesh: Any) -> Rendezvous:
-        groups = tuple(mesh.get_all_groups())
-        try:
-            config, rank = _read_mesh(config, mesh)
-        except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
-            return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
-        return cls(config=config, rank=rank, groups=groups)
-
     def exchange(self, mine: object) -> dict[int, Any]:
         """Return the values ``mine`` of all ranks, by rank; a collective call.
 
@@ -94,35 +90,16 @@ class Rendezvous:
             try:
                 dist.all_gather_object(gathered, known, group=group)
             except RuntimeError as error:
-                raise EngineDeadError(f"the host's ranks did not all come to make the engine: {error}", phase="start") from error
+                raise EngineDeadError(f"not all ranks of the host have made the engine: {error}", phase="start") from error
             for part in gathered:
                 known |= part
         return known
 
-    def compare(self, versions: Mapping[str, str]) -> None:
-        """Raise unless all ranks run the same software: later messages are pickled, and other versions may not read them.
-
-        Args:
-            versions: Of this rank, by name of the package.
-
-        Raises:
-            ConfigError: They differ; on every rank.
-        """
-        told = self.exchange(dict(versions))
-        first = told[0] if 0 in told else told[min(told)]
-        problems = [
-            f"{name} is {found.get(name)} on rank {rank} and {first.get(name)} on rank 0"
-            for rank, found in sorted(told.items())
-            for name in first
-            if found.get(name) != first[name]
-        ]
-        if problems:
-            raise ConfigError("the ranks of an engine must run the same software: " + "; ".join(problems))
-
-    def agree(self, error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
+    def agree(self, versions: Mapping[str, str], error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
         """Raise on all ranks what is wrong with any of them; a collective call.
 
         Args:
+            versions: Of this rank's software. They are compared first: errors are pickled, and other versions may not read them.
             error: What is wrong with this rank: its ``problem``, or another error.
             device: Name of its device that is unique on its machine, or empty if ranks may share it.
 
@@ -132,18 +109,31 @@ class Rendezvous:
         Raises:
             DSV4LiteError: What is wrong with a rank, on every rank.
         """
-        told = self.exchange((socket.gethostname(), device, None if error is None else portable(error)))
-        for rank, (_, _, problem) in sorted(told.items()):
+        if problems := differences(self.exchange(dict(versions))):
+            raise ConfigError("the ranks of an engine must run the same software: " + "; ".join(problems))
+        found = self.exchange((socket.gethostname(), device, None if error is None else portable(error)))
+        for rank, (_, _, problem) in sorted(found.items()):
             if problem is not None:
                 raise error if rank == self.rank and error is not None else problem
         owners: dict[tuple[str, str], int] = {}
-        for rank, (machine, used, _) in sorted(told.items()):
+        for rank, (machine, used, _) in sorted(found.items()):
             if used and owners.setdefault((machine, used), rank) != rank:
                 raise ConfigError(
                     f"ranks {owners[machine, used]} and {rank} have the same device, {used} on {machine}: every rank needs a GPU "
                     "of its own, by LOCAL_RANK or the setting device='cuda:N'; use fewer ranks if there are not enough"
                 )
-        return {rank: name for rank, (name, _, _) in told.items()}
+        return {rank: name for rank, (name, _, _) in found.items()}
+
+
+def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Return in which facts, in words, ranks differ from the first one."""
+    first = 0 if 0 in facts else min(facts)  # a rank without a place in the layout has a negative number
+    return [
+        f"{name} is {found.get(name)} on rank {rank} and {facts[first].get(name)} on rank {first}"
+        for rank, found in sorted(facts.items())
+        for name in dict.fromkeys((*facts[first], *found))
+        if found.get(name) != facts[first].get(name)
+    ]
 
 
 def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
@@ -185,7 +175,7 @@ class ExternalRank:
         return "has ended, or its machine cannot be reached"
 
     def kill(self, error: DSV4LiteError) -> None:
-        """Send the rank the error that ended the engine; its process is the host's and goes on."""
+        """Send the rank the error that ended the engine; its process, the host's, continues."""
         try:
             self.life.send(error)
         except Closed:
@@ -225,7 +215,6 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
     """Accept the connections of the other ranks; called by rank 0.
 
     Args:
-        ranks: The host's ranks.
         machines: Name of each rank's machine.
         timeout_s: Seconds until all ranks must have connected.
 
@@ -235,8 +224,7 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
     Raises:
         EngineDeadError: Not all ranks connected in time.
     """
-    place, token, others = _listening_place(machines), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
-    name, bind = place
+    (name, bind), token, others = _listening_place(machines), secrets.token_bytes(_TOKEN_BYTES), len(machines) - 1
     pending: dict[int, dict[int, socket.socket]] = {}
     pids: dict[int, int] = {}
     with socket.create_server((bind, 0)) as server:
@@ -261,7 +249,7 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
             rank, kind, pid = (int.from_bytes(hello[_TOKEN_BYTES + i : _TOKEN_BYTES + i + 4], "little") for i in (0, 4, 8))
             pending.setdefault(rank, {})[kind], pids[rank] = end, pid
     channels = {rank: [_channel(ends[kind]) for kind in (0, 1)] for rank, ends in pending.items()}
-    return place, {rank: ExternalRank(rank, machines[rank], pids[rank], *pair) for rank, pair in channels.items()}
+    return (name, bind), {rank: ExternalRank(rank, machines[rank], pids[rank], *pair) for rank, pair in channels.items()}
 
 
 def join(ranks: Rendezvous, timeout_s: float) -> tuple[Channel, Channel]:

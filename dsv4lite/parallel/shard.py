@@ -106,7 +106,7 @@ def slice_for(rule: Rule, shape: Sequence[int], rank: int, size: int, *, block: 
         name: Named in errors.
 
     Raises:
-        ConfigError: The parts would be unequal, or a border would go through a scale block.
+        ConfigError: The parts would be unequal, or a cut would go through a scale block.
     """
     whole = [slice(0, n) for n in shape]
     if isinstance(rule, Replicate) or size == 1:

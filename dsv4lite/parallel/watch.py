@@ -1,10 +1,11 @@
-"""Supervision of ranks by the leader: one thread that notices ranks that die, fail, or give no sign of life."""
+"""The leader's watch over its ranks: one thread that notices ranks that die, fail, or give no sign of life."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import cast
@@ -21,7 +22,6 @@ class Loss:
     """A rank that is lost.
 
     Attributes:
-        rank: Which.
         reason: In words, without a subject: ``gave no sign of life for 10 s``.
         error: What it raised, if it did.
         gone: Its connection ended.
@@ -52,14 +52,15 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="dsv4lite-ranks", daemon=True)
         self._thread.start()
 
-    def expect(self, rank: int, within_s: float, what: str) -> None:
-        """Count a rank as lost unless ``fulfilled`` is called within so many seconds; ``what`` names what it should do."""
-        reason = f"did not {what} within {within_s:g} s: it, or a rank that it waits for, is stuck"
-        self._deadline = (time.monotonic() + within_s, rank, reason)
-
-    def fulfilled(self) -> None:
-        """Expect nothing any more."""
-        self._deadline = None
+    @contextmanager
+    def within(self, seconds: float, rank: int, what: str) -> Iterator[None]:
+        """Count a rank as lost if the block takes longer; ``what`` names what the rank should do in it."""
+        reason = f"did not {what} within {seconds:g} s: it, or a rank that it waits for, is stuck"
+        self._deadline = (time.monotonic() + seconds, rank, reason)
+        try:
+            yield
+        finally:
+            self._deadline = None
 
     def await_decision(self) -> None:
         """Wait for a loss that is about to be noticed: until ``on_loss`` has returned, at most 1.5 seconds."""

@@ -140,7 +140,6 @@ class StepShape(NamedTuple):
         sequences: Of the replica with the most.
         width: Tokens of the longest span.
         decodes: All spans are one token and drafts, and sample, without scores or routed experts.
-        in_flight: The token of a span is in flight.
         max_drafts: Drafts that are wanted after each span.
         longest: Length of the longest sequence after the step, if all drafts are accepted.
         unresolved: Some sequence continues from accepted lengths that only the device knows.
@@ -150,7 +149,6 @@ class StepShape(NamedTuple):
     sequences: int
     width: int
     decodes: bool
-    in_flight: bool
     max_drafts: int = 0
     longest: int = 0
     unresolved: bool = False
@@ -164,7 +162,7 @@ class StepShape(NamedTuple):
             routed: Sequences whose experts are wanted.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, in_flight, unresolved = True, False, False
+        decodes, unresolved = True, False
         for plan in plans:
             if plan is None:
                 continue
@@ -174,13 +172,12 @@ class StepShape(NamedTuple):
             longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, ahead), default=0))
             own, count = sum(lengths), len(lengths)
             decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
-            in_flight = in_flight or (IN_FLIGHT,) in token_ids
             unresolved = unresolved or ahead.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, in_flight, max_drafts, longest, unresolved)
+        return cls(tokens, sequences, width, decodes, max_drafts, longest, unresolved)
 
 
 class Sampled(NamedTuple):

@@ -27,7 +27,6 @@ class DraftState:
         slots_S: int32, -1 for padding.
         window_SP: int32, window pages of the step before, ``NO_PAGE`` where there are none.
         window_first_S: int32, logical number of the first of them.
-        plans: Of the step before, for drafters whose ops read positions on the host.
         most: Where replicas share experts, sequences of the replica with the most.
     """
 
@@ -37,7 +36,6 @@ class DraftState:
     slots_S: Tensor
     window_SP: Tensor
     window_first_S: Tensor
-    plans: tuple[SequencePlan, ...] = ()
     most: int | None = None
 
     @classmethod
@@ -81,7 +79,6 @@ class DraftState:
             slots_S=slots_S.int(),
             window_SP=table[:, 4:].int(),
             window_first_S=first_S.int(),
-            plans=tuple(plans),
             most=most,
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
+from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowFormat, page_bytes
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 
@@ -54,7 +55,7 @@ class SharedStore(NamedTuple):
 
     Attributes:
         name: Of the store, in both layers.
-        layer: Index of the layer that has it, in the same spec and before this one.
+        layer: Index of the layer that has it, in the same spec, which is that of one pipeline stage, and before this one.
     """
 
     name: str
@@ -101,6 +102,15 @@ class StateSpec:
 
     layers: tuple[LayerSpec, ...]
     copies: int = 1
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            for part in layer:
+                if isinstance(part, SharedStore) and not 0 <= part.layer < i:
+                    raise ConfigError(
+                        f"layer {i} of a rank reads the store {part.name!r} of layer {part.layer}, which is not before it on this"
+                        " rank: choose a pipeline_parallel_size that leaves both on one stage"
+                    )
 
     @property
     def stores(self) -> list[StoreSpec]:

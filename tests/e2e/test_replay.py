@@ -118,7 +118,7 @@ def edit(path: Path, target: Path, **changes: Any) -> Path:
 def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) -> None:
     dump = StepDump.load(paged["mixed"])
     assert [len(s.token_ids) for s in dump.plan.sequences] == [1, 36] and dump.graph is None
-    assert dump.reason == "it was asked for" and dump.versions["torch"] == version("torch")
+    assert dump.reason == "it was requested" and dump.versions["torch"] == version("torch")
     report = replay(paged["mixed"])
     assert report.first is None and report.notes == (NO_KERNELS,) and {op.layer for op in report.ops} == {None, *range(6)}
     assert not any(op.compared for op in report.ops), "there are no kernels on a CPU"

@@ -13,9 +13,11 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig, NGram
 from dsv4lite.debug.replay import replay
 from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.kernels.rows import PlainRow
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.state.spec import SharedStore, StateSpec, StoreSpec
 from tests.e2e.engines import MODEST, opened, prompts_of
 from tests.family.tiny import CONFIG, TINY, make_weights, write_model
 
@@ -150,3 +152,10 @@ def test_what_the_family_lacks_is_refused(folder: Path) -> None:
         plan_memory(EngineConfig(model=str(folder), family=TINY, device="cpu", tensor_parallel_size=3))
     with opened(folder, family=TINY) as llm, pytest.raises(UnsupportedError, match="no chat format"):
         llm.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("layer", [-1, 1, 2])
+def test_store_of_a_layer_that_is_not_before_on_the_same_stage_is_refused(layer: int) -> None:
+    """A negative index read the store of another layer."""
+    with pytest.raises(ConfigError, match=rf"layer 1 of a rank reads the store 'kv' of layer {layer}, .* pipeline_parallel_size"):
+        StateSpec(layers=((StoreSpec("kv", PlainRow(8, torch.float32)),), (SharedStore("kv", layer),)))

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few
+from dsv4lite.kernels.all_reduce import all_reduce_few
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import PeerMemory
@@ -33,7 +33,7 @@ def main(rank: int, size: int, port: int) -> None:
     memory = PeerMemory.open(dist.PrefixStore("bench", store), rank, size, device, numbers=max(KIB) * 256)
     if memory is None:
         sys.exit("ranks cannot open their memory to each other")
-    inbox = Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+    inbox = memory.inbox
     few = torch.zeros(1, device=device)
 
     def barrier() -> Tensor:

@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import Inbox
 from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
 from dsv4lite.kernels.experts.decode_small import ExpertSum
 from dsv4lite.layout import Layout
@@ -36,7 +35,7 @@ def main(rank: int, size: int, port: int) -> None:
     memory, nccl = ep.memory, Axis("ep", rank, size, ep.group)
     if memory is None:
         sys.exit("ranks cannot open their memory to each other")
-    inbox = Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+    inbox = memory.inbox
     few = torch.zeros(1, device=device)
 
     def barrier() -> Tensor:

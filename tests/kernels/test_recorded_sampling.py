@@ -105,7 +105,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         if not flights or (plan is not None and len(flights) <= most):
             continue
         landing = flights.popleft()
-        results = landing.results()
+        results = landing.wait().sampled
         for seq_id in runner.hosted.intersection(results):
             for one in (results[seq_id], *results[seq_id].after):
                 runner.accept(seq_id, one.token_id)
@@ -142,7 +142,7 @@ def test_runs_after_unchecked_drafts_sample_as_others_do() -> None:
                 behind.append(any(s.unresolved is not None for s in flights[-1].plan.sequences))
             if plan is None or len(flights) > 1:
                 landing = flights.popleft()
-                updates += scheduler.update(landing.plan, landing.results())
+                updates += scheduler.update(landing.plan, landing.wait().sampled)
         scores = [(x.rank, round(x.logprob, 3)) for update in updates for x in update.logprobs]
         texts.append(([token for update in updates for token in update.token_ids], scores))
     assert texts[0] == texts[1] and len(texts[0][0]) == 11

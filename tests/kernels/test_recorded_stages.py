@@ -93,7 +93,7 @@ class Line:
     def launch(self, plan: StepPlan) -> Any:
         self.work.put(partial(self.stages[1].launch, plan))
         assert self.stages[0].launch(plan).samples is None
-        return type("Flight", (), {"plan": plan, "results": lambda flight: self.flights.get(timeout=PATIENCE_S).results()})()
+        return type("Flight", (), {"plan": plan, "wait": lambda flight: self.flights.get(timeout=PATIENCE_S).wait()})()
 
     def add(self, *args: Any) -> None:
         self.stages[0].add(*args)

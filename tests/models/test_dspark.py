@@ -19,7 +19,7 @@ from dsv4lite.debug.watch import OpWatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
-from dsv4lite.kernels.rows import UnquantizedRow, RowStore
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.deepseek_v4 import dspark
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter

@@ -1,4 +1,4 @@
-"""What a process holds, by name, so that what is left behind can be told from what an earlier test lets go of late."""
+"""What a process holds, by name, so that a test can tell its own leaks from what an earlier test frees late."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Job:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
-    """Write a checkpoint whose config nobody reads."""
+    """Write a checkpoint with an empty config."""
     return write_checkpoint(folder, {}, tensors.items())
 
 
@@ -155,5 +155,5 @@ def run(model: DeepseekV4, mesh: Mesh, job: Job) -> Tensor | None:
         if model.share.last:
             parts.append(model.logits(streams))
         else:
-            mesh.pp.send(streams, mesh.pp.rank + 1)
+            mesh.pp.begin_send(streams, mesh.pp.rank + 1).wait()
     return torch.cat(parts) if parts else None

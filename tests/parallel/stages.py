@@ -66,7 +66,7 @@ def layer_outputs(mesh: Mesh, job: Job, inputs: Sequence[Tensor] | None = None) 
     Args:
         mesh: Of the ranks.
         job: Of one prompt.
-        inputs: What such a run returned: each stage goes on from there, and not from its own results.
+        inputs: What such a run returned: each stage starts from it, and not from its own results.
     """
     model = build(mesh, job)
     batch, caches = start(model, job.prompts[0])

@@ -1,4 +1,4 @@
-"""Whole engines of several ranks on gloo: the same results as one rank, and an end for everybody when one of them is lost."""
+"""Whole engines of several ranks on gloo: the same results as one rank, and errors for all requests when a rank is lost."""
 
 from __future__ import annotations
 
@@ -55,47 +55,40 @@ class Repeat:
         pass
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"executor": "process"},
-        {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread", "speculative": Repeat()},
-        {"expert_parallel_size": 2, "executor": "thread"},
-        {"pipeline_parallel_size": 2, "executor": "thread"},
-    ],
-    ids=["process", "tp", "ep", "pp"],
-)
-def test_ranks_give_what_one_rank_gives(
-    model: Path,
-    expected: list[RequestOutput],
-    settings: dict[str, Any],
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    overlap = request.node.callspec.id in ("ep", "pp")  # tokens in flight reach the other ranks by themselves
-    with overlapping(overlap), LLM(str(model), **tight(model, **settings)) as llm:
+def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model: Path, expected: list[RequestOutput]) -> None:
+    with LLM(str(model), **tight(model, executor="process")) as llm:
         assert_same(all_kinds(llm), expected)
         engine_of(llm).check().result(ENOUGH_S)
-        pids = processes(llm)
-        assert len(pids) == llm.config.layout.world - (llm.config.place_of_ranks == "thread")
-    assert not any(map(is_alive, pids.values())) and not caplog.messages  # none had to be killed
+        (pid,) = processes(llm).values()
+        assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 0, pid, "was killed by SIGKILL")
+    assert not is_alive(pid)
 
 
-def test_dispatcher_may_be_the_users_own_and_ranks_of_one_machine_listen_at_loopback_only(model: Path) -> None:
-    """torch's TCPStore listened at all addresses, and let every machine in."""
+def test_stages_in_processes_give_what_one_rank_gives_and_end_by_themselves(
+    model: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens in flight reach the first stage from the last one."""
+    with overlapping(True), LLM(str(model), **tight(model, pipeline_parallel_size=2, executor="thread")) as llm:
+        assert_same(all_kinds(llm), expected)
+        engine_of(llm).check().result(ENOUGH_S)
+        (pid,) = processes(llm).values()
+    assert not is_alive(pid) and not caplog.messages  # it did not have to be killed
+
+
+def test_objects_of_the_host_work_with_ranks_in_processes_which_listen_at_loopback_only(
+    model: Path, expected: list[RequestOutput]
+) -> None:
+    """A speculator and a dispatcher; torch's TCPStore listened at all addresses."""
     before = listening()
-    greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
-    outputs = []
-    for settings in ({}, {"expert_parallel_size": 2, "executor": "thread", "dispatcher": Marked}):
-        with LLM(str(model), **MODEST, **settings) as llm:
-            outputs.append([llm.generate({"prompt_token_ids": PROMPTS[0]}, greedy)])
-            executor = engine_of(llm)._executor
-            if isinstance(executor, MultiRankExecutor) and executor._local is not None:
-                used = [layer.ffn.dispatch for layer in executor._local.model.layers]
-                mine = listening() - before
-                found = mine.union(*map(listening, processes(llm).values()))
-    assert_same(*outputs)
-    assert all(isinstance(one, Marked) and one.calls == 4 and one.ranks.ep.size == 2 for one in used)
+    settings = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}
+    with LLM(str(model), **tight(model, **settings, speculative=Repeat(), dispatcher=Marked)) as llm:
+        assert_same(all_kinds(llm), expected)
+        executor = engine_of(llm)._executor
+        assert isinstance(executor, MultiRankExecutor) and executor._local is not None
+        used = [layer.ffn.dispatch for layer in executor._local.model.layers]
+        mine = listening() - before
+        found = mine.union(*map(listening, processes(llm).values()))
+    assert all(isinstance(one, Marked) and one.calls > 4 and one.ranks.ep.size == 2 for one in used)
     del executor, used  # they hold the store
     assert len(mine) >= 1 and {address for address, _ in found} == {"0100007F"}
     assert listening() <= before
@@ -127,15 +120,6 @@ def test_bad_settings_of_balancing_are_refused(settings: dict[str, Any], message
         EngineConfig(model="m", **settings)
 
 
-def test_slots_for_experts_must_divide(model: Path) -> None:
-    settings = {"expert_parallel_size": 2, "redundant_experts": 1, "executor": "thread"}
-    with (
-        pytest.raises(ConfigError, match="5 expert slots on 2 ranks: must be a multiple of 2"),
-        LLM(str(model), **MODEST, **settings),
-    ):
-        pass
-
-
 def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseException]:
     """Send a signal to a rank, and return what open requests and the next one get."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -161,29 +145,27 @@ def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseE
     return errors
 
 
+def assert_lost(errors: list[BaseException], rank: int, pid: int, reason: str) -> None:
+    for error in errors:
+        assert isinstance(error, EngineDeadError)
+        assert error.rank == rank and error.phase == "step"
+        assert f"rank {rank} (process {pid}) {reason}" in str(error)
+
+
 @pytest.mark.parametrize(
-    ("settings", "rank", "number", "reason", "busy"),
-    [
-        ({"executor": "process"}, 0, signal.SIGKILL, "was killed by SIGKILL", False),
-        ({"expert_parallel_size": 2, "executor": "thread"}, 1, signal.SIGKILL, "was killed by SIGKILL", True),
-        ({"expert_parallel_size": 2, "rank_timeout_s": 3}, 1, signal.SIGSTOP, "gave no sign of life for 3 s", True),
-    ],
-    ids=["process-idle", "thread", "stuck"],
+    ("number", "reason"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for 3 s")],
+    ids=["killed", "stopped"],
 )
-def test_lost_rank_ends_every_request_with_its_name(
-    model: Path, settings: dict[str, Any], rank: int, number: int, reason: str, busy: bool
-) -> None:
-    before = held()
-    with LLM(str(model), **MODEST, **settings) as llm:
-        pids = processes(llm)
-        errors = doomed(llm, rank, number, busy=busy)
-        assert len(errors) == (len(PROMPTS) if busy else 0) + 1
-        for error in errors:
-            assert isinstance(error, EngineDeadError)
-            assert error.rank == rank and error.phase == "step"
-            assert f"rank {rank} (process {pids[rank]}) {reason}" in str(error)
+def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, reason: str) -> None:
+    before, silence_s = held(), 3 if number == signal.SIGSTOP else 10
+    with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", rank_timeout_s=silence_s) as llm:
+        (pid,) = processes(llm).values()
+        errors = doomed(llm, 1, number)
+        assert len(errors) == len(PROMPTS) + 1
+        assert_lost(errors, 1, pid, reason)
         until = time.monotonic() + ENOUGH_S
-        while any(map(is_alive, pids.values())):  # before anybody closes the engine
+        while is_alive(pid):  # before the engine is closed
             assert time.monotonic() < until
             time.sleep(0.01)
     assert held() <= before

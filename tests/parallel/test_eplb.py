@@ -110,11 +110,11 @@ def test_popular_experts_get_copies(experts: int, slots: int, ranks: int, before
 
 
 @given(old=LOADS, seed=st.integers(0, 5), ranks=st.integers(1, 4), extra=st.integers(0, 6))
-def test_settled_experts_keep_their_slots(old: list[int], seed: int, ranks: int, extra: int) -> None:
+def test_experts_that_stay_keep_their_slots(old: list[int], seed: int, ranks: int, extra: int) -> None:
     slots = -(-(len(old) + extra) // ranks) * ranks
     before = balance(old, slots=slots, ranks=ranks)
     wanted = balance([(load * 7919 + seed) % 1009 for load in old], slots=slots, ranks=ranks)
-    after = wanted.settled(before)
+    after = wanted.keeping_slots(before)
     for rank in range(ranks):
         assert Counter(after.held_by(rank)) == Counter(wanted.held_by(rank))
         stays = Counter(before.held_by(rank)) & Counter(wanted.held_by(rank))

@@ -46,48 +46,52 @@ class Experts:
         return total
 
 
-def dispatched(mesh: Mesh, name: str, counts: tuple[int, ...], most_tokens: int | None) -> tuple[Tensor, Tensor]:
-    """Return the sums after adding up over peers, and this rank's part."""
+Steps = tuple[tuple[tuple[int, ...], int | None], ...]
+"""Of each step the tokens of every replica, and the largest number of them if ranks know it."""
+
+
+def dispatched(mesh: Mesh, name: str, steps: Steps) -> list[Tensor]:
+    """Return the sums of each step after adding up over peers."""
     peers = mesh.tp if mesh.layout.copies == 1 else mesh.ep
     share = SLOTS // mesh.ep.size
-    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, recorded=True)
-    experts = Experts(mesh.ep.rank * share, share)
-    part = make_dispatcher(name, ranks).start(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), most_tokens)(experts)()
-    return peers.all_reduce(part.clone()), part
-
-
-@pytest.mark.parametrize("name", DISPATCHERS)
-@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(tp=2, ep=2), Layout(tp=2, ep=4), Layout(ep=4)], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_tokens_that_all_ranks_have_get_their_sums(ranks: Ranks, name: str, layout: Layout, count: int) -> None:
-    wanted = Experts(0, SLOTS)(*tokens_of(0, count))
-    for whole, part in ranks.run(dispatched, name, (count,), None, layout=layout):
+    ranks = ExpertRanks(ep=mesh.ep, peers=peers, slots_per_rank=share, dtype=torch.bfloat16, captured=True)
+    experts, dispatcher, found = Experts(mesh.ep.rank * share, share), make_dispatcher(name, ranks), []
+    for counts, most_tokens in steps:
+        part = dispatcher.start(*tokens_of(mesh.dp.rank, counts[mesh.dp.rank]), most_tokens)(experts)()
         assert part.dtype == torch.float32
-        torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-5)
-        assert name != "all_to_all" or torch.equal(whole, wanted)
+        found.append(peers.all_reduce(part.clone()))
+    return found
 
 
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, tp=2, ep=4), Layout(dp=4, ep=2)], ids=str)
-@pytest.mark.parametrize(("counts", "most_tokens"), [((5, 5, 5, 5), 5), ((0, 9, 1, 4), None), ((1, 7, 3, 2), 8)])
-def test_tokens_of_several_replicas_get_their_sums(
-    ranks: Ranks, name: str, layout: Layout, counts: tuple[int, ...], most_tokens: int | None
-) -> None:
-    answers = ranks.run(dispatched, name, counts, most_tokens, layout=layout)
-    for rank, (whole, _) in enumerate(answers):
-        replica = layout.place(rank).dp
-        wanted = Experts(0, SLOTS)(*tokens_of(replica, counts[replica]))
-        torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-5)
-        assert name != "all_to_all" or torch.equal(whole, wanted)
-
-
-def ranks_of(*, ep: int, peers: int, recorded: bool = False) -> ExpertRanks:
-    axes = [Axis(name, 0, size, object()) for name, size in (("ep", ep), ("tp", peers))]
-    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, recorded=recorded)
+TOGETHER = (Layout(ep=2), Layout(tp=2, ep=2), Layout(tp=2, ep=4), Layout(ep=4))
+APART = (Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, tp=2, ep=4), Layout(dp=4, ep=2))
 
 
 @pytest.mark.parametrize(
-    ("ep", "peers", "recorded", "chosen"),
+    ("layout", "names", "steps"),
+    [
+        *((layout, tuple(DISPATCHERS), (((0,), None), ((1,), None), ((7,), None))) for layout in TOGETHER),
+        *((layout, ("all_gather", "all_to_all"), (((5, 5, 5, 5), 5), ((0, 9, 1, 4), None), ((1, 7, 3, 2), 8))) for layout in APART),
+    ],
+    ids=str,
+)
+def test_tokens_get_the_sums_of_their_experts(ranks: Ranks, layout: Layout, names: tuple[str, ...], steps: Steps) -> None:
+    for name in names:
+        for rank, sums in enumerate(ranks.run(dispatched, name, steps, layout=layout)):
+            replica = layout.place(rank).dp
+            for (counts, _), found in zip(steps, sums, strict=True):
+                wanted = Experts(0, SLOTS)(*tokens_of(replica, counts[replica]))
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+                assert name != "all_to_all" or torch.equal(found, wanted)
+
+
+def ranks_of(*, ep: int, peers: int, captured: bool = False) -> ExpertRanks:
+    axes = [Axis(name, 0, size, object()) for name, size in (("ep", ep), ("tp", peers))]
+    return ExpertRanks(ep=axes[0], peers=axes[1], slots_per_rank=4, dtype=torch.float32, captured=captured)
+
+
+@pytest.mark.parametrize(
+    ("ep", "peers", "captured", "chosen"),
     [
         (2, 2, False, "local"),
         (2, 4, True, "local"),
@@ -96,8 +100,8 @@ def ranks_of(*, ep: int, peers: int, recorded: bool = False) -> ExpertRanks:
         (1, 2, False, "local"),
     ],
 )
-def test_auto_takes_what_the_layout_needs(ep: int, peers: int, recorded: bool, chosen: str) -> None:
-    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, recorded=recorded))) is DISPATCHERS[chosen]
+def test_auto_takes_what_the_layout_needs(ep: int, peers: int, captured: bool, chosen: str) -> None:
+    assert type(make_dispatcher("auto", ranks_of(ep=ep, peers=peers, captured=captured))) is DISPATCHERS[chosen]
 
 
 def test_dispatcher_may_be_the_users_own() -> None:

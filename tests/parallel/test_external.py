@@ -24,9 +24,9 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import Rendezvous, join, lead
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, write_model
+from tests.e2e.engines import MODEST, overlapping
 from tests.parallel.ranks import RankError, Ranks
-from tests.parallel.requests import PROMPTS, SHARED, all_kinds, assert_same, tight
+from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
 
 Job = dict[str, Any]
 
@@ -57,7 +57,7 @@ def job_of(ranks: Ranks, model: Path, run: Any, settings: Job, number: int, **mo
 
 def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str:
     group = dist.group.WORLD
-    with LLM(str(model), **settings) as llm:
+    with overlapping("device_mesh" in settings), LLM(str(model), **settings) as llm:
         if rank == 0:
             return all_kinds(llm)
         with pytest.raises(EngineStateError, match="follows rank 0"):
@@ -94,7 +94,7 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "kind", "told"),
+    ("settings", "more", "kind", "error"),
     [
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"max_num_seqs": 9}}}, "ConfigError", "max_num_seqs is 9 on rank 1"),
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"device": "cuda:99"}}}, "DSV4LiteError", "cuda:99"),
@@ -115,10 +115,10 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
     ],
     ids="settings device size size-of-one slots checkpoint leaders-checkpoint memory mesh mesh-of-one names".split(),
 )
-def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, told: str) -> None:
+def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, error: str) -> None:
     job = job_of(ranks, model, refused, {**MODEST, **settings}, 2, **more)
-    for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
-        assert told in message and (found == kind or kind == "DSV4LiteError")
+    for found, text in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+        assert error in text and (found == kind or kind == "DSV4LiteError")
 
 
 def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
@@ -126,9 +126,9 @@ def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
     gone = dist.TCPStore("127.0.0.1", settings.pop("port"), None, is_master=False)
     name = settings.pop("name")
     if rank == 0:
-        told = refused(model, {**settings, "model": "/nowhere"}, rank)
+        found = refused(model, {**settings, "model": "/nowhere"}, rank)
         gone.set(name, "")
-        return told
+        return found
 
     def opened(config: EngineConfig) -> ModelSource:
         gone.wait([name])
@@ -139,17 +139,10 @@ def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
         return refused(model, settings, rank)
 
 
-def test_rank_that_comes_late_still_learns_what_was_wrong(ranks: Ranks, model: Path) -> None:
+def test_late_rank_still_gets_the_error(ranks: Ranks, model: Path) -> None:
     settings = {**MODEST, "tensor_parallel_size": 2, "port": ranks.port, "name": uuid.uuid4().hex}
     for found, message in ranks.run(on_ranks, job_of(ranks, model, come_late, settings, 2), layout=Layout(dp=2)):
         assert found == "CheckpointError" and "'/nowhere' is not a folder" in message
-
-
-def test_ranks_with_different_weights_are_refused_on_every_rank(ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    other = str(write_model(tmp_path, SHARED, seed=1))
-    job = job_of(ranks, model, refused, {**MODEST, "tensor_parallel_size": 2}, 2, on_rank={1: {"model": other}})
-    for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
-        assert found == "ConfigError" and "made alike: the checkpoint is " in message
 
 
 def other_version(model: Path, settings: Job, rank: int) -> tuple[str, str]:
@@ -159,8 +152,8 @@ def other_version(model: Path, settings: Job, rank: int) -> tuple[str, str]:
         return refused(model, settings, rank)
 
 
-def test_versions_are_compared_before_anything_else_is_said(ranks: Ranks, model: Path) -> None:
-    """What else is wrong with a rank would be told in values of its own version."""
+def test_versions_are_compared_before_anything_else(ranks: Ranks, model: Path) -> None:
+    """Other errors of a rank would be pickled by its own version."""
     settings = {**MODEST, "tensor_parallel_size": 2}
     job = job_of(ranks, model, other_version, settings, 2, on_rank={1: {"model": "/nowhere", "device": "cuda"}})
     for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
@@ -171,8 +164,8 @@ def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]
     """Say that both ranks have one GPU, then that each has its own."""
     host = Rendezvous.of(EngineConfig(model=str(model), **settings))
     with pytest.raises(ConfigError) as caught:
-        host.agree(None, "GPU 7")
-    return str(caught.value), [name for _, name in sorted(host.agree(None, f"GPU {rank}").items())]
+        host.agree({}, None, "GPU 7")
+    return str(caught.value), [name for _, name in sorted(host.agree({}, None, f"GPU {rank}").items())]
 
 
 def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -> None:
@@ -180,44 +173,6 @@ def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -
     for message, machines in ranks.run(on_ranks, job, layout=Layout(dp=2)):
         assert "ranks 0 and 1 have the same device, GPU 7 on " in message
         assert machines == [socket.gethostname()] * 2
-
-
-class Crowd(Rendezvous):
-    """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
-
-    def exchange(self, mine: object) -> dict[int, Any]:
-        known = super().exchange(mine)
-        name, port, token = known[0]
-        ends = [socket.create_connection((name, port)) for _ in range(3)]
-        strangers.extend(ends[:1])
-        ends[1].close()
-        ends[2].sendall(bytes(len(token) + 12))
-        return known
-
-
-strangers: list[socket.socket] = []
-
-
-def among_strangers(model: Path, settings: Job, rank: int) -> list[int] | str:
-    config = EngineConfig(model=str(model), **settings)
-    if rank == 1:
-        host = Rendezvous.of(config)
-        ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
-        ends[0].send("at work")
-        message = ends[1].receive(20.0)
-        strangers.pop().close()
-        return str(message)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_HELLO_S", 0.2)
-        _, found = lead(Rendezvous.of(config), {0: "here", 1: "here"}, 20.0)
-    assert found[1].work.receive(20.0) == "at work"
-    found[1].life.send("alive")
-    return list(found)
-
-
-def test_strangers_at_the_port_keep_no_rank_away(ranks: Ranks, model: Path) -> None:
-    job = job_of(ranks, model, among_strangers, {**MODEST, "tensor_parallel_size": 2}, 2)
-    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [[1], "alive"]
 
 
 def own_address() -> str | None:
@@ -230,47 +185,58 @@ def own_address() -> str | None:
         return str(probe.getsockname()[0])
 
 
-class Neighbour(Rendezvous):
-    """A rank that looks where else its leader listens."""
+class Crowd(Rendezvous):
+    """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
 
     def exchange(self, mine: object) -> dict[int, Any]:
         known = super().exchange(mine)
-        name, port, _ = known[0]
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            places.append(name)
+        name, port, token = known[0]
+        if name != "127.0.0.1":
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+        ends = [socket.create_connection((name, port)) for _ in range(3)]
+        strangers.extend(ends[:1])
+        ends[1].close()
+        ends[2].sendall(bytes(len(token) + 12))
         return known
 
 
-places: list[str] = []
+strangers: list[socket.socket] = []
 
 
-def on_two_machines(model: Path, settings: Job, rank: int) -> tuple[str, str] | list[str]:
-    config, address = EngineConfig(model=str(model), **settings), own_address()
-    assert address is not None
+def among_strangers(model: Path, settings: Job, rank: int) -> tuple[str, str] | str:
+    machine = settings.pop("machine")
+    config = EngineConfig(model=str(model), **settings)
     if rank == 1:
         host = Rendezvous.of(config)
-        ends = join(Neighbour(config=host.config, rank=1, groups=host.groups), 20.0)
-        ends[0].send("at work")
-        assert ends[1].receive(20.0) == "go home"
-        return [places.pop()]
-    place, found = lead(Rendezvous.of(config), {0: "here", 1: address}, 20.0)
-    assert found[1].work.receive(20.0) == "at work"
-    found[1].life.send("go home")
+        ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
+        ends[0].send("ready")
+        message = ends[1].receive(20.0)
+        strangers.pop().close()
+        return str(message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_HELLO_S", 0.2)
+        place, found = lead(Rendezvous.of(config), {0: "here", 1: machine}, 20.0)
+    assert list(found) == [1] and found[1].work.receive(20.0) == "ready"
+    found[1].life.send("alive")
     return place
 
 
-@pytest.mark.skipif(own_address() in (None, "127.0.0.1"), reason="this machine has loopback only")
-def test_leader_of_several_machines_listens_where_they_reach_it(ranks: Ranks, model: Path) -> None:
-    """It listened at all addresses."""
-    address = own_address()
-    job = job_of(ranks, model, on_two_machines, {**MODEST, "tensor_parallel_size": 2}, 2)
-    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), [address]]
+@pytest.mark.parametrize("several", [False, True], ids=["one machine", "two machines"])
+def test_leader_listens_where_ranks_reach_it_and_strangers_at_the_port_keep_no_rank_away(
+    ranks: Ranks, model: Path, several: bool
+) -> None:
+    """With several machines it listened at all addresses."""
+    address = own_address() if several else "127.0.0.1"
+    if several and address in (None, "127.0.0.1"):
+        pytest.skip("this machine has loopback only")
+    settings = {**MODEST, "tensor_parallel_size": 2, "machine": address if several else "here"}
+    job = job_of(ranks, model, among_strangers, settings, 2)
+    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), "alive"]
 
 
 def die_later(model: Path, settings: Job, rank: int) -> None:
-    """Rank 1 dies while rank 0 generates; what rank 0 gets comes back as its failure, for the test has lost a rank, too."""
+    """Rank 1 dies while rank 0 generates, and the test gets the error of rank 0 as its failure."""
     with LLM(str(model), **settings) as llm:
         if rank == 1:
             threading.Timer(0.5, os._exit, (1,)).start()
@@ -278,7 +244,7 @@ def die_later(model: Path, settings: Job, rank: int) -> None:
             llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=None, ignore_eos=True))
 
 
-def test_host_that_loses_a_rank_is_told_which(ranks: Ranks, model: Path) -> None:
+def test_host_that_loses_a_rank_gets_its_number(ranks: Ranks, model: Path) -> None:
     job = job_of(ranks, model, die_later, {**MODEST, "tensor_parallel_size": 2, "max_model_len": 100_000}, 2)
     with pytest.raises(RankError) as caught:
         ranks.run(on_ranks, job, layout=Layout(dp=2))
@@ -297,7 +263,7 @@ def leave(model: Path, settings: Job, rank: int) -> str:
     raise AssertionError("as it should be")
 
 
-def test_rank_that_loses_its_leader_is_told_so(ranks: Ranks, model: Path) -> None:
+def test_rank_that_loses_its_leader_raises(ranks: Ranks, model: Path) -> None:
     job = job_of(ranks, model, leave, {**MODEST, "pipeline_parallel_size": 2}, 2)
     with pytest.raises(RankError, match="as it should be"):
         ranks.run(on_ranks, job, layout=Layout(dp=2))

@@ -31,7 +31,7 @@ def opened(rank: int, size: int, port: int) -> tuple[PeerMemory, Inbox]:
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
     memory = PeerMemory.open(store, rank, size, torch.device("cuda", rank), numbers=NUMBERS)
     assert memory is not None, "this machine's GPUs do not open their memory to each other"
-    return memory, Inbox(memory.addresses, memory.calls, memory.rank, memory.numbers)
+    return memory, memory.inbox
 
 
 def sums(rank: int, size: int, port: int, answers: Any) -> None:

@@ -56,7 +56,7 @@ def found(request: pytest.FixtureRequest, ranks: Ranks, folder: Path) -> Outputs
 @pytest.mark.parametrize(
     ("stage", "whole", "median"),
     [
-        # As close as one rank: the numbers behind the sum over heads are rounded where it rounds them.
+        # As close as one rank: the numbers after the sum over heads are rounded where it rounds them.
         ("main.attn_out.1", 1.5e-2, 2e-3),
         ("main.attn_out.2", 4e-3, 2e-3),
         # One rank rounds what each expert returns; parts of it are not rounded.

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS
 from dsv4lite.parallel import peer_memory
 from dsv4lite.parallel.peer_memory import Driver, Refused, open_buffers
 
@@ -73,20 +72,14 @@ def test_buffers_are_those_of_the_peers_in_order(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("step", ["load", "allocate", "share", "open"])
-def test_nobody_has_buffers_where_one_rank_cannot(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_no_rank_has_buffers_where_one_cannot(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     machine = Machine((step, 1))
     assert opened(monkeypatch, machine) == [f"no {step} on rank 1"] * RANKS
     assert machine.held == []
 
 
-def test_nobody_has_buffers_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_has_buffers_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     monkeypatch.setattr(peer_memory, "_machine", lambda: f"machine {machine.rank.number // 2}")
     assert opened(monkeypatch, machine) == ["they are on several machines"] * RANKS
     assert machine.held == []
-
-
-def test_memory_is_laid_out_as_the_kernel_wants_it() -> None:
-    """The kernel waits for ever on a buffer filled with anything else; neither room knows the other."""
-    assert peer_memory._NOTHING_YET == EMPTY & 0xFFFFFFFF
-    assert (peer_memory._BUFFERS, peer_memory._BLOCK) == (TURNS, EXPERT_COLUMNS)

@@ -150,7 +150,7 @@ def test_parts_and_their_scales_tile_the_whole(shape: tuple[int, int], dim: int,
     assert [cut[dim].start for cut in cuts[1:]] == [cut[dim].stop for cut in cuts[:-1]]
     assert sum(prod(sizes(cut)) for cut in cuts) == prod(shape)
     scales = [blocks_of(cut, block) for cut in cuts]
-    borders = [(part[dim].start, part[dim].stop) for part in scales]
-    assert borders[0][0] == 0 and borders[-1][1] == -(-shape[dim] // block[dim])
-    assert all(before[1] == after[0] for before, after in pairwise(borders))
+    edges = [(part[dim].start, part[dim].stop) for part in scales]
+    assert edges[0][0] == 0 and edges[-1][1] == -(-shape[dim] // block[dim])
+    assert all(before[1] == after[0] for before, after in pairwise(edges))
     assert all(part[1 - dim] == slice(0, -(-shape[1 - dim] // block[1 - dim])) for part in scales)

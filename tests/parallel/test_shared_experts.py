@@ -1,99 +1,220 @@
-"""Replicas that share experts, each with loads of its own, on what a GPU runs: rows in pages, recorded steps, agreed shapes."""
+"""Replicas that share experts, each with loads of its own, as on a GPU: captured steps, shapes that all ranks know, drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from dsv4lite.config import MTP
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
+from dsv4lite.parallel import mesh as mesh_module
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
-from tests.e2e.engines import MODEST, SMALL, prompts_of
+from dsv4lite.speculation.speculator import DraftProposer
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import assert_same
 from tests.parallel.test_external import Job, job_of, on_ranks
-from tests.recorded import record, without_device
+from tests.recorded import Recording, record, without_device
 
-LENGTHS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
-Replays = list[tuple[int, int]]
-"""Of each replay, the sequences that this rank had, and those that the graph is for."""
+PROMPTS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
+COLLECTIVES = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast")
+Drafted = list[tuple[int, tuple[int, ...]]]
 
 
-def as_on_a_device(patch: pytest.MonkeyPatch, replays: Replays) -> None:
-    """Let engines run on pages, and record their decode steps."""
-    without_device(patch)
+@dataclass
+class Log:
+    """What a rank does.
+
+    Attributes:
+        replays: Of each replay, the sequences that this rank had, and the shape of the graph.
+        collectives: Of each its name, and dtypes and shapes of its tensors.
+        freed: Graphs and groups in the order in which they were freed.
+    """
+
+    replays: list[tuple[int, GraphShape]] = field(default_factory=list)
+    collectives: list[tuple[str, Any]] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
+
+
+class Logged:
+    """A process group that logs its collectives."""
+
+    def __init__(self, group: Any, log: Log) -> None:
+        self._group, self._log = group, log
+        weakref.finalize(self, log.freed.append, "group")
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        return self._logged(name, method) if name in COLLECTIVES else method
+
+    def _logged(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+            self._log.collectives.append((name, tuple((str(x.dtype), tuple(x.shape)) for x in flat)))
+            return method(*args)
+
+        return run
+
+
+@contextmanager
+def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
+    """Let engines capture their steps, and log what they do."""
 
     def replay(graphs: StepGraphs, sequences: Any, shape: GraphShape) -> Any:
-        replays.append((len(sequences), shape.sequences))
+        log.replays.append((len(sequences), shape))
         return replaying(graphs, sequences, shape)
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
-        if runner.model.capturable:
-            runner._graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, sampling=runner.sampler)
-            runner._last_token = runner._graphs.last_token
+        options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, **sizes}
+        runner._graphs = StepGraphs(runner.model, runner.cache, **options, sampling=runner.sampler, drafter=runner._drafter)
+        runner._last_token = runner._tokens._last_token = runner._graphs.last_token
         return runner
 
-    building, replaying = Probe.build, StepGraphs.replay
-    patch.setattr(Probe, "build", build)
-    patch.setattr(StepGraphs, "_record", record)
-    patch.setattr(StepGraphs, "replay", replay)
+    def init(recording: Recording, *args: Any) -> None:
+        making(recording, *args)
+        weakref.finalize(recording, log.freed.append, "graph")
+
+    building, replaying, making, grouping = Probe.build, StepGraphs.replay, Recording.__init__, mesh_module._make_group
+    with pytest.MonkeyPatch.context() as patch:
+        without_device(patch)
+        patch.setattr(Probe, "build", build)
+        patch.setattr(StepGraphs, "_record", record)
+        patch.setattr(StepGraphs, "replay", replay)
+        patch.setattr(Recording, "__init__", init)
+        patch.setattr(mesh_module, "_make_group", lambda *args: Logged(grouping(*args), log))
+        yield
 
 
 def requests(llm: LLM) -> list[RequestOutput]:
-    """Run prompts of several lengths, then a single one, which leaves the other replica idle."""
+    """Run prompts of several lengths, then single ones, which leave the other replica idle."""
     greedy = SamplingParams(max_tokens=10, temperature=0, logprobs=2)
-    kinds = [greedy, greedy, replace(greedy, prompt_logprobs=1, max_tokens=3), replace(greedy, return_routed_experts=True)]
+    kinds = [greedy, greedy, replace(greedy, prompt_logprobs=1, max_tokens=3), replace(greedy, max_tokens=14)]
     return [
-        *llm.generate_batch(all_at_once(llm), [*kinds[:3], replace(greedy, max_tokens=14)]),
-        llm.generate({"prompt_token_ids": LENGTHS[0]}, kinds[3]),
-        llm.generate({"prompt_token_ids": LENGTHS[1]}, greedy),
+        *llm.generate_batch(all_at_once(llm), kinds),
+        llm.generate({"prompt_token_ids": PROMPTS[0]}, replace(greedy, return_routed_experts=True)),
+        llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy),
     ]
 
 
 def all_at_once(llm: LLM) -> Iterator[Prompt]:
-    """Yield the prompts while no step runs: the steps are those of four that came together, however busy the machine is."""
+    """Yield the prompts while no step runs: the steps are those of four requests at once, however busy the machine is."""
     with llm.paused():
-        yield from ({"prompt_token_ids": prompt} for prompt in LENGTHS)
+        yield from ({"prompt_token_ids": prompt} for prompt in PROMPTS)
 
 
-def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], Replays]:
-    replays: Replays = []
-    with pytest.MonkeyPatch.context() as patch:
-        as_on_a_device(patch, replays)
-        with LLM(str(model), **settings) as llm:
-            return requests(llm) if rank == 0 else [], replays
+def random_requests(llm: LLM) -> None:
+    """Run requests of random lengths and settings from several threads."""
+
+    def ask(chance: random.Random) -> None:
+        for _ in range(3):
+            (prompt,) = prompts_of((chance.choice([1, 7, 60, 700]),), SMALL["vocab_size"], seed=chance.randrange(100))
+            params = SamplingParams(
+                max_tokens=chance.randrange(1, 8),
+                temperature=chance.choice([0.0, 1.0]),
+                prompt_logprobs=chance.choice([None, 1]),
+                return_routed_experts=chance.random() < 0.3,
+                seed=1,
+            )
+            llm.generate({"prompt_token_ids": prompt}, params)
+
+    threads = [threading.Thread(target=ask, args=(random.Random(seed),)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path) -> list[RequestOutput]:
+def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, Log]:
+    """Return outputs, how many replays they took, and a log that includes random requests after them."""
+    log, outputs = Log(), list[RequestOutput]()
+    with as_on_a_device(log), overlapping(True), LLM(str(model), **settings) as llm:
+        engine = engine_of(llm)
+        if rank == 0:
+            outputs = requests(llm)
+        replays = len(log.replays)
+        if rank == 0:
+            random_requests(llm)
+    assert engine._dead is None  # the leader has ended on purpose
+    del llm, engine
+    gc.collect()
+    return outputs, replays, log
+
+
+def test_replicas_with_uneven_loads_give_what_one_rank_gives_by_the_same_collectives(ranks: Ranks, model: Path) -> None:
     with LLM(str(model), **MODEST) as llm:
-        return requests(llm)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=4)], ids=str)
-def test_replicas_with_uneven_loads_give_what_one_rank_gives(
-    ranks: Ranks, model: Path, alone: list[RequestOutput], layout: Layout
-) -> None:
-    sizes: dict[str, Any] = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
-    sizes["dispatcher"] = "all_gather"  # which steps can be captured with
-    job = job_of(ranks, model, generate, {**MODEST, **sizes}, layout.world)
-    answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
-    assert_same(answers[0][0], alone)
-    replays = [found for _, found in answers]
-    assert len({len(found) for found in replays}) == 1
-    together = list(zip(*replays, strict=True))
-    assert all(len({size for _, size in step}) == 1 for step in together)  # the same graph on every rank
-    counts = [{count for count, _ in step} for step in together]
+        expected = requests(llm)
+    settings = {**MODEST, "data_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": "all_gather"}
+    job = job_of(ranks, model, generate, settings, 2)
+    (outputs, count, first), (_, _, second) = ranks.run(on_ranks, job, layout=Layout(dp=2))
+    assert_same(outputs, expected)
+    assert [shape for _, shape in first.replays] == [shape for _, shape in second.replays]
+    counts = [{one, other} for (one, _), (other, _) in zip(first.replays[:count], second.replays, strict=False)]
     assert {0, 1} in counts and {1, 2} in counts and {2} in counts
+    assert first.collectives == second.collectives
+    assert {name for name, _ in first.collectives} == {"_allgather_base", "_reduce_scatter_base"}
+    for log in (first, second):
+        assert log.freed == ["graph"] * (len(log.freed) - 1) + ["group"] and len(log.freed) > 1
+
+
+def drafting(model: Path, settings: Job, *, leads: bool = True) -> tuple[list[RequestOutput], Drafted]:
+    """Run a prompt by itself, which leaves another replica idle, then prompts of several lengths.
+
+    Returns:
+        The outputs, and the drafts for the first prompt with the number of tokens before them.
+    """
+    drafted: Drafted = []
+    propose = DraftProposer.propose
+
+    def spy(proposer: DraftProposer, sequence: Any, most: int) -> tuple[int, ...]:
+        drafted.append((len(sequence.tokens), propose(proposer, sequence, most)))
+        return drafted[-1][1]
+
+    params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True)
+    others = replace(params, seed=1, temperature=0.5, allowed_token_ids=(9, 10, 11))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftProposer, "propose", spy)
+        with LLM(str(model), **settings, speculative=MTP(2, adaptive=False)) as llm:
+            if not leads:
+                return [], []
+            first, known = llm.generate({"prompt_token_ids": PROMPTS[2]}, params), list(drafted)
+            outputs = [first, *llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS], others)]
+            assert llm.stats().speculation.accepted > 0
+            return outputs, known
+
+
+def draft_on_ranks(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], Drafted, Log]:
+    log = Log()
+    with as_on_a_device(log, widths=(1, 3), max_tokens=24):
+        return *drafting(model, settings, leads=rank == 0), log
+
+
+def test_ranks_that_replay_steps_draft_as_one_rank(ranks: Ranks, model: Path) -> None:
+    expected, known = drafting(model, dict(MODEST))
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 4}
+    job = job_of(ranks, model, draft_on_ranks, {**MODEST, **sizes, "dispatcher": "all_gather"}, 4)
+    answers = ranks.run(on_ranks, job, layout=Layout(dp=4))
+    outputs, drafted, _ = answers[0]
+    assert_same(outputs, expected)
+    assert drafted == known and sum(len(drafts) for _, drafts in known) > 10
+    steps = list(zip(*(log.replays for _, _, log in answers), strict=True))
+    assert all(len({shape for _, shape in step}) == 1 for step in steps)
+    assert any({count for count, _ in step} == {0, 1} for step in steps)  # one replica replays the other's step
 
 
 def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> SequencePlan:
@@ -103,18 +224,18 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
 @pytest.mark.parametrize(
     ("plans", "routed", "shape"),
     [
-        ([[sequence(1, 1)], None], (), StepShape(1, 1, 1, True, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 1), sequence(3, 1)]], (), StepShape(2, 2, 1, True, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 3, drafts=2)]], (), StepShape(3, 1, 3, True, False, longest=12)),
-        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, False, longest=16)),
-        ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, True, longest=10)),
+        ([[sequence(1, 1)], None], (), StepShape(1, 1, 1, True, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1), sequence(3, 1)]], (), StepShape(2, 2, 1, True, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 3, drafts=2)]], (), StepShape(3, 1, 3, True, longest=12)),
+        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, longest=16)),
+        ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, longest=10)),
         (
             [[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]],
             (),
-            StepShape(3, 1, 3, True, False, longest=16, unresolved=True),
+            StepShape(3, 1, 3, True, longest=16, unresolved=True),
         ),
     ],
 )

@@ -80,13 +80,11 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
 @pytest.mark.parametrize(
     ("settings", "speculative", "size"),
     [
-        ({"tensor_parallel_size": 2, "executor": "process"}, TWO, 0),
         ({"expert_parallel_size": 2}, BOTH, 2),
         ({"data_parallel_size": 2, "expert_parallel_size": 2}, FOUR, 2),
-        ({"pipeline_parallel_size": 2}, TWO, 2),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, FOUR, 4),
     ],
-    ids=["tp-process", "ep", "dp-ep", "pp", "tp-pp"],
+    ids=["ep", "dp-ep", "tp-pp"],
 )
 def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
     ranks: Ranks,
@@ -97,14 +95,8 @@ def test_block_on_several_ranks_drafts_as_on_one_and_changes_no_token(
     speculative: Drafter | tuple[Drafter, ...],
     size: int,
 ) -> None:
-    """On ranks of a host of so many processes, or, without one, on ranks that the engine starts."""
     settings = tight(model, **settings, speculative=speculative)
-    if size:
-        job = job_of(ranks, model, draft_and_run_all_kinds, settings, size)
-        found, *others = ranks.run(on_ranks, job, layout=Layout(dp=size))
-        assert not any(others)
-    else:
-        found = draft_and_run_all_kinds(model, settings, 0)
+    found, *_ = ranks.run(on_ranks, job_of(ranks, model, draft_and_run_all_kinds, settings, size), layout=Layout(dp=size))
     assert found[0] == alone[speculative]
     assert_same(found[1], expected)
 
@@ -139,13 +131,8 @@ def test_trained_block_changes_no_bit_in_deterministic_mode(ranks: Ranks, baseli
     assert accepted > 1
 
 
-@pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
-)
-def test_ranks_plan_ahead_in_steps_without_drafts(
-    model: Path, expected: list[RequestOutput], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps with and without drafts alternate; tokens in flight reach the other ranks in between."""
+def alternate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, int]:
+    """Return outputs of an engine whose steps with and without drafts alternate, the steps planned ahead, and the drafts."""
     lengths, ahead, inner = itertools.cycle([0] * 3 + [2] * 3), 0, Scheduler.schedule
 
     def spy(scheduler: Scheduler, now: float, most: int | None = None) -> Any:
@@ -153,27 +140,49 @@ def test_ranks_plan_ahead_in_steps_without_drafts(
         ahead += len(scheduler._outstanding)
         return inner(scheduler, now, most)
 
-    monkeypatch.setattr(Scheduler, "schedule", spy)
-    monkeypatch.setattr(DraftProposer, "choose_length", lambda guesses, num_sequences: next(lengths))
-    with overlapping(True), LLM(str(model), **MODEST, **settings, executor="thread", speculative=MTP(2)) as llm:
-        assert_same(all_kinds(llm), expected)
-        assert ahead > 2 and llm.stats().speculation.drafted > 2
+    with pytest.MonkeyPatch.context() as patch, overlapping(True):
+        patch.setattr(Scheduler, "schedule", spy)
+        patch.setattr(DraftProposer, "choose_length", lambda proposer, num_sequences: next(lengths))
+        with LLM(str(model), **settings, speculative=MTP(2)) as llm:
+            return ([], 0, 0) if rank > 0 else (all_kinds(llm), ahead, llm.stats().speculation.drafted)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_parallel_size": 2}], ids=["tp", "dp-ep"]
+)
+def test_ranks_plan_ahead_in_steps_without_drafts(
+    ranks: Ranks, model: Path, expected: list[RequestOutput], settings: dict[str, Any]
+) -> None:
+    """Tokens in flight reach the other ranks between steps with drafts."""
+    outputs, ahead, drafts = ranks.run(on_ranks, job_of(ranks, model, alternate, {**MODEST, **settings}, 2), layout=Layout(dp=2))[0]
+    assert_same(outputs, expected)
+    assert ahead > 2 and drafts > 2
+
+
+def move_experts(model: Path, settings: Job, rank: int) -> tuple[Drafted, list[RequestOutput]] | None:
+    """Return what is drafted, and outputs, of an engine whose experts and those of whose drafter move meanwhile."""
+    with LLM(str(model), **settings) as llm:
+        if rank > 0:
+            return None
+        leader, block = engine_of(llm)._executor, experts_of_drafter(llm)
+        assert isinstance(leader, MultiRankExecutor) and leader._local is not None
+        experts = [block, *(layer.ffn for layer in leader._local.model.layers)]
+        before = [one.placement for one in experts]
+        found = drafted(llm)
+        assert block.placement != before[0]
+        outputs = all_kinds(llm)
+        assert [one.placement for one in experts] != before
+        assert {len(one.placement.experts) for one in experts} == {SMALL["n_routed_experts"] + 2}
+        return found, outputs
 
 
 def test_experts_move_while_requests_run_those_of_the_block_with_the_others(
-    model: Path, expected: list[RequestOutput], alone: dict[Any, Drafted]
+    ranks: Ranks, model: Path, expected: list[RequestOutput], alone: dict[Any, Drafted]
 ) -> None:
-    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "executor": "thread", "speculative": TWO}
-    with LLM(str(model), **MODEST, **settings) as llm:
-        ranks, block = engine_of(llm)._executor, experts_of_drafter(llm)
-        assert isinstance(ranks, MultiRankExecutor) and ranks._local is not None
-        experts = [block, *(layer.ffn for layer in ranks._local.model.layers)]
-        before = [one.placement for one in experts]
-        assert drafted(llm) == alone[TWO]
-        assert block.placement != before[0]
-        assert_same(all_kinds(llm), expected)
-        assert [one.placement for one in experts] != before
-        assert {len(one.placement.experts) for one in experts} == {SMALL["n_routed_experts"] + 2}
+    settings = {"expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7, "speculative": TWO}
+    (found, outputs), _ = ranks.run(on_ranks, job_of(ranks, model, move_experts, {**MODEST, **settings}, 2), layout=Layout(dp=2))
+    assert found == alone[TWO]
+    assert_same(outputs, expected)
 
 
 @pytest.fixture(scope="module")
@@ -186,25 +195,35 @@ def refreshed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("refreshed"), config, seed=2)
 
 
+def draft_blocks(model: Path, settings: Job, rank: int) -> tuple[Drafted, bool, list[RequestOutput]] | None:
+    """Return what DSpark drafts, whether its experts have moved meanwhile, and outputs."""
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=3)
+    with LLM(str(model), **settings, speculative=DSpark(4, adaptive=False)) as llm:
+        if rank > 0:
+            return None
+        before = experts_of_drafter(llm).placement
+        found = drafted(llm)
+        moved = experts_of_drafter(llm).placement != before
+        return found, moved, llm.generate_batch([{"prompt_token_ids": p} for p in PROMPTS[:2]], params)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "size"),
     [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        {"data_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7},
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ({"data_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 7}, 2),
     ],
     ids=["tp-pp", "dp-ep"],
 )
-def test_block_drafter_on_several_ranks_drafts_as_on_one(refreshed: Path, settings: dict[str, Any]) -> None:
-    prompts, params = PROMPTS[:2], SamplingParams(max_tokens=6, temperature=0, logprobs=3)
-    found, outputs = [], []
-    for layout in ({}, {**settings, "executor": "thread"}):
-        with LLM(str(refreshed), **MODEST, **layout, speculative=DSpark(4, adaptive=False)) as llm:
-            before = experts_of_drafter(llm).placement
-            found.append(drafted(llm))
-            assert (experts_of_drafter(llm).placement != before) == ("rebalance_steps" in layout)
-            outputs.append(llm.generate_batch([{"prompt_token_ids": p} for p in prompts], params))
-    assert found[0] == found[1] and 0 < found[0][2] < found[0][1]
-    assert_same(*outputs)
+def test_block_drafter_on_several_ranks_drafts_as_on_one(
+    ranks: Ranks, refreshed: Path, settings: dict[str, Any], size: int
+) -> None:
+    one = draft_blocks(refreshed, dict(MODEST), 0)
+    job = job_of(ranks, refreshed, draft_blocks, {**MODEST, **settings}, size)
+    (found, moved, outputs), *_ = ranks.run(on_ranks, job, layout=Layout(dp=size))
+    assert one is not None and found == one[0] and 0 < found[2] < found[1]
+    assert moved == ("rebalance_steps" in settings)
+    assert_same(outputs, one[2])
 
 
 def test_rank_lost_while_it_drafts_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

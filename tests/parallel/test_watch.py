@@ -1,4 +1,4 @@
-"""Who is noticed as lost, and how fast."""
+"""Which rank the watch counts as lost, and how fast."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_watch_notices_a_death(life: Life) -> None:
     life.watch.await_decision()  # returns, for it is decided
 
 
-def test_watch_blames_the_dead_for_what_others_stumble_over(life: Life) -> None:
+def test_watch_blames_the_dead_rank_for_errors_of_others(life: Life) -> None:
     life.theirs[0].send(RuntimeError("connection closed by peer"))
     life.theirs[2].send(RuntimeError("connection closed by peer"))
     life.theirs[2].close()  # one that has failed may end
@@ -63,7 +63,7 @@ def test_watch_blames_the_dead_for_what_others_stumble_over(life: Life) -> None:
     assert life.loss() == Loss(rank=1, gone=True)
 
 
-def test_watch_blames_who_failed_if_nobody_died(life: Life) -> None:
+def test_watch_blames_the_rank_that_failed_if_none_died(life: Life) -> None:
     error = ValueError("of rank 2")
     life.theirs[2].send(error)
     life.theirs[2].close()
@@ -82,20 +82,21 @@ def test_watch_notices_silence_once_there_was_a_sign_of_life(life: Life) -> None
 
 
 def test_watch_notices_what_takes_too_long(life: Life) -> None:
-    life.watch.expect(2, 0.1, "finish a step")
-    life.watch.fulfilled()
-    life.watch.expect(1, 0.1, "finish a step")
-    assert life.loss() == Loss(rank=1, reason="did not finish a step within 0.1 s: it, or a rank that it waits for, is stuck")
+    with life.watch.within(0.1, 2, "finish a step"):
+        pass
+    with life.watch.within(0.1, 1, "finish a step"):
+        loss = life.loss()
+    assert loss == Loss(rank=1, reason="did not finish a step within 0.1 s: it, or a rank that it waits for, is stuck")
 
 
-def test_watch_that_is_stopped_loses_nobody(life: Life) -> None:
+def test_watch_that_is_stopped_reports_no_loss(life: Life) -> None:
     life.watch.stop()
     life.theirs[1].close()
     time.sleep(0.1)
     assert life.losses.empty()
 
 
-def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
+def test_heartbeat_notices_the_end_of_the_leader(life: Life) -> None:
     reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
     pulse = Heartbeat(life.theirs[0], reasons.put)
     life.watch.stop()
@@ -104,16 +105,16 @@ def test_pulse_tells_when_the_leader_is_gone(life: Life) -> None:
     pulse.stop()
 
 
-def test_pulse_hands_on_what_the_leader_says(life: Life) -> None:
+def test_heartbeat_passes_on_the_leaders_error(life: Life) -> None:
     reasons: SimpleQueue[EngineDeadError] = SimpleQueue()
     pulse = Heartbeat(life.theirs[0], reasons.put)
     life.ours[0].send(EngineDeadError("rank 1 is lost", rank=1, phase="load"))
-    told = reasons.get(timeout=ENOUGH_S)
-    assert (str(told), told.rank, told.phase) == ("rank 1 is lost", 1, "load")
+    error = reasons.get(timeout=ENOUGH_S)
+    assert (str(error), error.rank, error.phase) == ("rank 1 is lost", 1, "load")
     pulse.stop()
 
 
-def test_rank_that_ends_early_is_told_by_its_status() -> None:
+def test_fate_of_a_rank_that_ends_early_is_its_status() -> None:
     process = RankProcess(3, "sys")  # which has no main
     try:
         assert process.rank == 3 and os.getpgid(process.pid) == os.getpgid(0)

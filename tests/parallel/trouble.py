@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4lite.parallel.experts import Dispatched, ExpertRanks, Local, Rows
 
 ALARM = "DSV4LITE_TEST_ALARM"
-"""Names a file in the environment; who sleeps does so until it is there."""
+"""Names a file in the environment; a sleeping rank wakes up when it exists."""
 
 
 class Fails(Local):
@@ -33,7 +33,7 @@ class Fails(Local):
 
 
 class Sleeps(Fails):
-    """A follower does not come back from its step until it is woken."""
+    """A worker does not return from its step until it is woken."""
 
     def fall(self) -> None:
         alarm, until = Path(os.environ[ALARM]), time.monotonic() + 60

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4lite.engine.packing import step_batch, step_inputs
 from dsv4lite.engine.step_graphs import graph_widths
-from dsv4lite.engine.step_inputs import step_batch, step_inputs
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.sampling.samples import Arrival, Samples

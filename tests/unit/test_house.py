@@ -26,8 +26,8 @@ PACKAGE = ROOT / "dsv4lite"
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"vocabulary": ("errors", "files", "request", "config", "layout", "paging")},
-    {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
-    {"state": ("state",)},
+    {"text": ("text",), "kernels": ("kernels",), "scheduling": ("scheduling",), "device": ("device",)},
+    {"state": ("state",), "parallel": ("parallel",)},
     {"models": ("models", "weights")},
     {"sampling": ("sampling",)},
     {"speculation": ("speculation",)},
