@@ -135,8 +135,20 @@ class Attention(nn.Module):
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
         rows = (fresh, cache.stores["window"], cache.stores.get("entries"), paging)
-        choice = (self.ratio, selected_TK, batch.splits, c.window, norm_eps, any_order)
-        return paged_attention(AttentionInputs(q_THC, *rows, self.attn_sink, c.head_dim**-0.5, *angles, *choice))
+        given = AttentionInputs(
+            q_THC,
+            *rows,
+            self.attn_sink,
+            c.head_dim**-0.5,
+            *angles,
+            self.ratio,
+            selected_TK,
+            batch.splits,
+            c.window,
+            norm_eps,
+            any_order,
+        )
+        return paged_attention(given)
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
         """Store the kv rows that later tokens read, and nothing else; only for layers without compressed entries."""
