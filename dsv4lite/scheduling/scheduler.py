@@ -8,17 +8,17 @@ were planned. Hence what a plan uses is released when the next one is made, at t
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
-from dsv4lite.scheduling.kv_manager import KVManager, StateMoves
+from dsv4lite.scheduling.kv_manager import KVManager
 from dsv4lite.scheduling.pages import Pools, PoolStats, pages_for
 from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
@@ -97,7 +97,6 @@ class _Planning:
         room: Tokens that it can still take.
         max_drafts: Most draft tokens in a span.
         singles, chunks: Spans of one known token, and others.
-        moves: What else is done to state.
         leaders: Sequences whose prompt ends in this step, with completions that wait for it.
         prefixes: Sequences whose span fills a page, the length up to there, and whether its cached prefix is a lasting one.
         short_of_pages: A sequence was preempted or could not run, so that no waiting one may start.
@@ -108,7 +107,6 @@ class _Planning:
     max_drafts: int
     singles: list[SequencePlan] = field(default_factory=list)
     chunks: list[SequencePlan] = field(default_factory=list)
-    moves: StateMoves = field(default_factory=StateMoves)
     leaders: list[Sequence] = field(default_factory=list)
     prefixes: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     short_of_pages: bool = False
@@ -170,7 +168,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._next_deadline = inf  # no request ends before it
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
@@ -204,10 +202,7 @@ class Scheduler:
         leader, *others = sequences
         self._waiting.add(leader)
         if request.deadline is not None:
-            if len(self._deadlines) > 2 * len(self._groups) + 8:  # most are of requests that ended before their time
-                self._deadlines = [entry for entry in self._deadlines if self._ends(entry) is not None]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, leader.seq_id, request.request_id))
+            self._next_deadline = min(self._next_deadline, request.deadline)
         for seq in others:
             if leader.prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
@@ -232,18 +227,11 @@ class Scheduler:
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
-        ends = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            group = self._ends(heapq.heappop(self._deadlines))
-            if group is not None:
-                ends += self._end_group(group, "deadline")
-        return ends
-
-    def _ends(self, deadline: tuple[float, int, str]) -> _Group | None:
-        """Return the request that a deadline ends; none if the request has ended. Its id may be in use again."""
-        _, first_seq_id, request_id = deadline
-        group = self._groups.get(request_id)
-        return group if group is not None and group.sequences[0].seq_id == first_seq_id else None
+        if now < self._next_deadline:
+            return []
+        deadlines = [(group.request.deadline, group) for group in self._groups.values() if group.request.deadline is not None]
+        self._next_deadline = min((deadline for deadline, _ in deadlines if deadline > now), default=inf)
+        return [update for deadline, group in deadlines if deadline <= now for update in self._end_group(group, "deadline")]
 
     def pop_expired(self) -> list[SequenceUpdate]:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
@@ -349,8 +337,8 @@ class Scheduler:
             self._admit(step)
         if not step.singles and not step.chunks:
             return None
-        moves = step.moves
-        self._kv.capture(step.prefixes, moves)
+        self._kv.capture(step.prefixes)
+        moves = self._kv.take_moves()
         plan = StepPlan(
             step=self._next_step,
             sequences=(*step.singles, *step.chunks),
@@ -361,7 +349,7 @@ class Scheduler:
             slot_copies=tuple(moves.slot_copies),
             saves=tuple(moves.saves),
             max_drafts=max_drafts,
-            zero_rows=self._kv.take_zero_rows(),
+            zero_rows=tuple(moves.zero_rows),
         )
         self._next_step += 1
         self._outstanding.append(plan)
@@ -562,7 +550,7 @@ class Scheduler:
         children, leader.unforked = leader.unforked, {}
         self._num_unforked -= len(children)
         for child in children:
-            if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child, step.moves):
+            if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child):
                 self._enqueue(child)
                 continue
             child.started = step.now
@@ -582,7 +570,7 @@ class Scheduler:
             if not self._leaves_headroom(seq) or not self._kv.extend(seq, end, reserve=seq.num_to_run):
                 self._kv.release(seq)
                 return
-            self._kv.start(seq, prefix, step.moves)
+            self._kv.start(seq, prefix)
             if seq.started is None:
                 seq.started = step.now
                 seq.cached_tokens = seq.num_computed
@@ -611,7 +599,6 @@ class Scheduler:
         results: Mapping[int, Sampled],
         *,
         scores: Mapping[int, Logprobs] | None = None,
-        weight_version: int = 0,
     ) -> list[SequenceUpdate]:
         """Process the outputs of the oldest outstanding plan.
 
@@ -619,7 +606,6 @@ class Scheduler:
             plan: That plan.
             results: By sequence id, for every sequence that sampled; for others only to report an error.
             scores: By sequence id, for every sequence with a ``score`` range.
-            weight_version: Of the weights that the plan ran with.
 
         Returns:
             Events in the order of the plan. Outputs of sequences that ended in between are dropped.
@@ -635,18 +621,18 @@ class Scheduler:
             sampled = results[seq_id] if sample else results.get(seq_id)
             score = scores[seq_id] if scores and part.score is not None else None
             if sampled is not None:
-                update = self._append(seq, part.drafts, sampled, score, weight_version)
+                update = self._append(seq, part.drafts, sampled, score)
                 if update.finish_reason is not None:
                     self._close(seq)
                 updates.append(update)
             elif part.end == seq.last_run:
                 self._close(seq)
-                updates.append(seq.event(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(finish_reason="stop", prompt_logprobs=score))
             elif score is not None:
-                updates.append(seq.event(prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(prompt_logprobs=score))
         return updates
 
-    def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
+    def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None) -> SequenceUpdate:
         """Append what a span with ``planned`` drafts sampled, up to the token that ends the sequence; rewind rejected drafts.
 
         This runs for every token of every completion; hence the update is made without keywords, which would take twice as long.
@@ -681,7 +667,7 @@ class Scheduler:
             stop,
             cached,
             started,
-            weight_version,
+            0,
             None,
             drafted,
             accepted,

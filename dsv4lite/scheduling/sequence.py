@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.errors import ContextLengthError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
@@ -131,8 +131,6 @@ class Sequence:
         *,
         prompt_logprobs: Logprobs | None = None,
         finish_reason: FinishReason | None = None,
-        error: DSV4LiteError | None = None,
-        weight_version: int = 0,
     ) -> SequenceUpdate:
         """Return an update without a token."""
         return SequenceUpdate(
@@ -142,8 +140,6 @@ class Sequence:
             finish_reason=finish_reason,
             cached_tokens=self.take_cached_tokens(),
             started=self.started or 0.0,
-            weight_version=weight_version,
-            error=error,
         )
 
     def take_cached_tokens(self) -> int:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
 from dsv4lite.models.family import Batch, BlockModel
+from dsv4lite.parallel.mesh import Axis
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.samples import Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
@@ -64,7 +67,20 @@ def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDraf
     return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
 
 
+def broadcast_accepted(axis: Axis, samples: Samples | None, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of accepted draft tokens of each sequence and the token that follows them, int64 [S] twice.
+
+    Args:
+        axis: The ranks that work on the same tokens.
+        samples: On the rank that samples, the first one.
+        empty: int64 [2, S], which other ranks overwrite.
+    """
+    accepted_S, tokens_S = axis.broadcast(empty if samples is None else torch.stack(samples.accepted()), 0)
+    return accepted_S, tokens_S
+
+
 def draft(
+    axis: Axis,
     drafter: DeviceDrafter,
     plan: StepPlan,
     shape: StepShape,
@@ -72,20 +88,20 @@ def draft(
     streams_TND: Tensor,
     first_rows: Sequence[int],
     accepted: tuple[Tensor, Tensor] | None,
-    choose: Choose,
+    sampler: Sampler | None,
 ) -> Tensor | None:
     """Draft what follows a step that ran eagerly.
 
     Args:
+        axis: The ranks that work on the same tokens: all of them run the drafter, and the first one samples.
         drafter: The drafter.
         plan: The step.
         shape: Of the step of all replicas, where they share experts.
         batch: Its tokens.
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
-        accepted: Of the sequences that sampled, if there are any: number of accepted draft tokens, and the token that follows
-            them, int64 [S] twice.
-        choose: Chooses their draft tokens.
+        accepted: Of the sequences that sampled, if there are any; see ``broadcast_accepted``.
+        sampler: On the rank that samples.
 
     Returns:
         int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there are none; ``None`` if none are
@@ -107,6 +123,11 @@ def draft(
         drafter.take_part(shape)
         return None
     state = DraftState.after([s for s, _ in every], [begin for _, begin in every], streams_TND, accepted, shape.sequences)
+
+    def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+        own = torch.empty_like(state.tokens_S) if sampler is None else sampler.draft(logits_SV, state.slots_S, positions_S)
+        return axis.broadcast(own, 0)
+
     return torch.cat([drafter.draft(state, choose) for _ in range(0, count, drafter.per_pass)], dim=1)[:, :count]
 
 

@@ -167,12 +167,12 @@ def test_grammars_look_ahead_along_drafts(grammars: GrammarCompiler, share: floa
         ([0, 5, 1, 8, 2, 2], [0, 0, 1], [0, 8, 2]),
     ],
 )
-def test_samples_say_how_many_drafts_are_right_and_which_token_follows(
+def test_samples_count_accepted_drafts_and_name_the_token_that_follows(
     sampled: list[int], right: list[int], after: list[int]
 ) -> None:
     runs = [run_of(7, 4, (3, 5)), run_of(4, 9), run_of(9, 1, (2,))]
-    samples = Samples.of(torch.tensor([sampled, [1] * 6, [1] * 6], dtype=torch.int32), (7, 4, 9), runs, [0, 3, 4])
-    assert [x.tolist() for x in samples.ends()] == [right, after]
+    samples = Samples(torch.tensor([sampled, [1] * 6, [1] * 6], dtype=torch.int32), runs, [0, 3, 4])
+    assert [x.tolist() for x in samples.accepted()] == [right, after]
     found = samples.to_host()
     assert [(len(one.after), (one, *one.after)[-1].token_id) for one in found.values()] == list(zip(right, after, strict=True))
 
