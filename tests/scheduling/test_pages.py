@@ -49,33 +49,6 @@ def test_first_window_page_keeps_what_the_next_token_sees() -> None:
     assert [first_window_page(p, 128) for p in (0, 127, 190, 191, 256)] == [0, 0, 0, 1, 2]
 
 
-def test_pool_allocates_all_or_nothing() -> None:
-    pool = IdPool("page", 3)
-    ids = pool.allocate(2)
-    assert ids is not None and len(set(ids)) == 2 and pool.num_free == 1
-    assert pool.allocate(2) is None and pool.num_free == 1
-    assert pool.allocate(0) == []
-    pool.check(Counter(ids), Counter())
-
-
-def test_pool_frees_an_id_with_its_last_holder() -> None:
-    pool = IdPool("page", 1)
-    assert pool.allocate(1) == [0]
-    pool.share([0])
-    pool.pin([0])
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (0, 0)
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (0, 1), "only the cache holds it"
-    pool.share([0])
-    assert pool.num_available == 0
-    pool.unpin([0])
-    assert pool.num_available == 0
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (1, 1)
-    assert pool.stats().free == pool.stats().total == 1
-
-
 @pytest.mark.parametrize("misuse", ["share", "release", "pin", "unpin"])
 def test_pool_refuses_what_nobody_holds(misuse: str) -> None:
     with pytest.raises(AssertionError, match="page 0"):

@@ -87,15 +87,6 @@ def test_plan_mixes_decode_and_chunked_prefill() -> None:
     h.drain()
 
 
-def test_plan_lists_single_tokens_first() -> None:
-    h = make(room=100, caching=False)
-    h.add(request("long", text(120), max_tokens=3))
-    assert spans(h.step()) == [(0, 0, 100)]
-    h.add(request("one", [7], max_tokens=3))
-    assert spans(h.step()) == [(1, 0, 1), (0, 100, 120)]
-    h.drain()
-
-
 def test_decode_never_waits_for_prefill() -> None:
     h = make(room=10, caching=False)
     for name in "ab":
@@ -294,6 +285,16 @@ def test_experts_of_cached_tokens_are_unknown_so_they_run() -> None:
         assert h.cached[name, 0] == 0
 
 
+def test_state_of_pages_alone_is_cached_without_snapshots() -> None:
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=1024, window=0, snapshots=False)
+    h = Harness(limits, Pools.sized(grow=16, window=0, slots=2, snapshots=0))
+    for name, cached in (("a", 0), ("b", 512)):
+        h.add(request(name, text(600), max_tokens=1))
+        finish(h, name)
+        assert h.cached[name, 0] == cached
+    h.drain()
+
+
 def test_no_snapshot_means_no_cached_prefix() -> None:
     h = make(snapshots=0)
     h.add(request("a", text(600), max_tokens=300))
@@ -361,16 +362,6 @@ def test_error_forgets_the_prefixes_of_the_sequence() -> None:
 # --------------------------------------------------------------------------------------------------------------- score
 
 
-def test_score_covers_each_prompt_token_once() -> None:
-    h = make(room=200)
-    h.add(request("a", text(600), score_from=150, max_tokens=1))
-    scores = []
-    while ("a", 0) not in h.ends:
-        scores.append(part_of(h.step(), 0).score)
-    assert scores == [(149, 200), (200, 400), (400, 512), (512, 599)]
-    h.drain()
-
-
 def test_score_limits_the_hit() -> None:
     h = make()
     h.add(request("a", text(900), max_tokens=1))
@@ -409,16 +400,6 @@ def test_scores_are_passed_on_with_the_updates() -> None:
         assert [u.prompt_logprobs is score for u in updates] == [True]
         marks.append(updates[0].finish_reason)
     assert marks == [None, "length"]
-
-
-def test_preempted_prompt_is_not_scored_twice() -> None:
-    h = make(room=300, caching=False)
-    h.add(request("a", text(800), score_from=1, max_tokens=3))
-    h.step()
-    h.preempt_all()
-    parts = [part_of(h.step(), 0).score for _ in range(3)]
-    assert parts == [None, (300, 600), (600, 799)]
-    h.drain()
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -491,26 +472,6 @@ def test_completions_wait_through_a_preemption_of_their_leader() -> None:
     assert h.scheduler.num_waiting == 2
     h.drain()
     assert sum(len(plan.slot_copies) for plan in h.plans) == 1
-
-
-def test_completions_outlive_their_leader() -> None:
-    h = make(room=300)
-    h.add(request("a", text(600), n=3, max_tokens=3))
-    h.step()
-    h.abort("a", index=0)
-    h.abort("a", index=2)
-    assert h.scheduler.num_waiting == 1
-    h.drain()
-    assert [h.ends["a", i].finish_reason for i in range(3)] == ["abort", "length", "abort"]
-
-
-def test_fork_larger_than_the_step_goes_on_in_the_next() -> None:
-    h = make(seqs=8, room=4, caching=False)
-    h.add(request("a", text(4), n=6, max_tokens=3))
-    assert spans(h.step()) == [(0, 0, 3)]
-    assert [s for s, _, _ in spans(h.step())] == [0, 1, 2, 3]
-    assert h.scheduler.num_running == 6
-    h.drain()
 
 
 # ---------------------------------------------------------------------------------------------------------- preemption
@@ -634,13 +595,6 @@ def test_overlap_plans_with_the_token_in_flight() -> None:
     assert len(h.outputs["a", 0]) == 3 and not h.scheduler.has_work()
 
 
-def test_overlap_never_runs_beyond_max_model_len() -> None:
-    h = make(overlap=True, caching=False, max_len=20)
-    h.add(request("a", text(10)))
-    h.drain()
-    assert len(h.outputs["a", 0]) == 10 and max(part.end for plan in h.plans for part in plan.sequences) == 19
-
-
 def test_overlap_gives_the_state_back_with_the_last_step_in_flight() -> None:
     h = make(overlap=True, caching=False, seqs=1)
     h.add(request("a", text(10), max_tokens=1))
@@ -734,17 +688,6 @@ def test_first_token_ends_the_sequence_as_asked(
     h.scheduler.check()
 
 
-def test_min_tokens_holds_for_exactly_that_many() -> None:
-    h = make()
-    h.add(request("a", text(10), ignore_eos=False, min_tokens=2))
-    reasons = []
-    while h.scheduler.has_work():
-        plan = h.scheduler.schedule(0.0)
-        assert plan is not None
-        reasons += [u.finish_reason for u in h.scheduler.update(plan, {0: Sampled(token_id=EOS)})]
-    assert reasons == [None, None, "stop"]
-
-
 def test_updates_carry_the_start_and_the_cached_tokens_once() -> None:
     h = make()
     h.now = 5.0
@@ -791,15 +734,6 @@ def test_deadline_ends_all_sequences_of_a_request_once() -> None:
     h.now = 12.0
     h.drain()
     assert h.ends["b", 0].finish_reason == "length"
-
-
-def test_deadline_of_an_ended_request_does_not_touch_its_successor() -> None:
-    h = make()
-    h.add(request("a", text(10), deadline=10.0, max_tokens=1))
-    finish(h, "a")
-    h.scheduler.add(request("a", text(10), max_tokens=5))
-    h.now = 20.0
-    assert h.scheduler.schedule(h.now) is not None and h.scheduler.pop_expired() == []
 
 
 def test_deadlines_pass_without_a_step_too() -> None:
@@ -964,17 +898,6 @@ def test_pools_must_hold_one_longest_sequence(lacking: str) -> None:
     with pytest.raises(CapacityError, match="max_model_len=513") as caught:
         Scheduler(limits, Pools.sized(**sizes))
     assert caught.value.advice
-
-
-def test_the_longest_sequence_runs_in_the_smallest_pools() -> None:
-    limits = SchedulerLimits(
-        max_num_seqs=1, max_num_batched_tokens=100, max_model_len=1025, window=128, prefix_checkpoint_tokens=256
-    )
-    h = Harness(limits, Pools.sized(grow=4, window=limits.window_pages, slots=1, snapshots=1))
-    h.add(request("a", text(500)))
-    h.add(request("b", text(1024, 2)))
-    h.drain()
-    assert len(h.outputs["a", 0]) == 525
 
 
 def test_nothing_to_do_makes_no_plan() -> None:

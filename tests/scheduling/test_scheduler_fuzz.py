@@ -135,9 +135,7 @@ def test_random_traffic_reads_only_its_own_state(seed: int) -> None:
     else:  # a family whose state is grow pages alone: prefixes are cached without snapshots
         harness = make_harness(rng, drafts if seed % 3 else 0, right, ahead=seed % 3 == 1, windows=False)
     run_traffic(rng, harness)
-    windows = any(part.window_pages for plan in harness.plans for part in plan.sequences)
-    assert windows == (seed < 98)
-    assert windows or not harness.limits.enable_prefix_caching or sum(harness.cached.values()) or harness.limits.max_model_len < 600
+    assert any(part.window_pages for plan in harness.plans for part in plan.sequences) == (seed < 98)
 
 
 def run_traffic(rng: random.Random, harness: Harness) -> None:
