@@ -31,7 +31,7 @@ from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequenceP
 from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import DraftState
-from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, draft
+from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, chooser, draft
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -407,13 +407,14 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            axis, accepted = self.model.share.peers, None
-            if sequences:
-                accepted = broadcast_accepted(
-                    axis, samples, torch.empty(2, len(sequences), dtype=torch.int64, device=self.cache.device)
-                )
+            axis, device = self.model.share.peers, self.cache.device
+            empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
+            accepted = broadcast_accepted(axis, samples, empty) if sequences else None
+            choose = chooser(
+                axis, self.sampler, send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
+            )
             where = done.batch, done.streams_TND, done.first_rows
-            drafts_SK = draft(axis, self._drafter, plan, shape, *where, accepted, self.sampler)
+            drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)

@@ -8,11 +8,13 @@ were planned. Hence what a plan uses is released when the next one is made, at t
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
@@ -20,7 +22,7 @@ from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
 from dsv4lite.scheduling.kv_manager import KVManager
 from dsv4lite.scheduling.pages import Pools, PoolStats, pages_for
-from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
+from dsv4lite.scheduling.sequence import Sequence, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ LEAST_PIPELINE_TOKENS = 1024
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
+_ORDER = attrgetter("order")
 _new_tuple = tuple.__new__
 
 
@@ -114,11 +117,11 @@ class _Planning:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The sequences of one request and how many of them have not ended."""
+    """The sequences of one request, how many of them have not ended, and its deadline."""
 
-    request: Request
     sequences: list[Sequence]
     open: int
+    deadline: float
 
 
 class Scheduler:
@@ -164,7 +167,7 @@ class Scheduler:
         self._cache = self._kv.cache
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, Sequence] = {}
-        self._running = SequenceQueue()
+        self._running: list[Sequence] = []  # by (priority, arrival)
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
@@ -198,11 +201,11 @@ class Scheduler:
         for seq in sequences:
             seq.may_wait = self._needs_host is not None or needs_host(seq)
         self._live.update((seq.seq_id, seq) for seq in sequences)
-        self._groups[request.request_id] = _Group(request, sequences, len(sequences))
+        deadline = inf if request.deadline is None else request.deadline
+        self._groups[request.request_id] = _Group(sequences, len(sequences), deadline)
+        self._next_deadline = min(self._next_deadline, deadline)
         leader, *others = sequences
         self._waiting.add(leader)
-        if request.deadline is not None:
-            self._next_deadline = min(self._next_deadline, request.deadline)
         for seq in others:
             if leader.prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
@@ -229,9 +232,9 @@ class Scheduler:
         """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
         if now < self._next_deadline:
             return []
-        deadlines = [(group.request.deadline, group) for group in self._groups.values() if group.request.deadline is not None]
-        self._next_deadline = min((deadline for deadline, _ in deadlines if deadline > now), default=inf)
-        return [update for deadline, group in deadlines if deadline <= now for update in self._end_group(group, "deadline")]
+        groups = list(self._groups.values())
+        self._next_deadline = min((group.deadline for group in groups if group.deadline > now), default=inf)
+        return [update for group in groups if group.deadline <= now for update in self._end_group(group, "deadline")]
 
     def pop_expired(self) -> list[SequenceUpdate]:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
@@ -277,7 +280,7 @@ class Scheduler:
         last = drafting[-1]
         if last.max_drafts != max_drafts or not last.decodes:
             return False
-        return not [seq for seq in self._running.items if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
+        return not [seq for seq in self._running if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
 
     @property
     def num_live(self) -> int:
@@ -359,8 +362,7 @@ class Scheduler:
         """Release what only the plan made last still needed."""
         for seq in self._retiring:
             if seq.state is State.RUNNING:
-                self._running.remove(seq)
-                self._kv.release(seq)
+                self._stop(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
         for seq in self._sliding:
@@ -371,7 +373,7 @@ class Scheduler:
 
     def _plan_running(self, step: _Planning) -> None:
         """Plan the next span of every running sequence, in order; prefill gets the tokens that decode leaves."""
-        running = self._running.items
+        running = self._running
         skipped = self._other_groups() if self._limits.stages > 1 else ()
         unresolved = any(plan.max_drafts for plan in self._outstanding)
         singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed <= 1 for seq in running if seq.seq_id not in skipped])
@@ -708,8 +710,7 @@ class Scheduler:
         """Remove a sequence everywhere; completions that wait for its prefill are queued to do their own."""
         group = self._groups[seq.request.request_id]
         if seq.state is State.RUNNING:
-            self._running.remove(seq)
-            self._kv.release(seq)
+            self._stop(seq)
         elif seq.state is State.UNFORKED:
             del group.sequences[0].unforked[seq]
             self._num_unforked -= 1
@@ -728,7 +729,14 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
-        self._running.add(seq)
+        insort(self._running, seq, key=_ORDER)
+
+    def _stop(self, seq: Sequence) -> None:
+        """Remove a sequence from those that run, and release its state."""
+        at = bisect_left(self._running, seq.order, key=_ORDER)
+        assert self._running[at] is seq
+        del self._running[at]
+        self._kv.release(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.state = State.WAITING
@@ -737,8 +745,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Release a running sequence's state and queue it. Its tokens in flight still arrive, before it can start again."""
         self._kv.drop_pending(seq)
-        self._running.remove(seq)
-        self._kv.release(seq)
+        self._stop(seq)
         self._enqueue(seq)
         self._preemptions += 1
 
@@ -746,7 +753,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every id is free, or held by exactly the sequences and prefixes that list it; every sequence in one queue."""
-        running, waiting = self._running.items, list(self._waiting)
+        running, waiting = self._running, list(self._waiting)
         self._kv.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import ContextLengthError, InvalidRequestError
@@ -207,31 +205,6 @@ def needs_host(seq: Sequence) -> bool:
     )
 
 
-class SequenceQueue:
-    """Sequences sorted by (priority, arrival)."""
-
-    __slots__ = ("items",)
-
-    def __init__(self) -> None:
-        self.items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.items)
-
-    def add(self, seq: Sequence) -> None:
-        """Insert a sequence in order."""
-        insort(self.items, seq, key=_ORDER)
-
-    def remove(self, seq: Sequence) -> None:
-        """Remove a sequence that is in the queue."""
-        i = bisect_left(self.items, seq.order, key=_ORDER)
-        assert self.items[i] is seq
-        del self.items[i]
-
-
 class WaitingQueue:
     """Waiting sequences by (priority, arrival). A sequence that ends stays in the heap and is skipped later.
 
@@ -276,6 +249,3 @@ class WaitingQueue:
         if 2 * self._size < len(self._entries):
             self._entries = [entry for entry in self._entries if entry[1].state is State.WAITING]
             heapq.heapify(self._entries)
-
-
-_ORDER = attrgetter("order")

@@ -25,13 +25,11 @@ WINDOW = 32
 """Steps between two decisions."""
 
 _SETTLE_STEPS = 2  # unmeasured after a switch or a prompt: the first has no drafts of the device yet, or others overlap
-_MIN_STEPS, _PROBE_STEPS, _FEW_STEPS = 4, 6, 48  # to time a window; of a probe that loses much; fewer may mislead about a cost
-_MARGIN, _PRIOR_ERROR, _CONFIDENCE = (
-    0.005,
-    0.05,
-    2.0,
-)  # gain that does not count; error of an unmeasured cost; deviations to the best case
-_PATIENCE, _SWITCH_COST, _MAX_BACKOFF = 1.0, 1.0, 3  # steps lost before a switch, and by one; doublings of a probe's interval
+_MIN_STEPS = 4  # of a window that is timed
+_PROBE_STEPS, _FEW_STEPS = 6, 48  # of a probe that loses much; a cost from fewer may mislead
+_MARGIN, _PATIENCE = 0.005, 1.0  # relative gain that does not count; steps lost before a switch
+_SWITCH_COST, _MAX_BACKOFF = 1.0, 3  # steps lost by the two switches of a probe; doublings of its interval
+_PRIOR_ERROR, _CONFIDENCE = 0.05, 2.0  # of a log cost that was not measured; standard deviations to the best case
 _LEVEL_MEMORY, _VARIANCE_MEMORY, _COST_MEMORY = 4, 16, 256  # windows; windows; steps
 _MAX_DEVIATION = 0.7  # of a log cost, believed at once
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
@@ -173,7 +171,7 @@ class _Bucket:
     def __init__(self, size: int, cost: Sequence[float], device: Sequence[float]) -> None:
         self.size, self.k, self.cost, self.prior, self.device = size, 1, list(cost), cost, device
         self.steps, self.regret, self.due, self.backoff = [0] * len(cost), [0.0] * len(cost), [0.0] * len(cost), [0] * len(cost)
-        self.now, self.windows, self.variance = 0, 0, 0.0
+        self.now, self.windows, self.variance = 0, 0, _PRIOR_ERROR**2
 
     def error(self, k: int) -> float:
         """Return the standard error of the log cost relative to that of the k in use."""
@@ -201,7 +199,7 @@ class _Bucket:
             return
         if self.windows:
             deviation = max(-most, min(most, deviation))
-            self.variance += (steps * deviation**2 - self.variance) / min(self.windows, _VARIANCE_MEMORY)
+            self.variance += (steps * deviation**2 - self.variance) / min(1 + self.windows, _VARIANCE_MEMORY)
             deviation /= min(self.windows, _LEVEL_MEMORY)
         self.windows += 1
         self.cost = [each + deviation for each in self.cost]
@@ -348,7 +346,8 @@ class DraftController:
     def _interval(self, bucket: _Bucket, k: int) -> float:
         """Return the steps between two probes of a k, which lose no more than their part of ``EXPLORATION``."""
         loss = self._probe_steps(bucket, k) * self._probe_loss(bucket, k) + _SWITCH_COST
-        return loss * self._max_k / EXPLORATION * 2 ** bucket.backoff[k]
+        probed = max(1, sum(steps > 0 for steps in bucket.steps) - 1)  # lengths that share the time
+        return loss * probed / EXPLORATION * 2.0 ** bucket.backoff[k]
 
     def stats(self) -> ControllerStats:
         """Return the present statistics."""

@@ -71,16 +71,25 @@ def broadcast_accepted(axis: Axis, samples: Samples | None, empty: Tensor) -> tu
     """Return the number of accepted draft tokens of each sequence and the token that follows them, int64 [S] twice.
 
     Args:
-        axis: The ranks that work on the same tokens.
-        samples: On the rank that samples, the first one.
+        axis: The ranks that work on the same tokens: all of them run the drafter, and the first one samples.
+        samples: On the rank that samples.
         empty: int64 [2, S], which other ranks overwrite.
     """
     accepted_S, tokens_S = axis.broadcast(empty if samples is None else torch.stack(samples.accepted()), 0)
     return accepted_S, tokens_S
 
 
+def chooser(axis: Axis, sampler: Sampler | None, slots_S: Tensor) -> Choose:
+    """Return ``Sampler.draft`` of the rank that samples, for the sequences in some slots, int32 [S], on all ranks along an axis."""
+
+    def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+        own = torch.empty_like(slots_S, dtype=torch.int64) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S)
+        return axis.broadcast(own, 0)
+
+    return choose
+
+
 def draft(
-    axis: Axis,
     drafter: DeviceDrafter,
     plan: StepPlan,
     shape: StepShape,
@@ -88,12 +97,11 @@ def draft(
     streams_TND: Tensor,
     first_rows: Sequence[int],
     accepted: tuple[Tensor, Tensor] | None,
-    sampler: Sampler | None,
+    choose: Choose,
 ) -> Tensor | None:
     """Draft what follows a step that ran eagerly.
 
     Args:
-        axis: The ranks that work on the same tokens: all of them run the drafter, and the first one samples.
         drafter: The drafter.
         plan: The step.
         shape: Of the step of all replicas, where they share experts.
@@ -101,7 +109,7 @@ def draft(
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
         accepted: Of the sequences that sampled, if there are any; see ``broadcast_accepted``.
-        sampler: On the rank that samples.
+        choose: Chooses their draft tokens.
 
     Returns:
         int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there are none; ``None`` if none are
@@ -123,11 +131,6 @@ def draft(
         drafter.take_part(shape)
         return None
     state = DraftState.after([s for s, _ in every], [begin for _, begin in every], streams_TND, accepted, shape.sequences)
-
-    def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-        own = torch.empty_like(state.tokens_S) if sampler is None else sampler.draft(logits_SV, state.slots_S, positions_S)
-        return axis.broadcast(own, 0)
-
     return torch.cat([drafter.draft(state, choose) for _ in range(0, count, drafter.per_pass)], dim=1)[:, :count]
 
 

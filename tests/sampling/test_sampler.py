@@ -513,7 +513,7 @@ def test_logprobs_are_returned_only_where_asked_for() -> None:
 
 
 def always(*favoured: int) -> Tensor:
-    """Logits that prefer these tokens, in this order."""
+    """Return logits that prefer these tokens, in this order."""
     logits = torch.zeros((1, V))
     for better, token in enumerate(reversed(favoured)):
         logits[0, token] = 1.0 + better
@@ -772,7 +772,7 @@ def test_counts_stay_apart_while_sequences_come_and_go() -> None:
     assert next_id > 40
 
 
-def test_news_of_a_removed_sequence_is_ignored() -> None:
+def test_token_of_a_removed_sequence_is_ignored() -> None:
     driver = Driver(request(bad_words_ids=[[1, 2]]))
     driver.sampler.remove(0)
     driver.sampler.accept(0, 3)

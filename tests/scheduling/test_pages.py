@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page, pages_for
+from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 
 
@@ -38,10 +38,6 @@ def check(pools: Pools, cache: PrefixCache, held: Counter[int] | None = None) ->
     pools.grow.check(held or Counter(), Counter(i for c in checkpoints for i in c.grow))
     pools.window.check(Counter(), Counter(i for c in checkpoints for i in c.window))
     pools.snapshots.check(Counter(), Counter(i for c in checkpoints for i in c.snapshot))
-
-
-def test_pages_for_counts_started_pages() -> None:
-    assert [pages_for(n) for n in (0, 1, 255, 256, 257, 512)] == [0, 1, 1, 1, 2, 2]
 
 
 def test_first_window_page_keeps_what_the_next_token_sees() -> None:
@@ -203,12 +199,6 @@ def test_cache_allocation_that_cannot_succeed_evicts_nothing() -> None:
     assert ids is not None
     assert cache.allocate(pools.grow, 4) is None and len(cache) == 1
     check(pools, cache, Counter(ids))
-
-
-def test_cache_without_snapshots_captures_nothing() -> None:
-    pools, cache = make_cache(snapshots=0)
-    assert put(pools, cache, text(256)) is None
-    check(pools, cache)
 
 
 def test_cache_does_not_evict_what_is_captured_but_not_inserted() -> None:

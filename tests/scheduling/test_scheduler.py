@@ -240,25 +240,6 @@ def test_hit_leaves_a_token_to_run(length: int, cached: int) -> None:
     h.drain()
 
 
-def test_prefix_of_the_same_step_is_not_hit() -> None:
-    h = make(room=2048)
-    for name in "ab":
-        h.add(request(name, text(300), max_tokens=2))
-    plan = h.step()
-    assert spans(plan) == [(0, 0, 256), (1, 0, 256)] and not plan.restores
-    assert h.scheduler.stats().checkpoints == 1
-    h.drain()
-
-
-def test_salts_do_not_share() -> None:
-    h = make()
-    for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "", 0), ("d", "x", 256), ("e", None, 256)):
-        h.add(request(name, text(300), salt=salt, max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == cached
-    h.drain()
-
-
 def test_reset_hides_prefixes_and_keeps_running_sequences() -> None:
     h = make()
     h.add(request("old", text(300), max_tokens=300))
@@ -464,16 +445,6 @@ def test_completions_without_a_place_wait_and_compute_their_own() -> None:
     assert [len(h.device.truths[i].scored) for i in range(4)] == [599, 0, 0, 0]
 
 
-def test_completions_wait_through_a_preemption_of_their_leader() -> None:
-    h = make(room=300)
-    h.add(request("a", text(600), n=2, max_tokens=3))
-    h.step()
-    h.preempt_all()
-    assert h.scheduler.num_waiting == 2
-    h.drain()
-    assert sum(len(plan.slot_copies) for plan in h.plans) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------- preemption
 
 
@@ -564,18 +535,6 @@ def test_no_sequence_starts_in_a_step_that_preempted_one() -> None:
     h.add(request("c", text(3), priority=-1, max_tokens=2))
     assert [s for s, _, _ in spans(h.step())] == [0] and h.scheduler.stats().preemptions == 1
     assert [s for s, _, _ in spans(h.step())] == [0, 2]
-    h.drain()
-
-
-def test_preempted_sequence_gets_its_token_in_flight() -> None:
-    h = make(overlap=True, caching=False)
-    h.add(request("a", text(100), max_tokens=9))
-    h.plan()
-    seq = h.scheduler.sequences_of("a")[0]
-    h.scheduler._preempt(seq)
-    assert h.plan() is None, "it waits for its token"
-    h.update()
-    assert spans(h.plan()) == [(0, 0, 101)]
     h.drain()
 
 
@@ -795,24 +754,6 @@ def test_step_is_planned_after_unresolved_drafts_while_the_waiting_sequence_has_
     assert list(h.ends) == [("a", 0), ("big", 0), ("small", 0)]
 
 
-def test_end_drops_the_span_that_was_planned_after_unresolved_drafts() -> None:
-    h = make(drafts=2)
-    h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
-    h.drain()
-    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].unresolved is not None
-
-
-def test_deadline_drops_the_token_in_flight() -> None:
-    h = make(overlap=True)
-    h.add(request("a", text(10), deadline=1.0, max_tokens=5))
-    h.plan()
-    h.now = 1.0
-    assert h.plan() is None
-    h.update()
-    assert h.ends["a", 0].finish_reason == "deadline" and h.outputs["a", 0] == []
-    h.check_end()
-
-
 def test_abort_frees_at_once_and_is_idempotent() -> None:
     h = make(overlap=True)
     h.add(request("a", text(600), n=2, max_tokens=50))
@@ -826,17 +767,6 @@ def test_abort_frees_at_once_and_is_idempotent() -> None:
     h.update()
     h.scheduler.check()
     assert h.pools.slots.num_free == 4
-
-
-def test_abort_of_one_completion_leaves_the_others() -> None:
-    h = make()
-    h.add(request("a", text(20), n=3, max_tokens=9))
-    for _ in range(4):
-        h.step()
-    h.abort("a", index=1)
-    assert h.scheduler.abort("a", index=1) == []
-    h.drain()
-    assert [h.ends["a", i].finish_reason for i in range(3)] == ["length", "abort", "length"]
 
 
 def test_abort_passes_its_reason() -> None:
@@ -921,14 +851,6 @@ def test_check_notices_a_lost_page() -> None:
     h.step()
     h.scheduler.sequences_of("a")[0].pages.pop()
     with pytest.raises(AssertionError, match="grow page: wrong references"):
-        h.scheduler.check()
-
-
-def test_check_notices_a_lost_sequence() -> None:
-    h = make()
-    h.add(request("a", text(300), max_tokens=300))
-    h.scheduler._waiting.pop()
-    with pytest.raises(AssertionError, match="lost"):
         h.scheduler.check()
 
 
