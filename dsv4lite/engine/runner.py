@@ -31,8 +31,7 @@ from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequenceP
 from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import DraftState
-from dsv4lite.speculation.drafters import DeviceDrafter, draft
-from dsv4lite.speculation.peers import Peers
+from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, chooser, draft
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -133,7 +132,6 @@ class Runner:
         self._graphs = graphs
         self._drafter = drafter
         self._balancer = balancer
-        self._peers = None if drafter is None else Peers(model.share.peers, sampler, cache.device)
         self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
         self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, self._last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
@@ -362,10 +360,10 @@ class Runner:
                 return None
             sequences = plan.sequences  # all of them sample
             asked = sampler.prepare(sequences)
-            rules = sampler.rules(asked, sequences, first_rows)
-            out = self._graphs.sample(asked.needs, None if rules is None else rules.masks) if asked.needs else captured.out
-            begun = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
-            return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, rules, begun)
+            masks, failures = sampler.rules(asked, sequences, first_rows)
+            out = self._graphs.sample(asked.needs, masks) if asked.needs else captured.out
+            placed = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
+            return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, failures, placed)
         if done.streams_TND is None or not self.model.share.last:
             return None
         each = [(s, row + s.end - 1 - s.drafts - s.start) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
@@ -377,7 +375,7 @@ class Runner:
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""
-        if self._drafter is None or self._peers is None or not shape.max_drafts:
+        if self._drafter is None or not shape.max_drafts:
             return None
         sequences = [s for s in plan.sequences if s.sample]
         if done.captured is not None and self._graphs is not None:
@@ -386,9 +384,14 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            accepted = self._peers.accepted(len(sequences), samples) if sequences else None
-            choose, first_rows = self._peers.chooser([s.slot for s in sequences]), done.first_rows
-            drafts_SK = draft(self._drafter, plan, shape, done.batch, done.streams_TND, first_rows, accepted, choose)
+            axis, device = self.model.share.peers, self.cache.device
+            empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
+            accepted = broadcast_accepted(axis, samples, empty) if sequences else None
+            choose = chooser(
+                axis, self.sampler, send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
+            )
+            where = done.batch, done.streams_TND, done.first_rows
+            drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)

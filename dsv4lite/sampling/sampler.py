@@ -95,19 +95,6 @@ class RowNeeds:
         return bool(self.ruled or self.long)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostRules:
-    """What the host decides about the rows of one step.
-
-    Attributes:
-        masks: Of the rows in which it forbids or forces a token; ``None`` if there are none.
-        failures: Rows in which it cannot, with the reason.
-    """
-
-    masks: RowMasks | None
-    failures: Mapping[int, RequestFailedError]
-
-
 @dataclass(slots=True, eq=False)
 class _Line:
     """One sequence's line of the table, made when it first takes a slot, and the tensors that its addresses lead to."""
@@ -266,23 +253,23 @@ class Sampler:
             )
         return self._last
 
-    def rules(self, asked: RowNeeds, sequences: Sequence[SequencePlan], first_rows: Sequence[int]) -> HostRules | None:
-        """Return what the host decides about the rows of a step.
+    def rules(
+        self, asked: RowNeeds, sequences: Sequence[SequencePlan], first_rows: Sequence[int]
+    ) -> tuple[RowMasks | None, Mapping[int, RequestFailedError]]:
+        """Return what the host forbids or forces in the rows of a step, and the rows in which its rules failed, with the reason.
 
         Args:
             asked: From ``prepare``.
             sequences: What they run in this step; the host knows their tokens.
             first_rows: The row of the first token that each of them samples.
         """
-        if not asked.ruled:
-            return None
         found: list[tuple[int, Tensor, int]] = []
         failures: dict[int, RequestFailedError] = {}
         for i in asked.ruled:
             s, state = sequences[i], self._sequences[sequences[i].seq_id].state
             drafts = s.token_ids[len(s.token_ids) - s.drafts :]
             self._constrain(state, s.end - s.drafts, drafts, first_rows[i], found, failures)
-        return HostRules(masks=self._masks(found), failures=failures)
+        return self._masks(found), failures
 
     def run(
         self,
@@ -312,8 +299,8 @@ class Sampler:
         asked: RowNeeds,
         sequences: Sequence[SequencePlan],
         first_rows: Sequence[int],
-        rules: HostRules | None = None,
-        begun: Arrival | None = None,
+        failures: Mapping[int, RequestFailedError] | None = None,
+        placed: Arrival | None = None,
     ) -> Samples:
         """List best tokens beyond those that ``sample_rows`` lists, and start the copy of the results to the host.
 
@@ -324,28 +311,18 @@ class Sampler:
             asked: From ``prepare``.
             sequences: Of these rows.
             first_rows: Of each sequence.
-            rules: From ``rules``.
-            begun: Where the runs of the sequences begin, and with which drafts, if the host does not know; see ``Samples``.
+            failures: From ``rules``.
+            placed: See ``Samples``.
         """
-        rows: list[int] = []
-        lists: Tensor | None = None
+        rows, lists = list[int](), None
         if asked.long:
             some = [(i, place) for i in asked.long for place in range(1 + sequences[i].drafts)]
             rows = [first_rows[i] + place for i, place in some]
             slots, positions = zip(*[(sequences[i].slot, _position(sequences[i]) + place) for i, place in some], strict=True)
             most = max(k for _, k in asked.wanted)
             lists = self._long_lists(out, logits, best[0], rows, slots, positions, most)
-        failures = None if rules is None else rules.failures
-        return Samples.of(
-            out,
-            asked.seq_ids,
-            sequences,
-            first_rows,
-            wanted=asked.wanted,
-            failures=failures,
-            long_rows=tuple(rows),
-            long_lists=lists,
-            begun=begun,
+        return Samples(
+            out, sequences, first_rows, wanted=asked.wanted, failures=failures, long_rows=rows, long_lists=lists, placed=placed
         )
 
     def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> Samples:
@@ -358,7 +335,7 @@ class Sampler:
         """
         asked, best = self.prepare(sequences), argmax_finite(logits)
         first_rows = [0, *accumulate(1 + s.drafts for s in sequences)][:-1]
-        rules = self.rules(asked, sequences, first_rows)
+        masks, failures = self.rules(asked, sequences, first_rows)
         each = [(s, place) for s in sequences for place in range(1 + s.drafts)]
         slots, positions, *run = self._columns(
             [s.slot for s, _ in each],
@@ -366,9 +343,8 @@ class Sampler:
             [s.token_ids[place - s.drafts - 1] for s, place in each],
             [place for _, place in each],
         )
-        masks = None if rules is None else rules.masks
         out = self.run(logits, best, slots, positions, last_token, asked.needs, (run[0], run[1]), masks)
-        return self.finish(out, logits, best, asked, sequences, first_rows, rules)
+        return self.finish(out, logits, best, asked, sequences, first_rows, failures)
 
     def draft(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Draft one token per row: the best one, or where the request draws, the one that its own draw there would take.

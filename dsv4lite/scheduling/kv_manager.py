@@ -26,6 +26,7 @@ class StateMoves:
     window_copies: list[tuple[int, int]] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
+    zero_rows: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class KVManager:
@@ -45,7 +46,7 @@ class KVManager:
         self._pools = pools
         self._window = window
         self._drafter_runs = False  # the model's own drafter computes its KV in the step
-        self._zero_rows: list[tuple[int, int, int]] = []  # of the next plan
+        self._moves = StateMoves()  # of the next plan
 
     # ------------------------------------------------------------------------------------------------------- start and end
 
@@ -77,16 +78,16 @@ class KVManager:
         self._pools.window.share(seq.window)
         return prefix
 
-    def start(self, seq: Sequence, prefix: CachedPrefix | None, moves: StateMoves) -> None:
+    def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Let the step being planned initialize the state of a sequence that starts."""
         if prefix is None or not prefix.snapshot:
-            moves.resets.append(seq.slot)
+            self._moves.resets.append(seq.slot)
         else:
-            moves.restores.append((prefix.snapshot[0], seq.slot))
+            self._moves.restores.append((prefix.snapshot[0], seq.slot))
         if self._drafter_runs:
             self._zero_missed(seq)
 
-    def fork(self, leader: Sequence, child: Sequence, moves: StateMoves) -> bool:
+    def fork(self, leader: Sequence, child: Sequence) -> bool:
         """Start a completion with the state before its leader's last prompt token, which the step being planned runs.
 
         Returns:
@@ -109,10 +110,10 @@ class KVManager:
             self.release(child)
             return False
         if partial_page:
-            moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
+            self._moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
         if partial_window and self._window:
-            moves.window_copies.append((leader.window[full_window], child.window[full_window]))
-        moves.slot_copies.append((leader.slot, child.slot))
+            self._moves.window_copies.append((leader.window[full_window], child.window[full_window]))
+        self._moves.slot_copies.append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
         child.cached_until = leader.prompt_pages_end
         return True
@@ -129,6 +130,11 @@ class KVManager:
         seq.num_computed = seq.cached_until = seq.steady_until = seq.drafter_computed = 0
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
+
+    def take_moves(self) -> StateMoves:
+        """Return what the step that was planned does to state. A preempted sequence's rows to zero-fill may be among it."""
+        moves, self._moves = self._moves, StateMoves()
+        return moves
 
     # ---------------------------------------------------------------------------------------------------------------- pages
 
@@ -217,23 +223,17 @@ class KVManager:
         while position < end:
             number, first = divmod(position, WINDOW_PAGE_TOKENS)
             last = min(first + end - position, WINDOW_PAGE_TOKENS)
-            self._zero_rows.append((seq.window[number - seq.window_first], first, last))
+            self._moves.zero_rows.append((seq.window[number - seq.window_first], first, last))
             position += last - first
         seq.drafter_computed = ALL_TOKENS
 
-    def take_zero_rows(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the rows to zero-fill before the step that was planned; see ``StepPlan``. A preempted sequence's may be in it."""
-        rows, self._zero_rows = tuple(self._zero_rows), []
-        return rows
-
     # ------------------------------------------------------------------------------------------------------ cached prefixes
 
-    def capture(self, ends: Iterable[tuple[Sequence, int, bool]], moves: StateMoves) -> None:
+    def capture(self, ends: Iterable[tuple[Sequence, int, bool]]) -> None:
         """Cache the prefixes that end where spans of a step end; the next step may use them: by then they are written.
 
         Args:
             ends: Sequence, length of the prefix, and whether it is kept when the sequence's next one is cached.
-            moves: Of that step.
         """
         captured = []
         for seq, length, lasting in ends:
@@ -254,7 +254,7 @@ class KVManager:
                 drafter_computed=min(seq.drafter_computed, length),
             )
             if prefix is not None:
-                moves.saves += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
+                self._moves.saves += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
                 seq.pending = (prefix, lasting)
                 captured.append(seq)
         # Inserting only now keeps a snapshot of this step from being evicted, and saved to twice, within it.

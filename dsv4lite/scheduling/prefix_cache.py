@@ -22,19 +22,20 @@ class PrefixChain:
 
     Attributes:
         epoch: The weight epoch that the keys stand for.
+        keys: Of no page, of one page and so on, as far as they were asked for.
     """
 
-    __slots__ = ("_keys", "_token_ids", "epoch")
+    __slots__ = ("_token_ids", "epoch", "keys")
 
     def __init__(self, token_ids: list[int], *, epoch: int, salt: str | None) -> None:
         self.epoch = epoch
         self._token_ids = token_ids
         seed = epoch.to_bytes(8, "little") + (b"-" if salt is None else b"+" + salt.encode("utf-8", "surrogatepass"))
-        self._keys = [hashlib.blake2b(seed, digest_size=_KEY_BYTES).digest()]
+        self.keys = [hashlib.blake2b(seed, digest_size=_KEY_BYTES).digest()]
 
     def key(self, num_pages: int) -> bytes:
         """Return the hash of the first ``num_pages`` pages, whose tokens must all be known."""
-        keys = self._keys
+        keys = self.keys
         while len(keys) <= num_pages:
             end = len(keys) * PAGE_TOKENS
             page = self._token_ids[end - PAGE_TOKENS : end]
@@ -42,16 +43,12 @@ class PrefixChain:
             keys.append(hashlib.blake2b(array("q", page).tobytes(), key=keys[-1], digest_size=_KEY_BYTES).digest())
         return keys[num_pages]
 
-    def known_keys(self) -> list[bytes]:
-        """Return the keys of one page and more that were computed so far."""
-        return self._keys[1:]
-
     def fork(self, token_ids: list[int]) -> PrefixChain:
         """Return a chain over another list that begins with the same tokens as far as this one has been hashed."""
         twin = PrefixChain.__new__(PrefixChain)
         twin.epoch = self.epoch
         twin._token_ids = token_ids
-        twin._keys = self._keys.copy()
+        twin.keys = self.keys.copy()
         return twin
 
 
@@ -164,7 +161,7 @@ class PrefixCache:
 
     def forget(self, chain: PrefixChain) -> None:
         """Remove every cached prefix of a chain whose state turned out to be damaged."""
-        for key in chain.known_keys():
+        for key in chain.keys[1:]:
             if key in self._entries:
                 self.drop(self._entries.pop(key))
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from dsv4lite.config import ReplicaPlacement
-from dsv4lite.errors import InvalidRequestError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.scheduling.pages import PoolStats
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerStats
@@ -66,13 +65,7 @@ class Replicas:
 
     def add(self, request: Request) -> None:
         """Queue a request with one of the replicas."""
-        if request.request_id in self._homes and self._homes[request.request_id].has_request(request.request_id):
-            raise InvalidRequestError(
-                f"request_id={request.request_id!r} is in use; it must be unique among live requests",
-                parameter="request_id",
-                value=request.request_id,
-            )
-        home = self._choose(request)
+        home = self._homes.get(request.request_id) or self._choose(request)  # one that has a live request of this id refuses it
         home.add(request)
         self._homes[request.request_id] = home
 

@@ -8,19 +8,21 @@ were planned. Hence what a plan uses is released when the next one is made, at t
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
-from dsv4lite.scheduling.kv_manager import KVManager, StateMoves
+from dsv4lite.scheduling.kv_manager import KVManager
 from dsv4lite.scheduling.pages import Pools, PoolStats, pages_for
-from dsv4lite.scheduling.sequence import Sequence, SequenceQueue, State, WaitingQueue, make_sequences, needs_host
+from dsv4lite.scheduling.sequence import Sequence, State, WaitingQueue, make_sequences, needs_host
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ LEAST_PIPELINE_TOKENS = 1024
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
+_ORDER = attrgetter("order")
 _new_tuple = tuple.__new__
 
 
@@ -97,7 +100,6 @@ class _Planning:
         room: Tokens that it can still take.
         max_drafts: Most draft tokens in a span.
         singles, chunks: Spans of one known token, and others.
-        moves: What else is done to state.
         leaders: Sequences whose prompt ends in this step, with completions that wait for it.
         prefixes: Sequences whose span fills a page, the length up to there, and whether its cached prefix is a lasting one.
         short_of_pages: A sequence was preempted or could not run, so that no waiting one may start.
@@ -108,7 +110,6 @@ class _Planning:
     max_drafts: int
     singles: list[SequencePlan] = field(default_factory=list)
     chunks: list[SequencePlan] = field(default_factory=list)
-    moves: StateMoves = field(default_factory=StateMoves)
     leaders: list[Sequence] = field(default_factory=list)
     prefixes: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     short_of_pages: bool = False
@@ -116,11 +117,11 @@ class _Planning:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The sequences of one request and how many of them have not ended."""
+    """The sequences of one request, how many of them have not ended, and its deadline."""
 
-    request: Request
     sequences: list[Sequence]
     open: int
+    deadline: float
 
 
 class Scheduler:
@@ -166,11 +167,11 @@ class Scheduler:
         self._cache = self._kv.cache
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, Sequence] = {}
-        self._running = SequenceQueue()
+        self._running: list[Sequence] = []  # by (priority, arrival)
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._next_deadline = inf  # no request ends before it
         self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
@@ -200,14 +201,11 @@ class Scheduler:
         for seq in sequences:
             seq.may_wait = self._needs_host is not None or needs_host(seq)
         self._live.update((seq.seq_id, seq) for seq in sequences)
-        self._groups[request.request_id] = _Group(request, sequences, len(sequences))
+        deadline = inf if request.deadline is None else request.deadline
+        self._groups[request.request_id] = _Group(sequences, len(sequences), deadline)
+        self._next_deadline = min(self._next_deadline, deadline)
         leader, *others = sequences
         self._waiting.add(leader)
-        if request.deadline is not None:
-            if len(self._deadlines) > 2 * len(self._groups) + 8:  # most are of requests that ended before their time
-                self._deadlines = [entry for entry in self._deadlines if self._ends(entry) is not None]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, leader.seq_id, request.request_id))
         for seq in others:
             if leader.prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
@@ -232,18 +230,11 @@ class Scheduler:
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
-        ends = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            group = self._ends(heapq.heappop(self._deadlines))
-            if group is not None:
-                ends += self._end_group(group, "deadline")
-        return ends
-
-    def _ends(self, deadline: tuple[float, int, str]) -> _Group | None:
-        """Return the request that a deadline ends; none if the request has ended. Its id may be in use again."""
-        _, first_seq_id, request_id = deadline
-        group = self._groups.get(request_id)
-        return group if group is not None and group.sequences[0].seq_id == first_seq_id else None
+        if now < self._next_deadline:
+            return []
+        groups = list(self._groups.values())
+        self._next_deadline = min((group.deadline for group in groups if group.deadline > now), default=inf)
+        return [update for group in groups if group.deadline <= now for update in self._end_group(group, "deadline")]
 
     def pop_expired(self) -> list[SequenceUpdate]:
         """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
@@ -289,7 +280,7 @@ class Scheduler:
         last = drafting[-1]
         if last.max_drafts != max_drafts or not last.decodes:
             return False
-        return not [seq for seq in self._running.items if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
+        return not [seq for seq in self._running if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
 
     @property
     def num_live(self) -> int:
@@ -349,8 +340,8 @@ class Scheduler:
             self._admit(step)
         if not step.singles and not step.chunks:
             return None
-        moves = step.moves
-        self._kv.capture(step.prefixes, moves)
+        self._kv.capture(step.prefixes)
+        moves = self._kv.take_moves()
         plan = StepPlan(
             step=self._next_step,
             sequences=(*step.singles, *step.chunks),
@@ -361,7 +352,7 @@ class Scheduler:
             slot_copies=tuple(moves.slot_copies),
             saves=tuple(moves.saves),
             max_drafts=max_drafts,
-            zero_rows=self._kv.take_zero_rows(),
+            zero_rows=tuple(moves.zero_rows),
         )
         self._next_step += 1
         self._outstanding.append(plan)
@@ -371,8 +362,7 @@ class Scheduler:
         """Release what only the plan made last still needed."""
         for seq in self._retiring:
             if seq.state is State.RUNNING:
-                self._running.remove(seq)
-                self._kv.release(seq)
+                self._stop(seq)
                 seq.state = State.RETIRED
         self._retiring.clear()
         for seq in self._sliding:
@@ -383,7 +373,7 @@ class Scheduler:
 
     def _plan_running(self, step: _Planning) -> None:
         """Plan the next span of every running sequence, in order; prefill gets the tokens that decode leaves."""
-        running = self._running.items
+        running = self._running
         skipped = self._other_groups() if self._limits.stages > 1 else ()
         unresolved = any(plan.max_drafts for plan in self._outstanding)
         singles = sum([len(seq.tokens) + seq.in_flight - seq.num_computed <= 1 for seq in running if seq.seq_id not in skipped])
@@ -562,7 +552,7 @@ class Scheduler:
         children, leader.unforked = leader.unforked, {}
         self._num_unforked -= len(children)
         for child in children:
-            if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child, step.moves):
+            if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child):
                 self._enqueue(child)
                 continue
             child.started = step.now
@@ -582,7 +572,7 @@ class Scheduler:
             if not self._leaves_headroom(seq) or not self._kv.extend(seq, end, reserve=seq.num_to_run):
                 self._kv.release(seq)
                 return
-            self._kv.start(seq, prefix, step.moves)
+            self._kv.start(seq, prefix)
             if seq.started is None:
                 seq.started = step.now
                 seq.cached_tokens = seq.num_computed
@@ -611,7 +601,6 @@ class Scheduler:
         results: Mapping[int, Sampled],
         *,
         scores: Mapping[int, Logprobs] | None = None,
-        weight_version: int = 0,
     ) -> list[SequenceUpdate]:
         """Process the outputs of the oldest outstanding plan.
 
@@ -619,7 +608,6 @@ class Scheduler:
             plan: That plan.
             results: By sequence id, for every sequence that sampled; for others only to report an error.
             scores: By sequence id, for every sequence with a ``score`` range.
-            weight_version: Of the weights that the plan ran with.
 
         Returns:
             Events in the order of the plan. Outputs of sequences that ended in between are dropped.
@@ -635,18 +623,18 @@ class Scheduler:
             sampled = results[seq_id] if sample else results.get(seq_id)
             score = scores[seq_id] if scores and part.score is not None else None
             if sampled is not None:
-                update = self._append(seq, part.drafts, sampled, score, weight_version)
+                update = self._append(seq, part.drafts, sampled, score)
                 if update.finish_reason is not None:
                     self._close(seq)
                 updates.append(update)
             elif part.end == seq.last_run:
                 self._close(seq)
-                updates.append(seq.event(finish_reason="stop", prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(finish_reason="stop", prompt_logprobs=score))
             elif score is not None:
-                updates.append(seq.event(prompt_logprobs=score, weight_version=weight_version))
+                updates.append(seq.event(prompt_logprobs=score))
         return updates
 
-    def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None, weight_version: int) -> SequenceUpdate:
+    def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None) -> SequenceUpdate:
         """Append what a span with ``planned`` drafts sampled, up to the token that ends the sequence; rewind rejected drafts.
 
         This runs for every token of every completion; hence the update is made without keywords, which would take twice as long.
@@ -681,7 +669,7 @@ class Scheduler:
             stop,
             cached,
             started,
-            weight_version,
+            0,
             None,
             drafted,
             accepted,
@@ -722,8 +710,7 @@ class Scheduler:
         """Remove a sequence everywhere; completions that wait for its prefill are queued to do their own."""
         group = self._groups[seq.request.request_id]
         if seq.state is State.RUNNING:
-            self._running.remove(seq)
-            self._kv.release(seq)
+            self._stop(seq)
         elif seq.state is State.UNFORKED:
             del group.sequences[0].unforked[seq]
             self._num_unforked -= 1
@@ -742,7 +729,14 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
-        self._running.add(seq)
+        insort(self._running, seq, key=_ORDER)
+
+    def _stop(self, seq: Sequence) -> None:
+        """Remove a sequence from those that run, and release its state."""
+        at = bisect_left(self._running, seq.order, key=_ORDER)
+        assert self._running[at] is seq
+        del self._running[at]
+        self._kv.release(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.state = State.WAITING
@@ -751,8 +745,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Release a running sequence's state and queue it. Its tokens in flight still arrive, before it can start again."""
         self._kv.drop_pending(seq)
-        self._running.remove(seq)
-        self._kv.release(seq)
+        self._stop(seq)
         self._enqueue(seq)
         self._preemptions += 1
 
@@ -760,7 +753,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every id is free, or held by exactly the sequences and prefixes that list it; every sequence in one queue."""
-        running, waiting = self._running.items, list(self._waiting)
+        running, waiting = self._running, list(self._waiting)
         self._kv.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import enum
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError
+from dsv4lite.errors import ContextLengthError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
@@ -131,8 +129,6 @@ class Sequence:
         *,
         prompt_logprobs: Logprobs | None = None,
         finish_reason: FinishReason | None = None,
-        error: DSV4LiteError | None = None,
-        weight_version: int = 0,
     ) -> SequenceUpdate:
         """Return an update without a token."""
         return SequenceUpdate(
@@ -142,8 +138,6 @@ class Sequence:
             finish_reason=finish_reason,
             cached_tokens=self.take_cached_tokens(),
             started=self.started or 0.0,
-            weight_version=weight_version,
-            error=error,
         )
 
     def take_cached_tokens(self) -> int:
@@ -211,31 +205,6 @@ def needs_host(seq: Sequence) -> bool:
     )
 
 
-class SequenceQueue:
-    """Sequences sorted by (priority, arrival)."""
-
-    __slots__ = ("items",)
-
-    def __init__(self) -> None:
-        self.items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.items)
-
-    def add(self, seq: Sequence) -> None:
-        """Insert a sequence in order."""
-        insort(self.items, seq, key=_ORDER)
-
-    def remove(self, seq: Sequence) -> None:
-        """Remove a sequence that is in the queue."""
-        i = bisect_left(self.items, seq.order, key=_ORDER)
-        assert self.items[i] is seq
-        del self.items[i]
-
-
 class WaitingQueue:
     """Waiting sequences by (priority, arrival). A sequence that ends stays in the heap and is skipped later.
 
@@ -280,6 +249,3 @@ class WaitingQueue:
         if 2 * self._size < len(self._entries):
             self._entries = [entry for entry in self._entries if entry[1].state is State.WAITING]
             heapq.heapify(self._entries)
-
-
-_ORDER = attrgetter("order")

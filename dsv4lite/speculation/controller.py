@@ -1,12 +1,8 @@
 """The draft controller: drafts as many tokens per step as yield the most tokens per second, learned from the steps themselves.
 
 A step of R sequences with k draft tokens each takes T(R, k) seconds and yields R (1 + s_1 + ... + s_k) tokens, where s_i is the
-probability that the first i drafts are accepted. Both are measured:
-
-acceptance   by position, with exponential forgetting
-cost         log T by batch-size bucket (half octaves) and k. What moves T for all k alike (longer contexts, other work on the
-             machine) is tracked by the k in use and shifts the costs of all k. An unmeasured cost comes from the warm-up
-             (``StepCosts``), else from the nearest bucket that has it
+probability that the first i drafts are accepted. Acceptance is measured by position, log T by batch-size bucket (half octaves)
+and k. What moves T for all k alike (longer contexts, other work on the machine) is measured on the k in use, and moves all.
 
 Decisions hold for a measurement window: steps with the same k, timed by its two ends. The controller switches the k of a bucket
 once the accumulated loss against a better one, beyond a margin and the measurement error, exceeds one step. It probes other k as
@@ -28,31 +24,22 @@ EXPLORATION = 0.0075
 WINDOW = 32
 """Steps between two decisions."""
 
-_EARLY_WINDOWS = 8  # windows of a quarter of the length, at the start of a bucket
-_MIN_WINDOW = 4  # steps; a shorter window is not timed
-_SETTLE_STEPS = (
-    2  # unmeasured steps after a switch or an interruption: the first has no drafts of the device yet, or others overlap
-)
-_PROBE_STEPS = 6  # of a probe that loses much
-_MARGIN = 0.005  # relative gain that does not count
-_PATIENCE = 1.0  # steps lost before a switch
-_CONFIDENCE = 2.0  # standard deviations from an estimate to its best case
-_PRIOR_ERROR = 0.05  # of a log cost that was not measured
-_SWITCH_COST = 1.0  # steps lost by the two switches of a probe
-_MAX_BACKOFF = 3  # doublings of a probe's interval
-_LEVEL_MEMORY, _VARIANCE_MEMORY = 4, 16  # windows
-_COST_MEMORY = 256  # steps
-_FEW_STEPS = 48  # a cost from fewer steps may mislead
+_SETTLE_STEPS = 2  # unmeasured after a switch or a prompt: the first has no drafts of the device yet, or others overlap
+_MIN_STEPS = 4  # of a window that is timed
+_PROBE_STEPS, _FEW_STEPS = 6, 48  # of a probe that loses much; a cost from fewer may mislead
+_MARGIN, _PATIENCE = 0.005, 1.0  # relative gain that does not count; steps lost before a switch
+_SWITCH_COST, _MAX_BACKOFF = 1.0, 3  # steps lost by the two switches of a probe; doublings of its interval
+_PRIOR_ERROR, _CONFIDENCE = 0.05, 2.0  # of a log cost that was not measured; standard deviations to the best case
+_LEVEL_MEMORY, _VARIANCE_MEMORY, _COST_MEMORY = 4, 16, 256  # windows; windows; steps
 _MAX_DEVIATION = 0.7  # of a log cost, believed at once
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
-
-_FIRST_ACCEPTANCE, _FIRST_WEIGHT = 0.7, 2.0  # prior of a position's acceptance, and how many drafts it weighs
+_PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # of a position, and how many drafts it weighs
 _DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # drafts that acceptance remembers, but at least and at most so many steps
-# A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; a = 0.3 weighs
-# 10 drafts. Measured on the shipped checkpoint's MTP block: 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Each step
-# without the drafter multiplies r by 0.92: measured 0.98, 0.96, 0.92, 0.85 after gaps of 4, 8, 16, 32 tokens.
-_LOSS, _LOSS_WEIGHT, _RECOVERY, _KEPT = 0.3, 10.0, 10.0, 0.92
-_CONTEXT, _FULL_CONTEXT = 128.0, 48.0  # tokens of the drafter's window; from how many on its acceptance counts as full
+_STALE, _OLD_DRAFTS = 0.99, 64.0  # what a step without drafts leaves of it, down to the weight of so many
+# A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; the shipped
+# checkpoint's MTP block with a = 0.3: measured 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Others may forget less. Each
+# step without the drafter multiplies r by 0.92: measured 0.98, 0.96, 0.92, 0.85 after gaps of 4, 8, 16, 32 tokens.
+_LOSS, _RECOVERY, _KEPT, _CONTEXT = 0.2, 10.0, 0.92, 128.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,110 +110,98 @@ class ControllerStats:
 
 
 class Acceptance:
-    """Acceptance by position, and the expected tokens of a sequence's step by k; older steps count less."""
+    """Acceptance by position; older steps count less.
+
+    Args:
+        max_k: Positions.
+        forgets: Whether the drafter keeps KV, and is accepted less often after steps that it had no part in.
+    """
 
     def __init__(self, max_k: int, *, forgets: bool) -> None:
-        self._forgets = forgets
         self._accepted, self._reached = [0.0] * max_k, [0.0] * max_k
-        self._context = _CONTEXT
-        # First drafts, and how many were accepted, with full context and with less; the latter also weighted by the expected loss.
-        self._full, self._full_accepted, self._part, self._part_accepted, self._part_loss = 0.0, 0.0, 0.0, 0.0, 0.0
-        self.tokens = _tokens(self.probabilities())
+        self._forgets, self._context = forgets, _CONTEXT
 
     def learn(self, num_sequences: int, accepted: Sequence[int]) -> None:
+        """Learn how many sequences had their draft accepted, by position."""
         keep = 1 - 1 / min(max(_DRAFT_MEMORY / num_sequences, _STEP_MEMORY[0]), _STEP_MEMORY[1])
-        reached = float(num_sequences)
-        if self._forgets:
-            self._context = min(_CONTEXT, self._context + 1)
-            loss = 1 / (1 + self._context / _RECOVERY)
-            full = self._full_accepted / self._full if self._full else 0.0
-            lost = _LOSS * _LOSS_WEIGHT + max(0.0, full * self._part - self._part_accepted)
-            reached *= 1 - loss * lost / (_LOSS_WEIGHT + full * self._part_loss)
-            if self._context >= _FULL_CONTEXT:
-                self._full, self._full_accepted = keep * self._full + num_sequences, keep * self._full_accepted + accepted[0]
-            else:
-                self._part, self._part_accepted = keep * self._part + num_sequences, keep * self._part_accepted + accepted[0]
-                self._part_loss = keep * self._part_loss + num_sequences * loss
+        self._context = min(_CONTEXT, self._context + 1)
+        reached = num_sequences * (1 - _LOSS / (1 + self._context / _RECOVERY) * self._forgets)
         for position, count in enumerate(accepted):
             self._accepted[position] = keep * self._accepted[position] + count
             self._reached[position] = keep * self._reached[position] + reached
             reached = count
-        self.tokens = _tokens(self.probabilities())
 
     def skip(self, steps: int) -> None:
-        """Account for steps that the drafter had no part in."""
+        """Account for steps that the drafter had no part in: what is known grows old, down to the weight of a few drafts."""
         self._context *= _KEPT**steps
+        keep = max(_STALE**steps, min(1.0, _OLD_DRAFTS / max(1.0, self._reached[0])))
+        self._accepted, self._reached = [keep * each for each in self._accepted], [keep * each for each in self._reached]
 
-    def probabilities(self) -> list[float]:
-        out, prior = [], _FIRST_ACCEPTANCE
+    def probabilities(self, deviations: float = 0.0) -> list[float]:
+        """Return acceptance by position, so many standard deviations above what is expected."""
+        found, prior = [], _PRIOR_ACCEPTANCE
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            prior = min(1.0, (accepted + _FIRST_WEIGHT * prior) / (reached + _FIRST_WEIGHT))
-            out.append(prior)
-        return out
+            prior = min(1.0, (accepted + _PRIOR_WEIGHT * prior) / (reached + _PRIOR_WEIGHT))
+            found.append(min(1.0, prior + deviations * sqrt((prior * (1 - prior) + 1 / (reached + 1)) / (reached + 1))))
+        return found
 
-    def most_tokens(self) -> list[float]:
-        """Return the best case of ``tokens``."""
-        best = []
-        for p, reached in zip(self.probabilities(), self._reached, strict=True):
-            best.append(min(1.0, p + _CONFIDENCE * sqrt((p * (1 - p) + 1 / (reached + 1)) / (reached + 1))))
-        return _tokens(best)
-
-
-def _tokens(acceptance: Sequence[float]) -> list[float]:
-    out, survival = [1.0], 1.0
-    for p in acceptance:
-        survival *= p
-        out.append(out[-1] + survival)
-    return out
+    def tokens(self, deviations: float = 0.0) -> list[float]:
+        """Return the tokens that a sequence's step yields, by k."""
+        found, survival = [1.0], 1.0
+        for p in self.probabilities(deviations):
+            survival *= p
+            found.append(found[-1] + survival)
+        return found
 
 
 class _Bucket:
-    """Steps of about the same number of sequences; lists are by k."""
+    """Steps of about the same number of sequences; lists are by k.
 
-    def __init__(self, size: int, max_k: int, device: tuple[float, ...] | None) -> None:
-        self.size, self.k = size, 1
-        self.device = device  # seconds of a step at warm-up
-        self.cost, self.prior = (
-            [0.0] * (max_k + 1),
-            [0.0] * (max_k + 1),
-        )  # log seconds of a step; the prior relative to the k in use
-        self.steps, self.probed, self.backoff = [0] * (max_k + 1), [0] * (max_k + 1), [0] * (max_k + 1)
-        self.regret = [0.0] * (max_k + 1)  # steps lost against each k
-        self.windows, self.now, self.variance = 0, 0, 0.0  # variance of one step's log cost
+    Attributes:
+        cost: Log seconds of a step; before the first measured window only differences count.
+        prior: The cost to begin with; zeros if nothing is known.
+        device: Log seconds that a step takes at least.
+        steps: Measured.
+        regret: Steps lost against each k.
+        due, backoff: When to probe, by ``now``; doublings of the interval.
+        windows: Measured with the k in use.
+        variance: Of one step's log cost.
+    """
 
-    def ratio(self, k: int) -> float:
-        """Return the log cost relative to the k in use."""
-        return self.cost[k] - self.cost[self.k]
+    def __init__(self, size: int, cost: Sequence[float], device: Sequence[float]) -> None:
+        self.size, self.k, self.cost, self.prior, self.device = size, 1, list(cost), cost, device
+        self.steps, self.regret, self.due, self.backoff = [0] * len(cost), [0.0] * len(cost), [0.0] * len(cost), [0] * len(cost)
+        self.now, self.windows, self.variance = 0, 0, _PRIOR_ERROR**2
 
     def error(self, k: int) -> float:
-        """Return the standard error of ``ratio``."""
+        """Return the standard error of the log cost relative to that of the k in use."""
         counts = [min(self.steps[j], _COST_MEMORY) for j in (k, self.k)]
         return sqrt(self.variance * sum(1 / count for count in counts)) if all(counts) else _PRIOR_ERROR
 
     def least_ratio(self, k: int) -> float:
-        """Return the best case of ``ratio``: a step takes at least its device time, and no less with more drafts."""
+        """Return the least log cost relative to the k in use: a step takes its device time, and no less with more drafts."""
         if k == self.k:
             return 0.0
         if self.steps[k]:
-            return self.ratio(k) - _CONFIDENCE * self.error(k)
-        if self.device is None or not self.windows:
-            return -inf
-        least = log(self.device[k]) - self.cost[self.k] - _PRIOR_ERROR
-        return least if k < self.k else max(0.0, least)
+            return self.cost[k] - self.cost[self.k] - _CONFIDENCE * self.error(k)
+        return max(self.device[k] - self.cost[self.k] - _PRIOR_ERROR, self.least_ratio(k - 1) if k else -inf)
+
+    def gains(self, tokens: Sequence[float]) -> list[float]:
+        """Return the expected tokens per second relative to the k in use."""
+        return [each / tokens[self.k] * exp(self.cost[self.k] - cost) for each, cost in zip(tokens, self.cost, strict=True)]
 
     def learn(self, k: int, steps: int, cost: float) -> None:
         """Learn the log cost of a window; the k in use moves the level of all."""
-        before, deviation = self.steps[k], cost - self.cost[k]
+        deviation, most = cost - self.cost[k], _MAX_DEVIATION if self.steps[k] else 2 * _MAX_DEVIATION
         self.steps[k] += steps
         if k != self.k:
-            most = _MAX_DEVIATION if before else 2 * _MAX_DEVIATION
-            self.cost[k] += max(-most, min(most, deviation)) * steps / min(before + steps, _COST_MEMORY)
+            self.cost[k] += max(-most, min(most, deviation)) * steps / min(self.steps[k], max(steps, _COST_MEMORY))
             return
+        if self.windows:
+            deviation = max(-most, min(most, deviation))
+            self.variance += (steps * deviation**2 - self.variance) / min(1 + self.windows, _VARIANCE_MEMORY)
+            deviation /= min(self.windows, _LEVEL_MEMORY)
         self.windows += 1
-        if self.windows > 1:
-            deviation = max(-_MAX_DEVIATION, min(_MAX_DEVIATION, deviation))
-            self.variance += (steps * deviation**2 - self.variance) / min(self.windows - 1, _VARIANCE_MEMORY)
-            deviation /= min(self.windows - 1, _LEVEL_MEMORY)
         self.cost = [each + deviation for each in self.cost]
 
 
@@ -236,7 +211,7 @@ class DraftController:
     Args:
         max_k: Most tokens to draft.
         clock: Of the time that steps take, in seconds.
-        forgets: Whether the drafter keeps KV, and is accepted less often after steps that it had no part in.
+        forgets: See ``Acceptance``.
         costs: Step costs from the warm-up.
 
     Attributes:
@@ -251,10 +226,9 @@ class DraftController:
         self._acceptance = Acceptance(max_k, forgets=forgets)
         self._buckets: dict[int, _Bucket] = {}
         self._changes, self._probes, self._total_seconds, self._lost_seconds = 0, 0, 0.0, 0.0
-        # The present window: its batch size and those that end it, its steps and those left, measured steps and their seconds.
-        self._sequences, self._low, self._high, self._planned, self._left, self._steps, self._seconds = 1, 1, 0, -1, 0, 0, 0.0
-        self._chosen_at = 0.0
-        self._unmeasured, self._settling, self._probing = 1, 0, False  # steps not to be measured; not to learn acceptance from
+        # The present window: its batch size, its steps planned and so far, those measured and their seconds.
+        self._sequences, self._planned, self._ran, self._steps, self._seconds = 1, 0, 0, 0, 0.0
+        self._chosen_at, self._unmeasured, self._settling = 0.0, 1, 0  # steps not to time; not to learn acceptance from
 
     def choose(self, num_sequences: int) -> int:
         """Return the number of tokens to draft for each sequence of the next step; called once per step."""
@@ -265,10 +239,9 @@ class DraftController:
             self._steps += 1
             self._seconds += now - self._chosen_at
         self._chosen_at = now
-        self._left -= 1
-        if self._settling:
-            self._settling -= 1
-        if self._left <= 0 or not self._low <= num_sequences <= self._high:
+        self._ran += self.windows > 0
+        self._settling -= self._settling > 0
+        if self._ran >= self._planned or abs(num_sequences - self._sequences) > self._sequences // 4:
             self._next_window(max(1, num_sequences))
         return self.length
 
@@ -287,125 +260,94 @@ class DraftController:
             self._acceptance.learn(num_sequences, accepted)
 
     def _next_window(self, num_sequences: int) -> None:
-        ran = self._planned - self._left
+        """Learn from the window that ends, and choose the length of the next: the k in use, or a probe."""
         if not self.length:
-            self._acceptance.skip(ran)
-        if ran:
-            bucket = self._bucket(self._sequences)
-            bucket.now += ran
-            if self._steps >= _MIN_WINDOW and self._seconds > 0:
-                self._learn_window(bucket)
-        self._sequences, self._low, self._high = (
-            num_sequences,
-            num_sequences - num_sequences // 4,
-            num_sequences + num_sequences // 4,
-        )
-        before, self._steps, self._seconds = self.length, 0, 0.0
-        self.length, self._left = self._decide(self._bucket(num_sequences))
+            self._acceptance.skip(self._ran)
+        if self._ran:
+            self._bucket(self._sequences).now += self._ran
+            if self._steps >= _MIN_STEPS and self._seconds > 0:
+                self._learn_window(self._bucket(self._sequences))
+        self._sequences, self._ran, self._steps, self._seconds = num_sequences, 0, 0, 0.0
+        bucket, before = self._bucket(num_sequences), self.length
+        probe = None if self._unmeasured or not bucket.windows else self._due_probe(bucket)
+        if probe is None:
+            self.length, self._planned = bucket.k, WINDOW if bucket.now >= 2 * WINDOW else WINDOW // 4
+        else:
+            self.length, self._planned = probe, self._probe_steps(bucket, probe)
+            self._probes += 1
         self.windows += 1
         if self.length != before:
             self._unmeasured, self._settling = max(self._unmeasured, _SETTLE_STEPS), _SETTLE_STEPS
-            self._left += _SETTLE_STEPS
-        self._planned = self._left
+            self._planned += _SETTLE_STEPS
 
     def _learn_window(self, bucket: _Bucket) -> None:
         """Learn the cost of the steps that were measured, and switch the k in use once its regret exceeds one step."""
-        k, steps, tokens = self.length, self._steps, self._acceptance.tokens
+        k, used, steps, tokens = self.length, bucket.k, self._steps, self._acceptance.tokens()
         self._total_seconds += self._seconds
-        if k != bucket.k:
-            if not bucket.windows:
-                return
-            step = exp(bucket.cost[bucket.k])
-            self._lost_seconds += self._seconds + step * (_SWITCH_COST - steps * tokens[k] / tokens[bucket.k])
+        if k != used:
+            self._lost_seconds += self._seconds + exp(bucket.cost[used]) * (_SWITCH_COST - steps * tokens[k] / tokens[used])
         bucket.learn(k, steps, log(self._seconds / steps))
-        if k != bucket.k:
-            bucket.backoff[k] = min(bucket.backoff[k] + 1, _MAX_BACKOFF) if self._most_gains(bucket)[k] < 1 else 0
-        gains = self._gains(bucket)
+        gains = bucket.gains(tokens)
+        if k != used:
+            pays = self._most_gain(bucket, k) > 1
+            bucket.backoff[k] = 0 if pays else min(bucket.backoff[k] + 1, _MAX_BACKOFF)
+            bucket.due[k] = inf
+            bucket.due = [min(due, bucket.now + self._interval(bucket, j)) for j, due in enumerate(bucket.due)]
+            if bucket.steps[k] < _FEW_STEPS and gains[k] > 1 + _MARGIN:
+                bucket.due[k] = bucket.now + WINDOW
         for j, gain in enumerate(gains):
-            if bucket.steps[j] and bucket.steps[bucket.k]:
+            if bucket.steps[j]:
                 bucket.regret[j] = max(0.0, bucket.regret[j] + steps * (gain - 1 - _MARGIN - bucket.error(j)))
         if max(bucket.regret) > _PATIENCE:
             bucket.k = max(range(len(gains)), key=lambda j: gains[j] if bucket.regret[j] else 0.0)
-            bucket.regret = [0.0] * len(gains)
+            bucket.regret, bucket.backoff[used] = [0.0] * len(gains), 0
+            bucket.due[used] = bucket.now + self._interval(bucket, used)
             self._changes += 1
 
-    # -------------------------------------------------------------------------------------------------------------- choosing
-
-    def _decide(self, bucket: _Bucket) -> tuple[int, int]:
-        """Return the draft length and the steps of the next window: the k in use, or a probe."""
-        self._update_priors(bucket)
-        probe = None if self._unmeasured or self._probing else self._due_probe(bucket)
-        self._probing = probe is not None
-        if probe is None:
-            return bucket.k, WINDOW if bucket.windows >= _EARLY_WINDOWS else WINDOW // 4
-        bucket.probed[probe] = bucket.now
-        self._probes += 1
-        return probe, self._probe_steps(bucket, probe)
-
     def _bucket(self, num_sequences: int) -> _Bucket:
+        """Return the bucket of a batch size; a new one starts with the costs of the warm-up, or of the nearest bucket."""
         size = _BUCKETS[min(bisect_left(_BUCKETS, num_sequences), len(_BUCKETS) - 1)]
-        bucket = self._buckets.get(size)
-        if bucket is None:
-            bucket = self._buckets[size] = _Bucket(size, self._max_k, None if self._costs is None else self._costs.of(size))
-            self._update_priors(bucket)
-            if any(bucket.prior):
-                gains = self._gains(bucket)
-                bucket.k = max(range(len(gains)), key=gains.__getitem__)
-        return bucket
+        if size not in self._buckets:
+            cost, device = [0.0] * (self._max_k + 1), [-inf] * (self._max_k + 1)
+            if self._costs is not None:
+                cost = device = [log(seconds) for seconds in self._costs.of(size)]
+            elif self._buckets:
+                cost = min(self._buckets.values(), key=lambda other: abs(log(other.size / size))).cost
+            bucket = self._buckets[size] = _Bucket(size, cost, device)
+            if any(cost):
+                gains = bucket.gains(self._acceptance.tokens())
+                bucket.k = gains.index(max(gains))
+        return self._buckets[size]
 
-    def _update_priors(self, bucket: _Bucket) -> None:
-        """Take the costs that a bucket has hardly measured from the warm-up or from the nearest bucket that has measured them."""
-        used = bucket.k
-        for k, steps in enumerate(bucket.steps):
-            if steps >= _FEW_STEPS or k == used:
-                continue
-            if bucket.device is not None:
-                bucket.prior[k] = log(bucket.device[k] / bucket.device[used])
-            else:
-                others = [other for other in self._buckets.values() if other is not bucket and other.steps[k] and other.steps[used]]
-                nearest = min(others, key=lambda other: abs(log(other.size / bucket.size)), default=bucket)
-                bucket.prior[k] = nearest.cost[k] - nearest.cost[used]
-            if not steps:
-                bucket.cost[k] = bucket.cost[used] + bucket.prior[k]
-
-    def _gains(self, bucket: _Bucket) -> list[float]:
-        """Return the expected tokens per second relative to the k in use, by k."""
-        tokens = self._acceptance.tokens
-        return [each / tokens[bucket.k] * exp(-bucket.ratio(k)) for k, each in enumerate(tokens)]
-
-    def _most_gains(self, bucket: _Bucket) -> list[float]:
-        used = self._acceptance.tokens[bucket.k]
-        return [most / used * exp(-bucket.least_ratio(k)) for k, most in enumerate(self._acceptance.most_tokens())]
+    def _most_gain(self, bucket: _Bucket, k: int) -> float:
+        """Return the tokens per second relative to the k in use in the best case that the measurements allow."""
+        return self._acceptance.tokens(_CONFIDENCE)[k] / self._acceptance.tokens()[bucket.k] * exp(-bucket.least_ratio(k))
 
     def _due_probe(self, bucket: _Bucket) -> int | None:
-        """Return the most promising k that is due for a probe: at once if it was never measured and may pay, else the less a
-        probe loses the sooner after the last one."""
-        if not bucket.windows:
-            return None
-        gains, best, due = self._gains(bucket), self._most_gains(bucket), []
-        for k in range(self._max_k + 1):
-            if not bucket.steps[k] and best[k] > 1:
-                wait = 1.0
-            elif 0 < bucket.steps[k] < _FEW_STEPS and _MARGIN < gains[k] - 1 < _MARGIN + bucket.error(k):
-                wait = WINDOW
-            else:
-                loss = self._probe_steps(bucket, k) * self._probe_loss(bucket, k) + _SWITCH_COST
-                wait = loss * self._max_k / EXPLORATION * 2 ** bucket.backoff[k]
-            if k != bucket.k and bucket.now - bucket.probed[k] >= wait:
-                due.append(k)
-        return max(due, key=gains.__getitem__, default=None)
+        """Return the nearest k that is due for a probe; one that was never measured is not if it cannot pay."""
+        for k in sorted(range(self._max_k + 1), key=lambda k: abs(k - bucket.k)):
+            if k != bucket.k and bucket.now >= bucket.due[k]:
+                bucket.due[k] = bucket.now + self._interval(bucket, k)
+                if bucket.steps[k] or self._most_gain(bucket, k) > 1:
+                    return k
+        return None
 
     def _probe_loss(self, bucket: _Bucket, k: int) -> float:
         """Return the steps that each step of a probe loses; a cost from few steps counts no more than its prior."""
-        ratio = min(bucket.ratio(k), bucket.prior[k]) if bucket.steps[k] < _FEW_STEPS else bucket.ratio(k)
-        return max(0.0, exp(ratio) - self._acceptance.tokens[k] / self._acceptance.tokens[bucket.k])
+        costs = (bucket.cost, bucket.prior) if bucket.steps[k] < _FEW_STEPS and any(bucket.prior) else (bucket.cost,)
+        tokens = self._acceptance.tokens()
+        return max(0.0, exp(min(cost[k] - cost[bucket.k] for cost in costs)) - tokens[k] / tokens[bucket.k])
 
     def _probe_steps(self, bucket: _Bucket, k: int) -> int:
         """Return the length of a probe: as many steps as lose the switch cost, within limits; the first one is short."""
         steps = _SWITCH_COST / max(self._probe_loss(bucket, k), 1e-3) if bucket.steps[k] else 0
         return max(_PROBE_STEPS, min(WINDOW, int(steps)))
 
-    # ------------------------------------------------------------------------------------------------------------ statistics
+    def _interval(self, bucket: _Bucket, k: int) -> float:
+        """Return the steps between two probes of a k, which lose no more than their part of ``EXPLORATION``."""
+        loss = self._probe_steps(bucket, k) * self._probe_loss(bucket, k) + _SWITCH_COST
+        probed = max(1, sum(steps > 0 for steps in bucket.steps) - 1)  # lengths that share the time
+        return loss * probed / EXPLORATION * 2.0 ** bucket.backoff[k]
 
     def stats(self) -> ControllerStats:
         """Return the present statistics."""
@@ -415,8 +357,8 @@ class DraftController:
                 k=bucket.k,
                 seconds=tuple(exp(cost) if steps else None for cost, steps in zip(bucket.cost, bucket.steps, strict=True)),
                 steps=tuple(bucket.steps),
-                gains=tuple(self._gains(bucket)),
-                most_gains=tuple(self._most_gains(bucket)),
+                gains=tuple(bucket.gains(self._acceptance.tokens())),
+                most_gains=tuple(self._most_gain(bucket, k) for k in range(self._max_k + 1)),
             )
             for _, bucket in sorted(self._buckets.items())
         ]

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
 from dsv4lite.models.family import Batch, BlockModel
+from dsv4lite.parallel.mesh import Axis
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.sampling.samples import Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
@@ -64,6 +67,28 @@ def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDraf
     return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
 
 
+def broadcast_accepted(axis: Axis, samples: Samples | None, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of accepted draft tokens of each sequence and the token that follows them, int64 [S] twice.
+
+    Args:
+        axis: The ranks that work on the same tokens: all of them run the drafter, and the first one samples.
+        samples: On the rank that samples.
+        empty: int64 [2, S], which other ranks overwrite.
+    """
+    accepted_S, tokens_S = axis.broadcast(empty if samples is None else torch.stack(samples.accepted()), 0)
+    return accepted_S, tokens_S
+
+
+def chooser(axis: Axis, sampler: Sampler | None, slots_S: Tensor) -> Choose:
+    """Return ``Sampler.draft`` of the rank that samples, for the sequences in some slots, int32 [S], on all ranks along an axis."""
+
+    def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+        own = torch.empty_like(slots_S, dtype=torch.int64) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S)
+        return axis.broadcast(own, 0)
+
+    return choose
+
+
 def draft(
     drafter: DeviceDrafter,
     plan: StepPlan,
@@ -83,8 +108,7 @@ def draft(
         batch: Its tokens.
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
-        accepted: Of the sequences that sampled, if there are any: number of accepted draft tokens, and the token that follows
-            them, int64 [S] twice.
+        accepted: Of the sequences that sampled, if there are any; see ``broadcast_accepted``.
         choose: Chooses their draft tokens.
 
     Returns:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 
 from dsv4lite.config import MTP, Drafter, Drafting, DSpark, NGram, Speculator
 from dsv4lite.speculation.controller import ControllerStats, DraftController, StepCosts
@@ -61,11 +61,7 @@ class _ReadOnly(Tokens[int]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self._tokens[index]
 
 
@@ -95,7 +91,7 @@ class DraftProposer:
         self._speculators = drafting.speculators
         self._vocab_size, self._clock = vocab_size, clock
         self._controller: DraftController | None = None
-        self._length = drafting.max_drafts
+        self._length = 0 if drafting.adaptive else drafting.max_drafts
         if drafting.adaptive:
             self._controller = DraftController(drafting.max_drafts, clock, forgets=drafting.own is not None, costs=costs)
         self._drafted = [0] * drafting.max_drafts
@@ -146,11 +142,11 @@ class DraftProposer:
     def count(self, plan: StepPlan, results: Mapping[int, Sampled]) -> None:
         """Count the draft tokens of a step, and those that were accepted."""
         self._stats = None
-        checked = [(one.drafted, len(one.after)) for one in results.values() if one.drafted]
-        self._runs += len(checked)
-        accepted = [len([right for _, right in checked if right > position]) for position in range(plan.max_drafts)]
+        verified = [(one.drafted, len(one.after)) for one in results.values() if one.drafted]
+        self._runs += len(verified)
+        accepted = [len([right for _, right in verified if right > position]) for position in range(plan.max_drafts)]
         for position, count in enumerate(accepted):
-            self._drafted[position] += len([drafts for drafts, _ in checked if drafts > position])
+            self._drafted[position] += len([drafts for drafts, _ in verified if drafts > position])
             self._accepted[position] += count
         continued = len([part for part in plan.sequences if part.sample and len(part.token_ids) == 1 + part.drafts])
         if self._controller is not None and continued:

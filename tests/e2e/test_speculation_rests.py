@@ -77,7 +77,7 @@ def test_steps_without_guesses_are_those_of_no_speculation(
     models: dict[str, Path], drafter: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, single tokens and a cached prefix: op by op the same, whoever could guess."""
-    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
+    monkeypatch.setattr(DraftController, "choose", lambda controller, num_sequences: 0)
     without_device(monkeypatch)
     prompts, params, runs = prompts_of((5, 258), VOCAB, seed=7), replace(PARAMS, max_tokens=5), []
     for speculative in (None, MTP(2) if drafter == "mtp" else DSpark(2)):
@@ -153,7 +153,7 @@ def test_engine_that_never_drafts_takes_the_steps_of_one_without_a_drafter(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many steps, planned ahead, of as many tokens, with the same completions and cached prefixes."""
-    monkeypatch.setattr(DraftController, "_decide", lambda controller, bucket: (0, 32))
+    monkeypatch.setattr(DraftController, "choose", lambda controller, num_sequences: 0)
     prompts = prompts_of((240, 258), VOCAB, seed=7)
     for n in (1, 6):
         found = []

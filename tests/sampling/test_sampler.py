@@ -252,48 +252,6 @@ def test_sampler_agrees_with_the_reference(rows: list[tuple[dict[str, object], l
 # ----------------------------------------------------------------------------------------------------------------- draws
 
 
-def test_greedy_takes_the_best_token_and_the_lowest_of_equal_ones() -> None:
-    logits = torch.zeros((3, V))
-    logits[0, [9, 4, 30]] = 2.0
-    logits[1, 60] = 1e-3
-    assert tokens(Driver(*[request(temperature=0.0)] * 3).step(logits)) == [4, 60, 0]
-
-
-def test_greedy_and_drawn_rows_share_a_batch() -> None:
-    logits = normal(6)
-    requests = [request(request_id=str(i), temperature=0.0 if i % 2 else 1.0) for i in range(6)]
-    together = tokens(Driver(*requests).step(logits))
-    assert [together[i] for i in (1, 3, 5)] == logits.argmax(-1)[[1, 3, 5]].tolist()
-    for i in (0, 2, 4):
-        assert tokens(Driver(requests[i]).step(logits[i : i + 1])) == [together[i]]
-
-
-def test_draws_have_the_processed_distribution() -> None:
-    """Temperature, penalties, bias, min_p, top_k and top_p at once: 20,000 sequences draw from the same logits."""
-    params = dict(temperature=1.3, repetition_penalty=1.2, logit_bias={3: 2.0}, min_p=0.02, top_k=12, top_p=0.93, **ALL)
-    logits, count = normal(1, seed=5), 20_000
-    reference = Reference(request(**params))
-    z = torch.tensor(reference.processed(logits[0].tolist()), dtype=torch.float64)
-    assert reference.clear
-    params["logprobs"] = None
-    sampler, shared = sampler_of(places=count), request(**params)
-    for i in range(count):
-        sampler.add(i, shared, i)
-    samples = sample(sampler, logits.expand(count, -1).contiguous(), [run_of(i, 3) for i in range(count)])
-    counts = torch.bincount(samples.out[0], minlength=V).double()
-    expected = z.softmax(-1) * count
-    kept = expected > 0
-    assert counts[~kept].sum() == 0 and expected[kept].min() > 5 and kept.sum() > 5
-    freedom = int(kept.sum()) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3  # once in a million
-    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < limit
-    biased = expected.clone()
-    order = expected.argsort(descending=True)
-    biased[order[0]] -= 0.03 * count
-    biased[order[2]] += 0.03 * count
-    assert ((counts - biased)[kept] ** 2 / biased[kept]).sum() > limit
-
-
 def test_draws_repeat_with_the_seed_whatever_engine_and_batch() -> None:
     logits = torch.zeros((1, V))
 
@@ -381,29 +339,6 @@ def test_rows_come_out_the_same_bits_alone_and_in_a_batch(vocab_size: int) -> No
         order = order[::-1] if step == 0 else order[5:] + order[:5]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_sampler_agrees_with_the_cpu() -> None:
-    requests = [request(prompt=range(2 + i % 5), request_id=str(i), **mixed_params(i)) for i in range(42)]
-    samplers = {device: sampler_of(device=device) for device in ("cpu", "cuda")}
-    for sampler in samplers.values():
-        for i, r in enumerate(requests):
-            sampler.add(i, r, 0)
-    for step in range(5):
-        logits = normal(42, seed=step)
-        runs = [run_of(i, len(r.prompt_token_ids) + step) for i, r in enumerate(requests)]
-        got = {device: sample(s, logits.to(device), runs).to_host() for device, s in samplers.items()}
-        for i in range(42):
-            cpu, cuda = got["cpu"][i], got["cuda"][i]
-            assert cpu.token_id == cuda.token_id
-            for s in samplers.values():
-                s.accept(i, cpu.token_id)
-            if cpu.logprob is not None:
-                assert scored(cuda).logprob == pytest.approx(cpu.logprob.logprob, abs=1e-5)
-                assert torch.equal(scored(cuda).token_ids, cpu.logprob.token_ids)
-                assert not scored(cuda).values.is_cuda and not scored(cuda).values.is_pinned()
-
-
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
 def test_unusable_logits_fail_their_own_row_only(bad: float) -> None:
     requests = [request(request_id=str(i), **mixed_params(i)) for i in range(14)]
@@ -460,16 +395,6 @@ def test_penalties_follow_the_sampled_tokens_without_the_host() -> None:
     assert got == expected and len(set(got)) == 3
 
 
-def test_presence_and_frequency_ignore_the_prompt_and_repetition_does_not() -> None:
-    logits = torch.zeros((3, V))
-    logits[:, 5] = 1.0
-    logits[:, 9] = 0.9
-    kinds = ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0})
-    driver = Driver(*[request(prompt=[5], temperature=0.0, **kind) for kind in kinds])
-    assert tokens(driver.step(logits)) == [5, 5, 9]
-    assert tokens(driver.step(logits)) == [9, 9, 5]
-
-
 def test_a_preempted_sequence_keeps_its_counts_and_counts_nothing_twice() -> None:
     requests = [request(request_id=str(i), frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2) for i in range(3)]
     steady, interrupted = Driver(*requests), Driver(*requests)
@@ -481,17 +406,6 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_nothing_twice() -> Non
         for late in set(range(3)) - set(order):  # comes back alone, later
             got |= dict(zip([late], tokens(interrupted.step(logits[[late]], [late]))))
         assert [got[i] for i in range(3)] == expected
-
-
-def test_a_new_sequence_does_not_inherit_counts() -> None:
-    logits = torch.zeros((1, V))
-    logits[0, [5, 9]] = torch.tensor([1.0, 0.5])
-    keep, first = request(frequency_penalty=2.0), request(temperature=0.0, frequency_penalty=2.0)
-    driver = Driver(keep, first)
-    assert [tokens(driver.step(logits, [1]))[0] for _ in range(2)] == [5, 9]
-    driver.sampler.remove(1)
-    driver.sampler.add(1, request(prompt=[30], temperature=0.0, frequency_penalty=2.0, repetition_penalty=9.0), 0)
-    assert [tokens(driver.step(logits, [1]))[0] for _ in range(2)] == [5, 9]
 
 
 def test_extreme_penalties_and_biases_stay_finite() -> None:
@@ -509,19 +423,6 @@ def test_extreme_penalties_and_biases_stay_finite() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- bias and masks
-
-
-def test_logit_bias_is_added_before_the_choice() -> None:
-    driver = Driver(request(temperature=0.0, logit_bias={17: 100.0}), request(logit_bias=dict.fromkeys(range(60), -100.0), **ALL))
-    results = driver.step(torch.zeros((2, V)))
-    assert tokens(results) == [17, 60]
-    assert distribution(results[1])[0] == pytest.approx(-100.0, abs=1e-3)
-
-
-def test_only_allowed_tokens_are_sampled() -> None:
-    driver = Driver(request(allowed_token_ids=[3, 60, 3], **ALL), request(temperature=0.0, allowed_token_ids=[0]))
-    results = driver.step(normal(2))
-    assert set(distribution(results[0])) == {3, 60} and results[1].token_id == 0
 
 
 def test_a_row_without_any_possible_token_fails_alone() -> None:
@@ -578,11 +479,6 @@ def test_min_tokens_holds_back_the_end_exactly_that_long() -> None:
     ]
 
 
-def test_min_tokens_without_an_end_of_sequence_changes_nothing() -> None:
-    logits = normal(1)
-    assert tokens(Driver(request(eos=None, temperature=0.0, min_tokens=5)).step(logits)) == [int(logits.argmax())]
-
-
 # ------------------------------------------------------------------------------------------------------------- logprobs
 
 
@@ -606,34 +502,6 @@ def test_raw_logprobs_are_those_of_the_model_bit_by_bit() -> None:
     assert values.tolist() == pytest.approx(logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist(), abs=1e-5)
 
 
-def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled_from() -> None:
-    logits = normal(2)
-    params = {"temperature": 0.5, "top_k": 3, "logit_bias": {4: 20.0}}
-    results = Driver(request(**params, **ALL), request(**{**params, "logprobs": V})).step(logits)
-    biased = logits.double()
-    biased[:, 4] += 20
-    kept = biased[0].topk(3)
-    assert distribution(results[0]) == pytest.approx(
-        dict(zip(kept.indices.tolist(), (kept.values / 0.5).log_softmax(-1).tolist())), abs=1e-4
-    )
-    assert len(distribution(results[1])) == V
-    assert distribution(results[1])[4] == pytest.approx(float(logits[1].double().log_softmax(-1)[4]), abs=1e-4)
-
-
-def test_processed_logprobs_of_greedy_rows_leave_temperature_out() -> None:
-    logits = normal(1)
-    (result,) = Driver(request(temperature=0.0, top_k=1, top_p=0.1, min_p=0.5, allowed_token_ids=[2, 3, 4], **ALL)).step(logits)
-    expected = logits[0, 2:5].double().log_softmax(-1).tolist()
-    assert distribution(result) == pytest.approx(dict(zip([2, 3, 4], expected)), abs=1e-5)
-
-
-def test_rank_counts_strictly_better_tokens() -> None:
-    logits = torch.zeros((1, V))
-    logits[0, [4, 5]] = 1.0
-    (result,) = Driver(request(allowed_token_ids=[30], logprobs=3)).step(logits)
-    assert scored(result).rank == 3 and scored(result).token_ids.tolist() == [4, 5, 0]
-
-
 def test_logprobs_are_returned_only_where_asked_for() -> None:
     driver = Driver(request(), request(logprobs=0), request(), request(logprobs=2, logprobs_mode="processed"))
     results = driver.step(normal(4))
@@ -645,7 +513,7 @@ def test_logprobs_are_returned_only_where_asked_for() -> None:
 
 
 def always(*favoured: int) -> Tensor:
-    """Logits that prefer these tokens, in this order."""
+    """Return logits that prefer these tokens, in this order."""
     logits = torch.zeros((1, V))
     for better, token in enumerate(reversed(favoured)):
         logits[0, token] = 1.0 + better
@@ -830,15 +698,6 @@ def test_settings_that_no_tensor_can_hold_fail_before_any_step() -> None:
             dry_run(request(**wrong), V)
 
 
-def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:
-    driver = Driver(
-        request(structured_outputs=GRAMMAR, presence_penalty=1.0, top_p=0.9, **ALL), grammars=Grammars([CountUp(10, 20, 10)])
-    )
-    driver.step(normal(1))
-    (result,) = driver.step(normal(1, seed=1, spread=0.1))
-    assert set(distribution(result)) <= {11, EOS}
-
-
 # ----------------------------------------------------------------------------------------------------------------- state
 
 
@@ -913,7 +772,7 @@ def test_counts_stay_apart_while_sequences_come_and_go() -> None:
     assert next_id > 40
 
 
-def test_news_of_a_removed_sequence_is_ignored() -> None:
+def test_token_of_a_removed_sequence_is_ignored() -> None:
     driver = Driver(request(bad_words_ids=[[1, 2]]))
     driver.sampler.remove(0)
     driver.sampler.accept(0, 3)

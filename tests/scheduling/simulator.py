@@ -23,7 +23,7 @@ EOS = 0
 VOCAB = 48
 Row = tuple[int, int]
 EMPTY: Row = (0, 0)
-BLANK: Row = (0, 1)
+ZEROED: Row = (0, 1)
 
 
 def next_token(prefix: int, request: Request, index: int, num_generated: int) -> int:
@@ -74,26 +74,25 @@ class Device:
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
         self.drafter_rows: dict[int, list[Row | None]] = {}  # at the same places, of a model's own drafter
-        self.carry: dict[int, dict[int, Row]] = {}  # by slot and copy
+        self.state: dict[int, dict[int, Row]] = {}  # of the compressor, by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
         self.rows: dict[int, list[Row] | None] = {}  # by slot: what the sequence there must find; None: a restored prefix
         self.memo: dict[tuple[int, int, int, str | None], Row] = {}
-        self.copies: dict[int, int] = {}  # by sequence: which copy of the carry its last run left behind
-        self.drafts: dict[int, tuple[int, ...]] = {}  # by sequence: guesses of what follows its last run
-        self.blank_reads = self.drafter_reads = 0
+        self.copies: dict[int, int] = {}  # by sequence: the copy of the compressor state that holds after its last span
+        self.drafts: dict[int, tuple[int, ...]] = {}  # by sequence: of what follows its last span
 
-    def run(self, row: Row, token: int, salt: str | None) -> Row:
+    def advance(self, row: Row, token: int, salt: str | None) -> Row:
         key = (row[1], token, self.epoch, salt)
         if key not in self.memo:
             self.memo[key] = (hash((row[0], token)), hash(key))
         return self.memo[key]
 
-    def settle(self, plan: StepPlan) -> StepPlan:
-        """Say where runs begin that were planned before anybody knew, and take their pages beyond where they end away."""
-        return replace(plan, sequences=tuple(part if part.unresolved is None else self.settled(part) for part in plan.sequences))
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with the starts and ends of unresolved spans, without their pages beyond."""
+        return replace(plan, sequences=tuple(part if part.unresolved is None else self.resolved(part) for part in plan.sequences))
 
-    def settled(self, part: SequencePlan) -> SequencePlan:
+    def resolved(self, part: SequencePlan) -> SequencePlan:
         truth = self.truths[part.seq_id]
         start, drafts = len(truth.tokens) - 1, self.drafts[part.seq_id][: part.drafts]
         assert part.sample and part.token_ids == (-1,) * (1 + part.drafts) and part.state_copy == 0
@@ -134,23 +133,23 @@ class Device:
             if sampled is not None:
                 results[part.seq_id] = sampled
         for slot, snapshot in plan.saves:
-            self.snapshots[snapshot] = self.carry[slot][0]
+            self.snapshots[snapshot] = self.state[slot][0]
         return results
 
     def prepare(self, plan: StepPlan) -> None:
         for page, first, last in plan.zero_rows:
             assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
             rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
-            rows[first:last] = [BLANK] * (last - first)
+            rows[first:last] = [ZEROED] * (last - first)
         for slot in plan.resets:
-            self.carry[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
+            self.state[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
         for snapshot, slot in plan.restores:
-            self.carry[slot], self.rows[slot], self.owner[slot] = {0: self.snapshots[snapshot]}, None, None
+            self.state[slot], self.rows[slot], self.owner[slot] = {0: self.snapshots[snapshot]}, None, None
         for src, dst in plan.slot_copies:
             if self.rows[src] is None:
                 leader = next(self.truths[p.seq_id] for p in plan.sequences if p.slot == src)
                 self.rows[src] = self.pure(leader, next(p.start for p in plan.sequences if p.slot == src))
-            self.carry[dst], self.rows[dst], self.owner[dst] = {0: self.carry[src][0]}, list(self.rows[src]), None
+            self.state[dst], self.rows[dst], self.owner[dst] = {0: self.state[src][0]}, list(self.rows[src]), None
         for src, dst in plan.grow_copies:
             self.grow[dst] = list(self.grow[src])
         for src, dst in plan.window_copies:
@@ -175,7 +174,7 @@ class Device:
         """Rows of a prefix that ran in this epoch from its first token on."""
         rows, row = [], EMPTY
         for token in truth.tokens[:length]:
-            row = self.run(row, token, truth.request.cache_salt)
+            row = self.advance(row, token, truth.request.cache_salt)
             rows.append(row)
         return rows
 
@@ -194,8 +193,8 @@ class Device:
         if self.rows[part.slot] is None:
             self.rows[part.slot] = self.pure(truth, start)
         rows = self.rows[part.slot]
-        assert len(rows) == start, "a run does not begin where the last one ended"
-        assert not self.has_state or self.carry[part.slot][part.state_copy] == (rows[-1] if rows else EMPTY)
+        assert len(rows) == start, "a span does not start where the last one ended"
+        assert not self.has_state or self.state[part.slot][part.state_copy] == (rows[-1] if rows else EMPTY)
         assert len(part.pages) == len(set(part.pages)) == -(-end // PAGE_TOKENS) and min(part.pages) >= 0
         for first in range(0, start, PAGE_TOKENS):
             want = rows[first : first + PAGE_TOKENS]
@@ -217,24 +216,22 @@ class Device:
                 assert self.window_rows[page][at : at + hi - lo] == rows[lo:hi], f"wrong window rows in [{lo}, {hi})"
 
     def check_drafter(self, part: SequencePlan) -> None:
-        """Whoever guesses behind a run finds the rows of its window, or blank ones of tokens that it has missed."""
+        """The drafter finds the rows of its window after a span, or zero-filled ones of tokens that it has missed."""
         rows = self.rows[part.slot]
         for position in range(max(0, part.start - self.window + 1), part.start):
             number, place = divmod(position, WINDOW_PAGE_TOKENS)
             found = self.drafter_rows[part.window_pages[number - part.window_first]][place]
-            assert found in (BLANK, rows[position]), f"the drafter finds a wrong row at {position}"
-            self.blank_reads += found == BLANK
-            self.drafter_reads += found != BLANK
+            assert found in (ZEROED, rows[position]), f"the drafter finds a wrong row at {position}"
 
     def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
         rows = self.rows[part.slot]
-        row = self.carry[part.slot][part.state_copy] if self.has_state else (rows[-1] if rows else EMPTY)
+        row = self.state[part.slot][part.state_copy] if self.has_state else (rows[-1] if rows else EMPTY)
         for token in truth.tokens[start:end] if not part.drafts else part.token_ids:
-            row = self.run(row, token, truth.request.cache_salt)
+            row = self.advance(row, token, truth.request.cache_salt)
             rows.append(row)
         last = end - part.drafts
-        self.carry[part.slot].update((copy, rows[last - 1 + copy]) for copy in range(part.drafts + 1))
+        self.state[part.slot].update((copy, rows[last - 1 + copy]) for copy in range(part.drafts + 1))
         for first in range(start - start % PAGE_TOKENS, end, PAGE_TOKENS):
             page = self.grow.setdefault(part.pages[first // PAGE_TOKENS], [None] * PAGE_TOKENS)
             lo, hi = max(start, first), min(end, first + PAGE_TOKENS)
@@ -266,21 +263,21 @@ class Device:
         self.copies[part.seq_id] = len(found) - 1
         return found[0]._replace(after=tuple(found[1:]), drafted=part.drafts)
 
-    def guess(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
-        """Guess what a sequence samples next; each guess is right or not."""
-        truth, guesses, prefix = self.truths[seq_id], [], 0
+    def draft(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
+        """Draft what a sequence samples next; ``right`` decides whether a draft is the token."""
+        truth, drafts, prefix = self.truths[seq_id], list[int](), 0
         for token in truth.tokens:
             prefix = hash((prefix, token))
         done = len(truth.tokens) - len(truth.request.prompt_token_ids)
         for generated in range(done, done + count):
             token = next_token(prefix, truth.request, truth.index, generated)
-            guesses.append(token if right() else (token + 1) % VOCAB)
-            prefix = hash((prefix, guesses[-1]))
-        return tuple(guesses)
+            drafts.append(token if right() else (token + 1) % VOCAB)
+            prefix = hash((prefix, drafts[-1]))
+        return tuple(drafts)
 
 
 class Harness:
-    """Scheduler and device together, with the books that a user of the scheduler would keep."""
+    """Scheduler and device together, with what a user of the scheduler would keep."""
 
     def __init__(
         self,
@@ -291,8 +288,8 @@ class Harness:
         right: Callable[[], bool] | None = None,
         ahead: bool = False,
     ) -> None:
-        """``right`` decides whether a guess of the next token is right; without it nothing is guessed. With it and overlap there
-        are times without guesses, when steps overlap. If guesses are made on the device they do so with guesses, too: ``ahead``."""
+        """``right`` decides whether a draft is the token; without it there are no drafts. With it and overlap there are times
+        without drafts, when steps overlap. With drafts of the device (``ahead``) steps overlap at all times."""
         self.turns = overlap and right is not None and not ahead
         self.ahead = ahead and right is not None and limits.stages == 1
         self.limits, self.pools, self.overlap, self.right = limits, pools, overlap and right is None, right
@@ -312,7 +309,7 @@ class Harness:
         assert seq.tokens == self.device.truths[seq.seq_id].tokens
         if self.ahead:
             return seq.drafts[:most]
-        return self.device.guess(seq.seq_id, most - (self.right() and most > 1), self.right)
+        return self.device.draft(seq.seq_id, most - (self.right() and most > 1), self.right)
 
     def preempt_all(self) -> None:
         """Send all running sequences back to the queue, as if others needed their pages; no plan may be outstanding."""
@@ -331,7 +328,7 @@ class Harness:
     def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
             key = (update.request_id, update.index)
-            assert key not in self.ends, "news of a sequence that has ended"
+            assert key not in self.ends, "an update of a sequence that has ended"
             self.outputs[key] += update.token_ids
             assert not (update.cached_tokens and self.cached.get(key)), "cached tokens are reported twice"
             self.cached[key] = self.cached.get(key, 0) + update.cached_tokens
@@ -356,40 +353,41 @@ class Harness:
                     assert latest < len(request.prompt_token_ids) + request.params.max_tokens, "a token too many"
                 assert latest < self.limits.max_model_len
             assert plan.num_tokens <= self.limits.max_num_batched_tokens
-            ran = self.device.settle(plan)
+            ran = self.device.resolve(plan)
             results = self.device.execute(ran)
-            self.outstanding.append((ran, self.guessed(ran, results) if self.ahead and plan.max_drafts else results))
+            self.outstanding.append((ran, self.with_drafts(ran, results) if self.ahead and plan.max_drafts else results))
         return plan
 
-    def guessed(self, plan: StepPlan, results: dict[int, Sampled]) -> dict[int, Sampled]:
-        """Return results with guesses of what follows each run, as many as its pages have room for, or none."""
+    def with_drafts(self, plan: StepPlan, results: dict[int, Sampled]) -> dict[int, Sampled]:
+        """Return results with drafts of what follows each span, as many as its pages have room for, or none."""
         assert self.right is not None
         for part in plan.sequences:
             if part.sample:
                 count = plan.max_drafts if self.right() else 0
-                drafts = self.device.drafts[part.seq_id] = self.device.guess(part.seq_id, count, self.right)
+                drafts = self.device.drafts[part.seq_id] = self.device.draft(part.seq_id, count, self.right)
                 results[part.seq_id] = results[part.seq_id]._replace(drafts=drafts)
         return results
 
-    def settle(self) -> None:
+    def update(self) -> None:
         plan, results = self.outstanding.pop(0)
         self.take(self.scheduler.update(plan, results))
 
     def step(self) -> StepPlan | None:
-        quiet = self.turns and len(self.plans) % 40 > 12
-        if self.turns and not quiet and self.limits.stages == 1:
+        undrafted = self.turns and len(self.plans) % 40 > 12
+        if self.turns and not undrafted and self.limits.stages == 1:
             while self.outstanding:
-                self.settle()
+                self.update()
         if self.ahead and not self.scheduler.foresees(self.limits.max_drafts):
             while self.outstanding:
-                self.settle()
+                self.update()
         idle = not self.outstanding
-        plan = self.plan(0 if quiet else None)
+        plan = self.plan(0 if undrafted else None)
         assert plan or not idle or not self.scheduler.has_work(), "stuck"
-        room = self.most_outstanding + ((quiet and self.limits.stages == 1) or self.ahead)
+        room = self.most_outstanding + ((undrafted and self.limits.stages == 1) or self.ahead)
         if self.outstanding and (plan is None or len(self.outstanding) > room):
-            self.settle()
-        self.scheduler.check()
+            self.update()
+        if len(self.plans) % 4 == 0 or plan is None:  # what is lost stays lost
+            self.scheduler.check()
         return plan
 
     def abort(self, request_id: str | None, index: int | None = None) -> None:
@@ -402,7 +400,7 @@ class Harness:
 
     def drain(self) -> None:
         while len(self.outstanding) > self.most_outstanding:
-            self.settle()
+            self.update()
         for _ in range(100_000):
             if not self.scheduler.has_work() and not self.outstanding:
                 break
@@ -411,7 +409,7 @@ class Harness:
         self.check_end()
 
     def check_end(self) -> None:
-        """Everybody ended once and rightly, and all ids are back."""
+        """Every sequence has ended once and as it must, and all ids are free."""
         assert self.ends.keys() == self.outputs.keys()
         for (request_id, index), end in self.ends.items():
             request, tokens = self.requests[request_id], tuple(self.outputs[request_id, index])

@@ -1,4 +1,4 @@
-"""Where guesses begin behind a step: found on the device among rows with padding, and by the host's own plan."""
+"""Where drafting starts after a step: found on the device among rows with padding, and by the host's own plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONES = torch.ones(2)
 ROTARY = Rotary.of(ONES, ONES, (), CPU)
 MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, deterministic=True))
 NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
-TOKENS = st.integers(0, 2)  # few, so that guesses are right
+TOKENS = st.integers(0, 2)  # few, so that drafts are accepted
 
 
 @st.composite
@@ -45,7 +45,7 @@ def steps(draw: st.DrawFn) -> tuple[list[SequencePlan], list[list[int]], int, in
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(steps())
-def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
+def test_drafting_starts_at_the_same_tokens_with_and_without_padding(
     step: tuple[list[SequencePlan], list[list[int]], int, int],
 ) -> None:
     plans, sampled, size, width = step
@@ -69,8 +69,8 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
     state.start(batch, streams_TND, tokens_T.view(size, width))
 
     first_rows = [0, *accumulate(len(plan.token_ids) for plan in plans)][:-1]
-    ends = Samples.of(tokens_T[None, rows].int(), tuple(plan.seq_id for plan in plans), plans, first_rows).ends()
-    wanted = DraftState.after(plans, first_rows, streams_TND[rows], ends, most=size)
+    accepted = Samples(tokens_T[None, rows].int(), plans, first_rows).accepted()
+    wanted = DraftState.after(plans, first_rows, streams_TND[rows], accepted, most=size)
     count, pages = len(plans), wanted.window_SP.shape[1]
     assert torch.equal(state.streams_SND[:count], wanted.streams_SND)
     assert torch.equal(state.tokens_S[:count], wanted.tokens_S)
@@ -88,59 +88,58 @@ def test_guesses_begin_at_the_same_tokens_with_and_without_padding(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(steps(), st.data())
-def test_runs_begin_where_those_before_them_ended(
+def test_spans_start_where_those_before_them_ended(
     step: tuple[list[SequencePlan], list[list[int]], int, int], data: st.DataObject
 ) -> None:
     """The device finds what the host would have said."""
     plans, _, size, width = step
     most, columns = data.draw(st.integers(max(1, width - 1), 6)), data.draw(st.permutations(range(8)))
-    ends = AcceptedLengths(
+    accepted = AcceptedLengths(
         columns={plan.seq_id: columns[i] for i, plan in enumerate(plans)},
         next_3S=torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 4), min_size=8, max_size=8), min_size=3, max_size=3))),
         drafts_KS=torch.tensor(
             data.draw(st.lists(st.lists(st.integers(-1, 4), min_size=8, max_size=8), min_size=most, max_size=most))
         ),
     )
-    ends.next_3S[0] += 200
-    behind = [data.draw(st.booleans()) for _ in plans]
+    accepted.next_3S[0] += 200
+    follows = [data.draw(st.booleans()) for _ in plans]
     asked = [
         plan._replace(start=200, unresolved=4, token_ids=(IN_FLIGHT,) * width, drafts=width - 1) if flag and width > 1 else plan
-        for plan, flag in zip(plans, behind, strict=True)
+        for plan, flag in zip(plans, follows, strict=True)
     ]
     asked[0] = asked[0] if asked[0].unresolved is not None else asked[0]._replace(token_ids=(IN_FLIGHT,), drafts=0)
     plan = StepPlan(step=0, sequences=tuple(asked))
-    known = ends.resolve(plan).sequences
+    known = accepted.resolve(plan).sequences
     last_token = torch.arange(7, 8 + SLOTS)
-    inputs = step_inputs(asked, size, width, PAGES, ends.columns)
-    runs = place_spans(inputs, width, last_token, ends.next_3S, ends.drafts_KS).spans_XS
+    inputs = step_inputs(asked, size, width, PAGES, accepted.columns)
+    runs = place_spans(inputs, width, last_token, accepted.next_3S, accepted.drafts_KS).spans_XS
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size * width, max_size=size * width)), dtype=torch.int32)
     usable = torch.ones_like(ids)
     ill = data.draw(st.none() | st.integers(0, size * width - 1))
     if ill is not None:
         usable[ill] = 0
     samples = partial(
-        Samples.of,
+        Samples,
         torch.stack((ids, usable, usable)),
-        tuple(s.seq_id for s in asked),
         first_rows=[i * width for i in range(len(asked))],
     )
-    results = samples(sequences=asked, begun=Arrival(runs[:, : len(asked)])).to_host()
+    results = samples(sequences=asked, placed=Arrival(runs[:, : len(asked)])).to_host()
     assert repr(results) == repr(samples(sequences=known).to_host())  # errors, which name positions, are no equals
     assert [one.drafted for one in results.values()] == [s.drafts for s in known]
-    told = step_inputs(
+    resolved = step_inputs(
         [s._replace(token_ids=tuple(t if t != IN_FLIGHT else 7 + s.slot for t in s.token_ids)) for s in known],
         size,
         width,
         PAGES,
         {},
     )
-    assert torch.equal(runs[:3], told[[0, 3, 2]])
+    assert torch.equal(runs[:3], resolved[[0, 3, 2]])
     for i, s in enumerate(known):
-        assert runs[3 : 4 + s.drafts, i].tolist() == told[6 : 7 + s.drafts, i].tolist()
+        assert runs[3 : 4 + s.drafts, i].tolist() == resolved[6 : 7 + s.drafts, i].tolist()
     assert (runs[3:] >= 0).all()
 
 
-def test_widths_of_graphs_are_few_and_cover_all_guesses() -> None:
+def test_widths_of_graphs_are_few_and_cover_all_drafts() -> None:
     assert graph_widths(1, adaptive=True) == (1, 2)
     assert graph_widths(4, adaptive=True) == (1, 2, 3, 4, 5)
     assert graph_widths(4, adaptive=False) == (1, 5)

@@ -1,4 +1,4 @@
-"""The choice of the length in an engine whose device guesses a step ahead."""
+"""The choice of the draft length in engines of known costs: on the host, and on a device that drafts a step ahead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,47 +19,44 @@ from dsv4lite.speculation.speculator import DraftProposer
 MAX_K = 4
 
 
+def verified(
+    rng: random.Random, num_sequences: int, drafts: int, chance: float, length: int
+) -> tuple[StepPlan, dict[int, Sampled], int]:
+    """Return a step of so many drafts, its results, and its tokens; ``length`` is what was asked for."""
+    spans, results, tokens = [], {}, 0
+    for seq_id in range(num_sequences):
+        accepted = 0
+        while accepted < drafts and rng.random() < chance:
+            accepted += 1
+        spans.append(SequencePlan(seq_id, 0, 7, (5,) * (1 + drafts), (0,), 0, (0,), True, drafts=drafts))
+        results[seq_id] = Sampled(5, after=(Sampled(5),) * accepted, drafted=drafts)
+        tokens += 1 + accepted
+    return StepPlan(step=0, sequences=tuple(spans), max_drafts=length), results, tokens
+
+
 class Device:
-    """Steps of a known cost, with drafts that are right with a known chance; those for a step are made in the one before it."""
+    """Steps of a known cost, with drafts of a known acceptance; those for a step are made in the one before it."""
 
     def __init__(self, drafting: Drafting, *, num_sequences: int, ahead: bool) -> None:
-        self.guesses = DraftProposer(drafting, vocab_size=10, clock=lambda: self.seconds)
+        self.proposer = DraftProposer(drafting, vocab_size=10, clock=lambda: self.seconds)
         self.rng = random.Random(1)
-        self.num_sequences, self.ahead = num_sequences, ahead
-        self.made = 0
-        self.tokens, self.seconds = 0, 0.0
+        self.num_sequences, self.ahead, self.made, self.seconds = num_sequences, ahead, 0, 0.0
         self.lengths: list[int] = []
 
     def step(self, chance: float, *, prefill: bool = False) -> None:
-        length = self.guesses.choose_length(self.num_sequences)
+        length = self.proposer.choose_length(self.num_sequences)
         drafts = min(self.made, length) if self.ahead else length
-        runs, results = [], {}
-        for seq_id in range(self.num_sequences):
-            right = 0
-            while right < drafts and self.rng.random() < chance:
-                right += 1
-            runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
-            results[seq_id] = Sampled(5, after=(Sampled(5),) * right, drafted=drafts)
-            self.tokens += 1 + right
+        plan, results, _ = verified(self.rng, self.num_sequences, drafts, chance, length)
+        rows = self.num_sequences * (1 + drafts)
         if prefill:
-            runs.append(run_of(99, [5] * 300, 0))
-            results[99] = Sampled(5)
-        rows = self.num_sequences * (1 + drafts) + 300 * prefill
-        seconds = (0.01 + 0.0001 * rows + 0.0005 * length) * self.rng.gauss(1, 0.02)
-        if prefill:
-            self.guesses.interrupt()
-        self.seconds += seconds
+            prompt = SequencePlan(99, 0, 7, (5,) * 300, (0,), 0, (0,), True)
+            plan, rows, results[99] = replace(plan, sequences=(*plan.sequences, prompt)), rows + 300, Sampled(5)
+            self.proposer.interrupt()
+        self.seconds += (0.01 + 0.0001 * rows + 0.0005 * length) * self.rng.gauss(1, 0.02)
         if length:
-            self.guesses.count(StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results)
+            self.proposer.count(plan, results)
         self.made = length
         self.lengths.append(length)
-
-
-def run_of(seq_id: int, token_ids: Sequence[int], drafts: int) -> SequencePlan:
-    return SequencePlan(
-        seq_id=seq_id, slot=0, start=7, token_ids=tuple(token_ids), pages=(0,), window_first=0, window_pages=(0,), sample=True,
-        drafts=drafts,
-    )  # fmt: skip
 
 
 def usual(lengths: Sequence[int]) -> int:
@@ -66,8 +64,8 @@ def usual(lengths: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize(("own", "ahead"), [(MTP(MAX_K), True), (None, False)], ids=["device", "host"])
-def test_length_follows_what_is_right(own: MTP | None, ahead: bool) -> None:
-    """Back, too, from no guesses at all: the first step of a try has none that a device could have made, and does not count."""
+def test_length_follows_the_acceptance(own: MTP | None, ahead: bool) -> None:
+    """Back, too, from no drafts: the first step of a probe has none that a device could have made, and does not count."""
     drafting = Drafting(own=own, speculators=() if ahead else (NGramSpeculator(NGram(MAX_K)),), adaptive=True)
     device = Device(drafting, num_sequences=8, ahead=ahead)
     for _ in range(1500):
@@ -76,7 +74,7 @@ def test_length_follows_what_is_right(own: MTP | None, ahead: bool) -> None:
     for _ in range(1500):
         device.step(0.95)
     assert usual(device.lengths[-200:]) == MAX_K
-    policy = device.guesses.stats().policy
+    policy = device.proposer.stats().policy
     assert policy is not None and policy.acceptance[0] == pytest.approx(0.95, abs=0.05)
 
 
@@ -84,26 +82,26 @@ def test_acceptance_is_learned_beside_prompts_and_their_time_is_not() -> None:
     device = Device(Drafting(own=MTP(MAX_K), adaptive=True), num_sequences=4, ahead=True)
     for _ in range(50):
         device.step(0.8)
-    before = device.guesses.stats().policy
+    before = device.proposer.stats().policy
     for _ in range(300):
         device.step(0.3, prefill=True)
-    after = device.guesses.stats().policy
+    after = device.proposer.stats().policy
     assert before is not None and after is not None
     assert before.acceptance[0] > 0.7 and after.acceptance[0] < 0.4
     assert after.seconds < before.seconds + 0.2 and sum(after.classes[0].steps) < sum(before.classes[0].steps) + 20
 
 
-def test_length_is_fixed_without_a_policy() -> None:
+def test_length_is_fixed_without_a_controller() -> None:
     device = Device(Drafting(own=MTP(3)), num_sequences=2, ahead=True)
     for _ in range(20):
         device.step(0.0)
-    assert set(device.lengths) == {3} and device.guesses.stats().policy is None
+    assert set(device.lengths) == {3} and device.proposer.stats().policy is None
 
 
-# Milliseconds of a step at eight of V4-Flash's layers by its rows: measured on an H200 up to 64, beyond as the floor grows.
+# Milliseconds of a step at eight of V4-Flash's layers by its rows: measured on an H200 up to 64, beyond as the roofline grows.
 ROWS, STEP_MS = (1, 2, 4, 8, 64, 320), (1.40, 1.56, 1.93, 2.50, 7.08, 15.0)
 HOST_MS = {1: 0.25, 8: 0.35, 64: 0.75}
-FEED_MS, GUESS_MS = 0.02, 0.4  # where guesses are wanted: the MTP block's row of every token; the block and the head
+FEED_MS, DRAFT_MS = 0.02, 0.4  # where drafts are wanted: the MTP block's row of every token; the block and the head
 
 
 def step_ms(rows: int) -> float:
@@ -114,51 +112,46 @@ def step_ms(rows: int) -> float:
 
 
 class Ahead:
-    """An engine on such a device: it plans a step without guesses ahead, and one with guesses when the last one is known."""
+    """An engine on such a device: it plans a step without drafts ahead, and one with drafts when the last one is known."""
 
     def __init__(self, k: int, num_sequences: int, chance: float, costs: StepCosts | None = None, *, seed: int = 7) -> None:
         drafting = Drafting(own=MTP(k), adaptive=True)
-        self.guesses = DraftProposer(drafting, vocab_size=10, costs=costs, clock=lambda: self.now)
+        self.proposer = DraftProposer(drafting, vocab_size=10, costs=costs, clock=lambda: self.now)
         self.rng = random.Random(seed)
         self.forgets, self.seen = 0.3, 128.0
         self.num_sequences, self.chance = num_sequences, chance
         self.host_s, self.made, self.tokens = HOST_MS[num_sequences] / 1e3, 0, 0
         self.now = self.free = 0.0
-        self.flights: deque[tuple[StepPlan, dict[int, Sampled], float]] = deque()
+        self.in_flight: deque[tuple[StepPlan, dict[int, Sampled], int, float]] = deque()
 
     def run(self, seconds: float) -> float:
         """Return tokens per second."""
         while self.now < seconds:
-            length = self.guesses.choose_length(self.num_sequences)
-            if length and self.flights:
-                self.land()
+            length = self.proposer.choose_length(self.num_sequences)
+            if length and self.in_flight:
+                self.finish()
             self.now += 0.7 * self.host_s
             self.launch(length)
-            if len(self.flights) > (length == 0):
-                self.land()
+            if len(self.in_flight) > (length == 0):
+                self.finish()
         return self.tokens / self.now
 
     def launch(self, length: int) -> None:
-        drafts, runs, results = min(self.made, length), [], {}
+        drafts = min(self.made, length)
         self.made = length
         self.seen = min(128, self.seen + 1) if length else 0.92 * self.seen
         chance = self.chance * (1 - self.forgets / (1 + self.seen / 10))
-        for seq_id in range(self.num_sequences):
-            right = 0
-            while right < drafts and self.rng.random() < chance:
-                right += 1
-            runs.append(run_of(seq_id, [5] * (1 + drafts), drafts))
-            results[seq_id] = Sampled(5, after=(Sampled(5),) * right, drafted=drafts)
-        busy_ms = step_ms(self.num_sequences * (1 + drafts)) + (FEED_MS if length else 0) + GUESS_MS * length
+        plan, results, tokens = verified(self.rng, self.num_sequences, drafts, chance, length)
+        busy_ms = step_ms(self.num_sequences * (1 + drafts)) + (FEED_MS if length else 0) + DRAFT_MS * length
         self.free = max(self.free, self.now) + busy_ms / 1e3 * max(0.5, self.rng.gauss(1, 0.03))
-        self.flights.append((StepPlan(step=0, sequences=tuple(runs), max_drafts=length), results, self.free))
+        self.in_flight.append((plan, results, tokens, self.free))
 
-    def land(self) -> None:
-        plan, results, end = self.flights.popleft()
+    def finish(self) -> None:
+        plan, results, tokens, end = self.in_flight.popleft()
         self.now = max(self.now, end) + 0.3 * self.host_s
-        self.tokens += sum(1 + len(one.after) for one in results.values())
+        self.tokens += tokens
         if plan.max_drafts:
-            self.guesses.count(plan, results)
+            self.proposer.count(plan, results)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +159,14 @@ class Ahead:
     [(1, 1, 0.8), (1, 1, 0.5), (1, 1, 0.05), (1, 8, 0.8), (1, 8, 0.45), (1, 64, 0.8), (1, 64, 0.1), (4, 1, 0.8), (4, 8, 0.1)],
 )
 def test_choice_is_hardly_slower_than_the_better_of_on_and_off(k: int, num_sequences: int, chance: float) -> None:
-    """Against an engine that never guesses and plans ahead, and one that always does, with all that trying costs."""
+    """Against an engine that never drafts and plans ahead, and one that always does, with the loss of probes."""
     device = Ahead(k, num_sequences, chance)
     host_ms = HOST_MS[num_sequences]
     off = num_sequences / max(host_ms, step_ms(num_sequences)) * 1e3
     gained = sum(chance**i for i in range(k + 1))
-    on = num_sequences * gained / (host_ms + step_ms(num_sequences * (1 + k)) + FEED_MS + GUESS_MS * k) * 1e3
+    on = num_sequences * gained / (host_ms + step_ms(num_sequences * (1 + k)) + FEED_MS + DRAFT_MS * k) * 1e3
     found = device.run(12.0 if num_sequences < 64 else 20.0)
-    policy = device.guesses.stats().policy
+    policy = device.proposer.stats().policy
     assert policy is not None
     assert found > 0.97 * max(on, off)
     assert policy.lost_seconds < 0.02 * policy.seconds
