@@ -203,3 +203,9 @@ def shown(value: object) -> str:
     short.maxlist = short.maxtuple = short.maxdict = 8
     short.repr_int = integer  # type: ignore[method-assign]
     return short.repr(value)
+
+
+def require(ok: bool, parameter: str, value: object, rule: str) -> None:
+    """Raise ``InvalidRequestError`` for the value of a parameter unless it is ``ok``; ``rule`` says what it must be."""
+    if not ok:
+        raise InvalidRequestError(f"{parameter}={shown(value)}: {rule}", parameter=parameter, value=value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
+from pathlib import Path
 from typing import Self, Unpack
 
 import anyio
@@ -20,10 +20,10 @@ from dsv4lite.api.batch import OnError
 from dsv4lite.api.blocking import Completions, Stream, blocking, blocking_context, blocking_iterator
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, EngineSettings, Model
-from dsv4lite.api.prepare import Message, Options, Reasoning, Tool
+from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
 from dsv4lite.api.session import PauseMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
-from dsv4lite.errors import RequestFailedError
+from dsv4lite.errors import ConfigError, RequestFailedError
 from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 
 
@@ -72,9 +72,7 @@ class AsyncLLM(BaseLLM):
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -128,8 +126,7 @@ class AsyncLLM(BaseLLM):
             EngineDeadError: The engine failed; the cause is chained.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("generate")
-        return await self._run(self._completion_job(prompt, params, options))
+        return await self._run(completion_job(self._check("generate"), prompt, params, options))
 
     async def generate_batch(
         self,
@@ -143,9 +140,8 @@ class AsyncLLM(BaseLLM):
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue many prompts and return the outputs in their order; see ``as_completed``."""
-        self._check_rows("generate_batch", prompts, "prompts")
-        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        async with self._completions(prompts, jobs, on_error, max_in_flight) as outputs:
+        job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
+        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight) as outputs:
             return sorted([output async for output in outputs], key=lambda output: output.index)
 
     def as_completed(
@@ -177,9 +173,8 @@ class AsyncLLM(BaseLLM):
             An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
             the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
         """
-        self._check_rows("as_completed", prompts, "prompts")
-        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        return self._completions(prompts, jobs, on_error, max_in_flight)
+        job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
+        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight)
 
     def stream(
         self,
@@ -202,8 +197,8 @@ class AsyncLLM(BaseLLM):
         Arguments and errors are those of ``generate``; what is wrong with the request is raised on entering the block.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("stream")
-        return AsyncStream(self._session, self._bridge, self._submit, self._completion_job(prompt, params, options))
+        job = completion_job(self._check("stream"), prompt, params, options)
+        return AsyncStream(self._session, self._bridge, self._submit, job)
 
     async def chat(
         self,
@@ -237,8 +232,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("chat")
-        return await self._run(self._chat_job(messages, params, options, tools, reasoning, allow_special))
+        return await self._run(chat_job(self._check("chat"), messages, params, options, tools, reasoning, allow_special))
 
     def chat_stream(
         self,
@@ -262,8 +256,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message or a tool is malformed.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("chat_stream")
-        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
+        job = chat_job(self._check("chat_stream"), messages, params, options, tools, reasoning, allow_special)
         return AsyncStream(self._session, self._bridge, self._submit, job)
 
     async def score(
@@ -286,8 +279,7 @@ class AsyncLLM(BaseLLM):
             UnsupportedError: ``params`` want processed values under ``structured_outputs``.
             RequestFailedError: The request failed or was aborted.
         """
-        self._check("score")
-        return _scores(await self._run(self._score_job(prompt, completion, params, top_logprobs)))
+        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs)))
 
     async def score_batch(
         self,
@@ -306,8 +298,8 @@ class AsyncLLM(BaseLLM):
         Returns:
             One for each pair, in order.
         """
-        self._check_rows("score_batch", pairs, "pairs")
-        async with self._completions(pairs, self._score_jobs(pairs, params, top_logprobs)) as outputs:
+        job = pair_job(top_logprobs)
+        async with self._completions("score_batch", pairs, params, job) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
 
@@ -354,12 +346,19 @@ class AsyncLLM(BaseLLM):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
         self._check("reset_prefix_cache")
-        await self._bridge.wait(self._session.reset_prefix_cache())
+        await self._bridge.wait(self._session.engine("reset_prefix_cache").reset_prefix_cache())
 
     async def dump_step(self, path: str | os.PathLike[str]) -> None:
-        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run."""
+        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
+
+        Raises:
+            ConfigError: There is no such folder, or it cannot be written to.
+        """
         self._check("dump_step")
-        await self._bridge.wait(self._session.dump_step(path))
+        file = Path(path).absolute()
+        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
+        await self._bridge.wait(self._session.engine("dump_step").dump_step(file))
 
     # ---- inside ----
 
@@ -400,7 +399,7 @@ class LLM(BaseLLM):
         self._start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

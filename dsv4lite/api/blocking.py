@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import update_wrapper
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
@@ -92,7 +91,7 @@ class _Blocking(Iterator[T]):
         finish(self._source.__aenter__())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         finish(self._source.__aexit__(None, None, None))
 
     def __iter__(self) -> Self:

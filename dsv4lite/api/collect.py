@@ -36,6 +36,8 @@ from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     import torch
 
+REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
+"""Errors that concern a request as a whole, not one of its sequences."""
 _MOST_KEPT = 64
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
@@ -82,19 +84,6 @@ class Collector:
         """Whether every completion has ended and is complete."""
         return all(c.complete for c in self._completions)
 
-    def keep(self, update: SequenceUpdate) -> bool:
-        """Defer an update, so that several are detokenized together; return whether it was deferred.
-
-        Only updates with nothing but tokens are deferred, and only without a stream or stop strings.
-        """
-        bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
-        if self._at_once or not bare or self._first_token is None:
-            return False
-        self._kept.append(update)
-        if len(self._kept) >= _MOST_KEPT:
-            self._catch_up()
-        return True
-
     def _catch_up(self) -> None:
         """Push the deferred updates."""
         kept, self._kept = sorted(self._kept, key=attrgetter("index")), []
@@ -105,12 +94,21 @@ class Collector:
             self._accepted += sum(u.accepted for u in updates)
             self._completions[updates[0].index].push(replace(updates[0], token_ids=ids, logprobs=logprobs))
 
-    def push(self, update: SequenceUpdate, now: float) -> Delta:
+    def push(self, update: SequenceUpdate, now: float) -> Delta | None:
         """Add an update that arrived at the monotonic second ``now``, and return what is new.
 
         A stop string may end the completion before the engine does: then ``finish_reason`` of the delta is set and that of the
         update is not. Later tokens of a completion that has ended are dropped.
+
+        Returns:
+            ``None`` if the update is read later, many at a time: without a stream or stop strings, all with nothing but tokens.
         """
+        bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
+        if bare and not self._at_once and self._first_token is not None:
+            self._kept.append(update)
+            if len(self._kept) >= _MOST_KEPT:
+                self._catch_up()
+            return None
         self._catch_up()
         if self._started is None and update.started:
             self._started = update.started
@@ -306,7 +304,7 @@ class _Completion:
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:
     """Return the error to raise: a failure of one request carries its partial output, other errors pass unaltered."""
-    if isinstance(error, (InvalidRequestError, ConfigError, CapacityError, EngineStateError, EngineDeadError)):
+    if isinstance(error, (*REFUSALS, EngineStateError, EngineDeadError)):
         return error
     failure = RequestFailedError(str(error), output=output)
     failure.__cause__ = error
