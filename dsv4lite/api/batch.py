@@ -14,7 +14,8 @@ import anyio
 from dsv4lite.api.bridge import Bridge, Callback, LoopBridge
 from dsv4lite.api.prepare import Job
 from dsv4lite.api.session import Session, Ticket
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, require
+from dsv4lite.checks import require
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.request import Prompt, RequestOutput
 
 OnError = Literal["raise", "return"]

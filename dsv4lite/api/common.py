@@ -13,6 +13,7 @@ from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.prepare import Job, RowJob
 from dsv4lite.api.session import SERVING, Session, Ticket
 from dsv4lite.api.streams import AsyncCompletions
+from dsv4lite.checks import require
 from dsv4lite.config import (
     Dtype,
     EngineConfig,
@@ -25,7 +26,7 @@ from dsv4lite.config import (
     ReplicaPlacement,
     Speculative,
 )
-from dsv4lite.errors import EngineStateError, require
+from dsv4lite.errors import EngineStateError
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dsv4lite.api.collect import ParserFactory
-from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, require, shown
-from dsv4lite.request import Prompt, Request, SamplingParams, check_request, is_number, is_unicode
+from dsv4lite.checks import is_number, is_unicode, require
+from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
+from dsv4lite.request import Prompt, Request, SamplingParams, check_request
 from dsv4lite.text.chat import CHAT_FORMS, END_THINK, THINK, render_messages
 from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.tokenizer import Tokenizer
@@ -210,7 +211,7 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key != "prompt_token_ids":
-                hint = near_match(key, ["prompt_token_ids"]) if isinstance(key, str) else ""
+                hint = near_match(key, ["prompt_token_ids"])
                 raise InvalidRequestError(f"the {name} has the unknown key {shown(key)}{hint}", parameter=name, value=key)
         prompt = prompt.get("prompt_token_ids")
     if isinstance(prompt, (bytes, bytearray)):

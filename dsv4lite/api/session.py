@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Literal
 from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.collect import REFUSALS, Collector
 from dsv4lite.api.prepare import Job
+from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, QueueFullError, RequestFailedError, require
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, QueueFullError, RequestFailedError
 from dsv4lite.request import Delta, FinishReason, Phase, Request, RequestOutput, SequenceUpdate
 
 if TYPE_CHECKING:

@@ -395,16 +395,14 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         raise _malformed(f"{where} is not a mapping with a 'role'", message)
     role: str = message["role"]
     if role not in ROLES:
-        hint = near_match(role, ROLES) if isinstance(role, str) else ""
-        raise _malformed(f"{where} has the unknown role {shown(role)}{hint}", role)
+        raise _malformed(f"{where} has the unknown role {shown(role)}{near_match(role, ROLES)}", role)
     return role
 
 
 def _task(message: Mapping[str, Any], where: str) -> str | None:
     task: str | None = message.get("task")
     if task is not None and task not in TASKS:
-        hint = near_match(task, TASKS) if isinstance(task, str) else ""
-        raise _malformed(f"{where} has the unknown task {shown(task)}{hint}", task)
+        raise _malformed(f"{where} has the unknown task {shown(task)}{near_match(task, TASKS)}", task)
     return task
 
 

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "files", "request", "config", "layout", "paging")},
+    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging")},
     {"text": ("text",), "kernels": ("kernels",), "parallel": ("parallel",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",)},
     {"models": ("models", "weights")},
@@ -53,7 +53,7 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the api passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config", "parallel.shard",
+    "errors", "checks", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config", "parallel.shard",
     "parallel.eplb", "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling",
     "api",
 )  # fmt: skip
