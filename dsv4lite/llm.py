@@ -217,7 +217,7 @@ class AsyncLLM(BaseLLM):
         """Write the assistant's next turn of a conversation.
 
         Args:
-            messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.encode_messages``.
+            messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.render_messages``.
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
             reasoning: How hard to think before the answer; ``"none"`` is not to.

@@ -184,7 +184,6 @@ class _Completion:
         )
         self._parser = parser
         self._streaming = streaming
-        self._calls_seen = 0
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._versions: list[tuple[int, int, int]] = []
@@ -267,9 +266,6 @@ class _Completion:
         parts = [self._parser.push(text)]
         if self.finish_reason is not None:
             parts.append(self._parser.finish())
-        calls = self._parser.result().tool_calls if any(part.tool_calls for part in parts) else ()
-        new_calls = calls[self._calls_seen :]
-        self._calls_seen += len(new_calls)
         return Delta(
             index=self.index,
             text="".join(part.content for part in parts),
@@ -277,7 +273,7 @@ class _Completion:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=new_calls,
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
         )
 
     def _add_version(self, version: int, count: int) -> None:

@@ -136,11 +136,11 @@ class GrammarCompiler:
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {self.vocab_size}: they do not belong together"
             )
             raise UnsupportedError(problem)
-        self._eos_token_id = tokenizer.eos_token_id
+        self.eos_token_id = tokenizer.eos_token_id
         self._matcher_type = llguidance.LLMatcher
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.vocab_size)))
         bits_of_byte = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
-        self._bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
+        self.bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
         """To unpack llguidance's bit masks with one look-up."""
         self._lock = threading.Lock()  # guards what follows
         self._known: WeakValueDictionary[StructuredOutputs, Future[LLMatcher]] = WeakValueDictionary()
@@ -175,15 +175,7 @@ class GrammarCompiler:
         whole = compiled.result()
         with self._lock:
             copy = whole.deep_copy()
-        return GrammarMatcher(copy, bits_of_byte=self._bits_of_byte, vocab_size=self.vocab_size, eos_token_id=self._eos_token_id)
-
-    def compile(self, spec: StructuredOutputs) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text.
-
-        Raises:
-            InvalidRequestError: See ``begin``.
-        """
-        return self.matcher(self.begin(spec))
+        return GrammarMatcher(self, copy)
 
     def _work(self) -> None:
         while True:
@@ -241,15 +233,11 @@ class GrammarCompiler:
 class GrammarMatcher:
     """Where one text stands in its grammar."""
 
-    __slots__ = ("_bits_of_byte", "_ended", "_eos_token_id", "_matcher", "_vocab_size")
+    __slots__ = ("_compiler", "_ended", "_matcher")
 
-    def __init__(
-        self, matcher: LLMatcher, *, bits_of_byte: torch.Tensor, vocab_size: int, eos_token_id: int, ended: bool = False
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher, *, ended: bool = False) -> None:
+        self._compiler = compiler
         self._matcher = matcher
-        self._bits_of_byte = bits_of_byte
-        self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
         self._ended = ended
         """Whether end-of-sequence was accepted. llguidance never sees it: its rollback counts it only where text could follow."""
 
@@ -260,13 +248,13 @@ class GrammarMatcher:
             RequestFailedError: The grammar exceeded llguidance's limits on this text.
         """
         if self._ended:
-            mask = torch.zeros(self._vocab_size, dtype=torch.bool, device="cpu")
-            mask[self._eos_token_id] = True
+            mask = torch.zeros(self._compiler.vocab_size, dtype=torch.bool, device="cpu")
+            mask[self._compiler.eos_token_id] = True
             return mask
         bits = self._matcher.compute_bitmask()
         self._check()
         packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
-        return self._bits_of_byte.index_select(0, packed.int()).flatten()[: self._vocab_size]
+        return self._compiler.bits_of_byte.index_select(0, packed.int()).flatten()[: self._compiler.vocab_size]
 
     def accept(self, token_id: int) -> None:
         """Advance by a token.
@@ -275,9 +263,9 @@ class GrammarMatcher:
             InvalidRequestError: The grammar does not allow it here; the matcher stays where it is.
             RequestFailedError: The grammar exceeded llguidance's limits on this text.
         """
-        if self._ended or not 0 <= token_id < self._vocab_size:
+        if self._ended or not 0 <= token_id < self._compiler.vocab_size:
             accepted = False
-        elif token_id == self._eos_token_id:
+        elif token_id == self._compiler.eos_token_id:
             accepted = self._ended = self._matcher.is_accepting()
         else:
             accepted = self._matcher.try_consume_tokens([token_id]) == 1
@@ -301,13 +289,7 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Return an independent matcher at the same place."""
-        return GrammarMatcher(
-            self._matcher.deep_copy(),
-            bits_of_byte=self._bits_of_byte,
-            vocab_size=self._vocab_size,
-            eos_token_id=self._eos_token_id,
-            ended=self._ended,
-        )
+        return GrammarMatcher(self._compiler, self._matcher.deep_copy(), ended=self._ended)
 
     def _check(self) -> None:
         if self._matcher.is_error():

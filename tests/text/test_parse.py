@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.text.chat import encode_messages
-from dsv4lite.text.parse import ChatDelta, ChatParser, ParsedChat, ToolCall, ToolCallDelta
+from dsv4lite.text.chat import render_messages
+from dsv4lite.text.parse import ChatParser, ParsedChat, ToolCall
 
 EOS = "<｜end▁of▁sentence｜>"
 OPEN, CLOSE = "\n\n<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
@@ -49,27 +49,22 @@ def parse(text: str, *, thinking: bool = False, tools: Sequence[dict[str, Any]] 
     return parser.result()
 
 
+def call_0(arguments: str) -> ToolCall:
+    return ToolCall(id="call_0", name="f", arguments=arguments)
+
+
 def one_call(*parameters: str, tools: Sequence[dict[str, Any]] | None = (TOOL,)) -> str:
     """Return the arguments of a single call."""
     (only,) = parse(OPEN + invoke("f", *parameters) + CLOSE, tools=tools).tool_calls
     return only.arguments
 
 
-def joined(deltas: Sequence[ChatDelta]) -> ParsedChat:
-    """Put a stream of deltas together as a client would."""
-    calls: dict[int, ToolCall] = {}
-    for delta in (d for chat in deltas for d in chat.tool_calls):
-        if delta.index not in calls:
-            assert delta.id is not None and delta.name is not None and delta.index == len(calls)
-            calls[delta.index] = ToolCall(id=delta.id, name=delta.name, arguments=delta.arguments)
-        else:
-            assert delta.id is None and delta.name is None
-            before = calls[delta.index]
-            calls[delta.index] = ToolCall(id=before.id, name=before.name, arguments=before.arguments + delta.arguments)
+def joined(pieces: Sequence[ParsedChat]) -> ParsedChat:
+    """Put the pieces of a stream together as a client would."""
     return ParsedChat(
-        reasoning="".join(d.reasoning for d in deltas),
-        content="".join(d.content for d in deltas),
-        tool_calls=tuple(calls.values()),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        content="".join(piece.content for piece in pieces),
+        tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
     )
 
 
@@ -112,11 +107,11 @@ def test_text_without_markup_is_kept_whole(text: str, thinking: bool) -> None:
 
 def test_only_a_possible_beginning_of_markup_is_held_back() -> None:
     parser = ChatParser(True)
-    assert parser.push("why < </th") == ChatDelta(reasoning="why < ")
-    assert parser.push("ink>be") == ChatDelta(reasoning="", content="be")
-    assert parser.push("cause\n\n") == ChatDelta(content="cause")
-    assert parser.push("\n<") == ChatDelta(content="\n")
-    assert parser.push("b>") == ChatDelta(content="\n\n<b>")
+    assert parser.push("why < </th") == ParsedChat(reasoning="why < ")
+    assert parser.push("ink>be") == ParsedChat(content="be")
+    assert parser.push("cause\n\n") == ParsedChat(content="cause")
+    assert parser.push("\n<") == ParsedChat(content="\n")
+    assert parser.push("b>") == ParsedChat(content="\n\n<b>")
 
 
 # ---- tool calls ----
@@ -213,14 +208,11 @@ def test_truncated_block_keeps_what_was_complete(cut: str, calls: list[tuple[str
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == calls
 
 
-def test_name_is_announced_before_the_arguments_which_stream_by_parameter() -> None:
+def test_call_comes_when_it_is_complete() -> None:
     parser = ChatParser(False)
-    assert parser.push(OPEN + '<｜DSML｜invoke name="f">').tool_calls == (ToolCallDelta(index=0, id="call_0", name="f"),)
-    assert parser.push(parameter("a", "1")).tool_calls == (ToolCallDelta(index=0, arguments='{"a": "1"'),)
-    assert parser.push(parameter("b", "2", "false")).tool_calls == (ToolCallDelta(index=0, arguments=', "b": 2'),)
-    assert parser.result().tool_calls == ()
-    assert parser.push("</｜DSML｜invoke>").tool_calls == (ToolCallDelta(index=0, arguments="}"),)
-    assert len(parser.result().tool_calls) == 1
+    assert parser.push(OPEN + '<｜DSML｜invoke name="f">' + parameter("a", "1")) == ParsedChat()
+    assert parser.push("</｜DSML｜invoke>") == parser.result() == ParsedChat(tool_calls=(call_0('{"a": "1"}'),))
+    assert parser.push("\n<｜DSML｜invoke") == parser.finish() == ParsedChat()
 
 
 # ---- values ----
@@ -280,12 +272,12 @@ def test_tool_without_parameters_is_known() -> None:
 # ---- properties ----
 
 
-def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> list[ChatDelta]:
+def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> ParsedChat:
     parser = ChatParser(thinking, [TOOL])
-    deltas = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    deltas.append(parser.finish())
-    assert joined(deltas) == parser.result()
-    return deltas
+    pieces = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    pieces.append(parser.finish())
+    assert joined(pieces) == parser.result()
+    return parser.result()
 
 
 fragments = st.sampled_from(
@@ -301,13 +293,12 @@ fragments = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
-    whole = joined(streamed(text, thinking, []))
+    whole = streamed(text, thinking, [])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    assert joined(streamed(text, thinking, cuts)) == whole
-    assert joined(streamed(text, thinking, range(len(text) + 1))) == whole
+    assert streamed(text, thinking, cuts) == streamed(text, thinking, range(len(text) + 1)) == whole
     for call in whole.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
 
@@ -331,8 +322,9 @@ def test_parser_inverts_the_encoder(
     }
     question = {"role": "user", "content": "q"}
     mode = "high" if thinking else "none"
-    text = encode_messages([question, message], reasoning=mode).removeprefix(encode_messages([question], reasoning=mode))
+    prompt, whole = ("".join(render_messages(turns, reasoning=mode)) for turns in ([question], [question, message]))
+    text = whole.removeprefix(prompt)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    parsed = joined(streamed(text, thinking, cuts))
+    parsed = streamed(text, thinking, cuts)
     assert (parsed.reasoning, parsed.content) == (reasoning if thinking else "", content)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == made

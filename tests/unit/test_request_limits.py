@@ -39,7 +39,7 @@ def test_seed_has_64_bits() -> None:
     for seed in (-(2**63), 2**64 - 1):
         assert SamplingParams(seed=seed).seed == seed
     for seed in (-(2**63) - 1, 2**64):
-        with pytest.raises(InvalidRequestError, match="^seed=.* must be an integer"):
+        with pytest.raises(InvalidRequestError, match=r"^seed=.* must be an integer"):
             SamplingParams(seed=seed)
 
 
