@@ -40,7 +40,7 @@ _MISMATCH = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chip:
     """A GPU that can be planned for on any machine.
 
@@ -59,20 +59,16 @@ class Chip:
     link_bytes_s: float
 
 
-def _chip(name: str, gib: int, capability: tuple[int, int], memory_bytes_s: float, link_bytes_s: float) -> Chip:
-    return Chip(name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s)
-
-
 CHIPS = {
-    "a100-40gb": _chip("NVIDIA A100 40GB", 39, (8, 0), 1.555e12, 300e9),
-    "a100-80gb": _chip("NVIDIA A100 80GB", 79, (8, 0), 2.039e12, 300e9),
-    "l40s": _chip("NVIDIA L40S", 44, (8, 9), 0.864e12, 32e9),
-    "rtx4090": _chip("NVIDIA GeForce RTX 4090", 23, (8, 9), 1.008e12, 32e9),
-    "h100": _chip("NVIDIA H100 80GB", 79, (9, 0), 3.35e12, 450e9),
-    "h200": _chip("NVIDIA H200", 139, (9, 0), 4.8e12, 450e9),
-    "b200": _chip("NVIDIA B200", 178, (10, 0), 8e12, 900e9),
-    "rtx5090": _chip("NVIDIA GeForce RTX 5090", 31, (12, 0), 1.792e12, 64e9),
-    "rtx-pro-6000": _chip("NVIDIA RTX PRO 6000 Blackwell", 94, (12, 0), 1.792e12, 64e9),
+    "a100-40gb": Chip("NVIDIA A100 40GB", 39 << 30, (8, 0), 1.555e12, 300e9),
+    "a100-80gb": Chip("NVIDIA A100 80GB", 79 << 30, (8, 0), 2.039e12, 300e9),
+    "l40s": Chip("NVIDIA L40S", 44 << 30, (8, 9), 0.864e12, 32e9),
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 23 << 30, (8, 9), 1.008e12, 32e9),
+    "h100": Chip("NVIDIA H100 80GB", 79 << 30, (9, 0), 3.35e12, 450e9),
+    "h200": Chip("NVIDIA H200", 139 << 30, (9, 0), 4.8e12, 450e9),
+    "b200": Chip("NVIDIA B200", 178 << 30, (10, 0), 8e12, 900e9),
+    "rtx5090": Chip("NVIDIA GeForce RTX 5090", 31 << 30, (12, 0), 1.792e12, 64e9),
+    "rtx-pro-6000": Chip("NVIDIA RTX PRO 6000 Blackwell", 94 << 30, (12, 0), 1.792e12, 64e9),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -17,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from dsv4lite.api.batch import OnError
-from dsv4lite.api.blocking import Completions, Stream, blocking, blocking_context, blocking_iterator
+from dsv4lite.api.blocking import Block, Completions, Stream, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, EngineSettings, Model
 from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
@@ -198,7 +199,7 @@ class AsyncLLM(BaseLLM):
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         job = completion_job(self._check("stream"), prompt, params, options)
-        return AsyncStream(self._session, self._bridge, self._submit, job)
+        return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def chat(
         self,
@@ -257,7 +258,7 @@ class AsyncLLM(BaseLLM):
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         job = chat_job(self._check("chat_stream"), messages, params, options, tools, reasoning, allow_special)
-        return AsyncStream(self._session, self._bridge, self._submit, job)
+        return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(
         self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
@@ -406,19 +407,19 @@ class LLM(BaseLLM):
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
         self._session.close()
 
-    generate = blocking(AsyncLLM.generate)
-    generate_batch = blocking(AsyncLLM.generate_batch)
-    as_completed = blocking_iterator(AsyncLLM.as_completed, Completions)
-    stream = blocking_iterator(AsyncLLM.stream, Stream)
-    chat = blocking(AsyncLLM.chat)
-    chat_stream = blocking_iterator(AsyncLLM.chat_stream, Stream)
-    score = blocking(AsyncLLM.score)
-    score_batch = blocking(AsyncLLM.score_batch)
-    pause = blocking(AsyncLLM.pause)
-    resume = blocking(AsyncLLM.resume)
-    paused = blocking_context(AsyncLLM.paused)
-    reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache)
-    dump_step = blocking(AsyncLLM.dump_step)
+    generate = blocking(AsyncLLM.generate, finish)
+    generate_batch = blocking(AsyncLLM.generate_batch, finish)
+    as_completed = blocking(AsyncLLM.as_completed, Completions)
+    stream = blocking(AsyncLLM.stream, Stream)
+    chat = blocking(AsyncLLM.chat, finish)
+    chat_stream = blocking(AsyncLLM.chat_stream, Stream)
+    score = blocking(AsyncLLM.score, finish)
+    score_batch = blocking(AsyncLLM.score_batch, finish)
+    pause = blocking(AsyncLLM.pause, finish)
+    resume = blocking(AsyncLLM.resume, finish)
+    paused = blocking(AsyncLLM.paused, Block)
+    reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
+    dump_step = blocking(AsyncLLM.dump_step, finish)
 
     # ---- inside ----
 

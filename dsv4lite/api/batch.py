@@ -11,18 +11,15 @@ from typing import Literal
 
 import anyio
 
-from dsv4lite.api.bridge import Bridge, Callback, LoopBridge
-from dsv4lite.api.prepare import Job
+from dsv4lite.api.bridge import Bridge, LoopBridge
 from dsv4lite.api.session import Session, Ticket
 from dsv4lite.checks import require
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.request import Prompt, RequestOutput
 
 OnError = Literal["raise", "return"]
-MakeJob = Callable[[int, Prompt], Job]
-"""Makes the job of a prompt, given its position in the batch."""
-Submit = Callable[[Job, Callback | None], Awaitable[Ticket]]
-"""Encodes, checks and submits a job. A method of the ``AsyncLLM`` or ``LLM``, which lives as long as what can submit."""
+Submit = Callable[[int, Prompt], Awaitable[Ticket]]
+"""Encodes, checks and submits a prompt, given its position in the batch; keeps the ``AsyncLLM`` or ``LLM`` alive."""
 
 
 class Batch:
@@ -37,9 +34,7 @@ class Batch:
         self,
         session: Session,
         bridge: Bridge,
-        submit: Submit,
         rows: Iterable[Prompt] | AsyncIterable[Prompt],
-        make_job: MakeJob,
         on_error: OnError,
         max_in_flight: int | None,
     ) -> None:
@@ -53,9 +48,7 @@ class Batch:
         require(isinstance(limit, int) and limit >= 1, "max_in_flight", limit, "must be an integer of at least 1, or None")
         self._session = session
         self._bridge = bridge
-        self._submit = submit
         self._rows = aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)
-        self._make_job = make_job
         self._on_error = on_error
         self._limit = limit
         self._signal = bridge.signal()
@@ -68,15 +61,15 @@ class Batch:
         self._exhausted = False
         self._closed = False
 
-    async def take(self) -> RequestOutput:
-        """Return the next output.
+    async def take(self, submit: Submit) -> RequestOutput:
+        """Submit as many prompts as there is room for, and return the next output.
 
         Raises:
             StopAsyncIteration: All outputs were taken.
             Exception: Of a row or of the whole batch; see the class.
         """
         while True:
-            await self._fill()
+            await self._fill(submit)
             if self._failure is not None and (self._on_error == "raise" or not (self._open or self._ready)):
                 failure = self._failure
                 self.close()
@@ -120,13 +113,13 @@ class Batch:
     def _finished(self) -> bool:
         return self._exhausted and not self._open and not self._ready and self._failure is None
 
-    async def _fill(self) -> None:
+    async def _fill(self, submit: Submit) -> None:
         """Submit as many rows as there is room for; for an asynchronous source, start the task that does so."""
         if isinstance(self._rows, AsyncIterator):
             if self._pulling is None and not self._closed:
                 assert isinstance(self._bridge, LoopBridge)
                 self._pulling = anyio.CancelScope()
-                self._bridge.spawn(partial(self._pull, self._rows, self._pulling))
+                self._bridge.spawn(partial(self._pull, self._rows, submit, self._pulling))
             return
         while self._has_room:
             try:
@@ -136,17 +129,17 @@ class Batch:
             except Exception as error:
                 self._fail(error)
             else:
-                await self._start(*self._pulled)
+                await self._start(submit, *self._pulled)
                 self._pulled = None  # a cancelled read leaves it to the next one
 
-    async def _pull(self, rows: AsyncIterator[Prompt], scope: anyio.CancelScope) -> None:
+    async def _pull(self, rows: AsyncIterator[Prompt], submit: Submit, scope: anyio.CancelScope) -> None:
         """Submit the rows of an asynchronous source, which may wait for anything, even for the consumer of an output."""
         with scope:
             try:
                 for index in self._indices:
                     while not self._has_room:
                         await self._signal.wait()
-                    await self._start(index, await anext(rows))
+                    await self._start(submit, index, await anext(rows))
             except StopAsyncIteration:
                 self._exhaust()
             except Exception as error:
@@ -158,10 +151,10 @@ class Batch:
                 except Exception as error:
                     self._fail(error)
 
-    async def _start(self, index: int, prompt: Prompt) -> None:
+    async def _start(self, submit: Submit, index: int, prompt: Prompt) -> None:
         """Submit a row. An error of the row becomes its output."""
         try:
-            ticket = await self._submit(self._make_job(index, prompt), None)
+            ticket = await submit(index, prompt)
         except (EngineStateError, EngineDeadError) as error:
             self._fail(error)
         except DSV4LiteError as error:

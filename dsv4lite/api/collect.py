@@ -200,7 +200,10 @@ class _Completion:
         else:
             self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
         ids, logprobs = update.token_ids[:kept], update.logprobs[:kept]
-        self._add_version(update.weight_version, kept)
+        if kept:
+            same = bool(self._versions) and self._versions[-1][0] == update.weight_version
+            start = self._versions.pop()[1] if same else len(self.token_ids)
+            self._versions.append((update.weight_version, start, len(self.token_ids) + kept))
         self.token_ids += ids
         self._logprobs += logprobs
         self.finish_in_engine(update)
@@ -230,7 +233,8 @@ class _Completion:
             cumulative_logprob=None if self._params.logprobs is None else sum(entry.logprob for entry in self._logprobs),
             stop_reason=self._stop_reason,
             weight_versions=tuple(self._versions),
-            routed_experts=self._all_experts(prompt_tokens),
+            # Of prompt and completion without the last token, and without tokens after a stop string.
+            routed_experts=_concatenated(self._experts, max(0, prompt_tokens + len(self.token_ids) - 1)),
             reasoning=None if parsed is None else parsed.reasoning,
             tool_calls=() if parsed is None else parsed.tool_calls,
         )
@@ -276,26 +280,18 @@ class _Completion:
             tool_calls=tuple(call for part in parts for call in part.tool_calls),
         )
 
-    def _add_version(self, version: int, count: int) -> None:
-        if count == 0:
-            return
-        start = len(self.token_ids)
-        if self._versions and self._versions[-1][0] == version:
-            start = self._versions.pop()[1]
-        self._versions.append((version, start, len(self.token_ids) + count))
-
     def _stack(self, tokens: Sequence[TokenLogprob]) -> Logprobs | None:
         """Return the tokens' log-probabilities, ``None`` if they were not asked for."""
         top = self._params.logprobs
         return None if top is None else Logprobs.stack(tokens, top=top, mode=self._params.logprobs_mode)
 
-    def _all_experts(self, prompt_tokens: int) -> torch.Tensor | None:
-        """Return the routing of prompt and completion without the last token, and without tokens after a stop string."""
-        if not self._experts:
-            return None
-        import torch
 
-        return torch.cat(self._experts)[: max(0, prompt_tokens + len(self.token_ids) - 1)]
+def _concatenated(parts: list[torch.Tensor], length: int) -> torch.Tensor | None:
+    if not parts:
+        return None
+    import torch
+
+    return torch.cat(parts)[:length]
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:

@@ -162,7 +162,7 @@ class BaseLLM:
             raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
         return info
 
-    async def _submit(self, job: Job, wake: Callback | None) -> Ticket:
+    async def _submit(self, job: Job, wake: Callback | None = None) -> Ticket:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
         request = await self._bridge.offload(job.make) if job.is_long else job.make()
@@ -170,7 +170,7 @@ class BaseLLM:
 
     async def _run(self, job: Job) -> RequestOutput:
         """Submit a request and wait for its output; an exception that ends the wait ends the request."""
-        ticket = await self._submit(job, None)
+        ticket = await self._submit(job)
         try:
             await self._bridge.wait(ticket.future)
         except BaseException:
@@ -207,9 +207,9 @@ class BaseLLM:
         if each is not None and isinstance(rows, Sized) and len(rows) != len(each):
             require(False, "params", len(each), f"{len(each)} entries for {len(rows)} prompts; give one for each, or one for all")
 
-        def job(index: int, row: Any) -> Job:
+        async def submit(index: int, row: Any) -> Ticket:
             if each is not None and index >= len(each):
                 require(False, "params", len(each), "there are more prompts than entries; give one for each, or one for all")
-            return make_job(self._check(call), row, one if each is None else each[index], index)
+            return await self._submit(make_job(self._check(call), row, one if each is None else each[index], index))
 
-        return AsyncCompletions(Batch(self._session, self._bridge, self._submit, rows, job, on_error, max_in_flight))
+        return AsyncCompletions(Batch(self._session, self._bridge, rows, on_error, max_in_flight), submit)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
 from dsv4lite.api.batch import Batch, Submit
-from dsv4lite.api.bridge import Bridge
-from dsv4lite.api.prepare import Job
+from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.session import Session, Ticket
 from dsv4lite.request import Delta, RequestOutput
 
@@ -19,18 +18,18 @@ class AsyncStream:
     is new, in order, for all ``n`` completions. A slow reader loses nothing, nor does a cancelled read: the next one continues.
     """
 
-    def __init__(self, session: Session, bridge: Bridge, submit: Submit, job: Job) -> None:
+    def __init__(self, session: Session, bridge: Bridge, submit: Callable[[Callback], Awaitable[Ticket]]) -> None:
+        """``submit`` keeps the ``AsyncLLM`` or ``LLM`` alive."""
         self._session = session
         self._bridge = bridge
         self._submit = submit
-        self._job = job
         self._signal = bridge.signal()
         self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> Self:
         if self._ticket is not None:
             raise RuntimeError("a stream can be entered only once")
-        self._ticket = await self._submit(self._job, self._signal)
+        self._ticket = await self._submit(self._signal)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -85,14 +84,15 @@ class AsyncStream:
 class AsyncCompletions(AsyncIterator[RequestOutput]):
     """The outputs of many prompts as they finish; made by ``AsyncLLM.as_completed``."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, submit: Submit) -> None:
         self._batch = batch
+        self._submit = submit
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        return await self._batch.take()
+        return await self._batch.take(self._submit)
 
     async def __aenter__(self) -> Self:
         return self
