@@ -189,7 +189,7 @@ def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this machine could give to this process: what is free, within the limits of its control groups.
 
     Args:
-        root: Of the file system that tells.
+        root: Of the file system with ``/proc`` and the control groups.
     """
     lines = _lines(root / "proc/meminfo")
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
@@ -315,7 +315,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
     try:
         stream = idle.get_nowait()
     except Empty:
-        stream = _new_stream(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):  # the matrix library allocates its memory now: later it would keep a block of any size
+            torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -329,14 +331,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
             log.warning("memory could not be returned to %s: %s", device, _first_line(error))
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for which the matrix library has its memory already: later it would lie in, and keep, a block of any size."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
-    return stream
-
-
 @cache
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     """Return the streams of engines that have closed, for the next ones.
@@ -347,16 +341,13 @@ def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
 
 
 def give_back_unused(device: torch.device) -> None:
-    """Give memory that loading has left back to the device: what is allocated next would else keep large pieces by using a part."""
+    """Return memory that loading freed to the device: later allocations would keep large pieces by using a part of them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def reserve(device: torch.device, count: int) -> None:
-    """Let PyTorch take memory in one piece for what this thread's stream allocates from now on, and keep it.
-
-    Steps find room in it whatever ran before, and what is missing is missed at the start rather than in traffic.
-    """
+    """Let PyTorch reserve memory in one piece for this thread's stream: if it is missing, the start fails and not a step."""
     torch.empty(count, dtype=torch.uint8, device=device)
 
 
@@ -366,9 +357,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Whether an exception tells of an error of CUDA, itself or through Triton."""
-    told = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
-    return isinstance(error, torch.AcceleratorError) or told
+    """Whether an exception reports an error of CUDA, itself or through Triton."""
+    reported = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
+    return isinstance(error, torch.AcceleratorError) or reported
 
 
 def advice_for(error: BaseException) -> str:
@@ -383,7 +374,7 @@ def start_error(error: BaseException, *, plan: object = None) -> BaseException:
 
     Args:
         error: Whatever was raised; the cause of what is returned, unless it is returned itself.
-        plan: What was planned, if it came to that.
+        plan: The memory plan, if there is one yet.
     """
     found: DSV4LiteError
     if isinstance(error, DSV4LiteError) or not isinstance(error, Exception):
@@ -409,13 +400,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _through_triton(error: BaseException) -> bool:
-    """Whether an exception came by way of Triton, from wherever."""
+    """Whether Triton raised an exception or passed it on."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.partition(".")[0] == "triton" for name in (*names, type(error).__module__))
 
 
 def _versions() -> str:
-    """Return what has to fit together; never fails, for something has failed already."""
+    """Return the versions that have to fit together; never fails."""
     found = [f"PyTorch {torch.__version__}", f"CUDA {torch.version.cuda}"]
     for name, read in (("Triton", triton_version), ("driver's CUDA", _driver_version), ("device", _device_name)):
         try:
@@ -438,10 +429,7 @@ def _device_name() -> str:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of what the functions held through which an exception went, and of those that it came from.
-
-    Otherwise a caller that keeps the exception would keep the model and its state. Line numbers stay.
-    """
+    """Clear the local variables of an exception's frames, and of its causes: a caller that keeps it must not keep the model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
