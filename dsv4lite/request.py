@@ -466,18 +466,14 @@ class RequestOutput:
         choices = []
         for out in self.outputs:
             reason = {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
-            if out.tool_calls:
-                reason = "tool_calls"
-            choice: dict[str, Any] = {"index": out.index, "finish_reason": reason}
+            choice: dict[str, Any] = {"index": out.index, "finish_reason": "tool_calls" if out.tool_calls else reason}
             if chat:
                 message: dict[str, Any] = {"role": "assistant", "content": out.text}
                 if out.reasoning is not None:
                     message["reasoning_content"] = out.reasoning
                 if out.tool_calls:
-                    message["tool_calls"] = [
-                        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                        for c in out.tool_calls
-                    ]
+                    functions = [(c.id, {"name": c.name, "arguments": c.arguments}) for c in out.tool_calls]
+                    message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
                 choice["message"] = message
             else:
                 choice["text"] = out.text

@@ -310,7 +310,8 @@ class Session:
             require(options.request_id not in self._visible, "request_id", options.request_id, rule)
             if not options.wait and len(self._in_engine) + len(self._queue) >= self._places:
                 raise self._queue_full()
-            request_id = engine_id = options.request_id or self._unused_id()
+            names = (f"request-{number}" for number in self._serial)
+            request_id = engine_id = options.request_id or next(name for name in names if name not in self._visible)
             request = replace(request, request_id=request_id)
             streaming = wake is not None
             collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=streaming)
@@ -538,7 +539,7 @@ class Session:
                 self._engine.abort(engine_id, index=index)
 
     def _sweep_at(self, deadline: float) -> None:
-        """Check the deadlines of queued requests at the monotonic second ``deadline``; the engine checks only its own requests."""
+        """Check deadlines of queued requests at the monotonic second ``deadline``; the engine checks those of its own requests."""
         if deadline < self._next_sweep:
             self._next_sweep = deadline
             assert self._bridge is not None
@@ -547,19 +548,16 @@ class Session:
     def _sweep(self) -> None:
         with self._lock:
             self._next_sweep = _FOREVER
-            now, late = time.monotonic(), []
-            for ticket in self._queue.values():
-                deadline = ticket.request.deadline
-                if deadline is not None and deadline <= now:
-                    late.append(ticket)
-                elif deadline is not None:
-                    self._sweep_at(deadline)
-            self._end_all(late, "deadline")
+            now = time.monotonic()
+            waiting = [(ticket.request.deadline, ticket) for ticket in self._queue.values() if ticket.request.deadline is not None]
+            self._end_all([ticket for deadline, ticket in waiting if deadline <= now], "deadline")
+            self._sweep_at(min((deadline for deadline, _ in waiting if deadline > now), default=_FOREVER))
         self._end_rest()
 
     def _apply_pauses(self) -> None:
-        """Pause or resume the engine, as the open pauses demand."""
-        pause_now = bool(self._pauses) and (not self._in_engine or self._keep_requests())
+        """Pause or resume the engine. Requests keep their state if the latest pause or any block says so."""
+        frozen = any(pause.frozen and (pause.block or pause is self._pauses[-1]) for pause in self._pauses)
+        pause_now = bool(self._pauses) and (frozen or not self._in_engine)
         try:
             engine = self._serving("pause")
             if pause_now != (self._phase is Phase.PAUSED):
@@ -573,15 +571,6 @@ class Session:
                 pause.frozen = pause.answered = True
                 _copy(self._answer, pause.done)
         self._pump()
-
-    def _keep_requests(self) -> bool:
-        """Return whether requests keep their state: a block says so, or of the other pauses the latest."""
-        waits = False
-        for pause in reversed(self._pauses):
-            if pause.frozen and (pause.block or not waits):
-                return True
-            waits = waits or not pause.frozen
-        return False
 
     def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are not blocks; their callers get the reason as an error."""
@@ -604,11 +593,6 @@ class Session:
             retry_after=retry_after,
         )
 
-    def _unused_id(self) -> str:
-        while (request_id := f"request-{next(self._serial)}") in self._visible:
-            pass
-        return request_id
-
 
 def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
     """Return the output of a request whose updates could not be read: that request fails, and the host's loop goes on."""
@@ -619,8 +603,8 @@ def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:
-    def copy(settled: Future[None]) -> None:
-        error = settled.exception()
+    def copy(completed: Future[None]) -> None:
+        error = completed.exception()
         if error is None:
             target.set_result(None)
         else:
