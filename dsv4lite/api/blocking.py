@@ -39,15 +39,15 @@ def blocking(method: Callable[Concatenate[Any, P], A], run: Callable[[A], T]) ->
         run: Makes its result that of ``LLM``: ``finish`` for a coroutine, else a class of this module.
     """
 
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run(method(self, *args, **kwargs))
 
-    update_wrapper(call, method)
-    call.__qualname__ = method.__qualname__.replace("AsyncLLM", "LLM")
+    update_wrapper(_call, method)
+    _call.__qualname__ = method.__qualname__.replace("AsyncLLM", "LLM")
     if isinstance(run, type):
         signature = inspect.signature(method).replace(return_annotation=run.__name__)
-        setattr(call, "__signature__", signature)  # noqa: B010  # functions have it, and type checkers do not know
-    return call
+        setattr(_call, "__signature__", signature)  # noqa: B010  # functions have it, and type checkers do not know
+    return _call
 
 
 class Block:
