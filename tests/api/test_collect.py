@@ -65,7 +65,7 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
 
 
 def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
-    """Tokens that nobody waits for are read many at a time, with whatever comes next."""
+    """Tokens without a stream or stop strings are read many at a time, with the next other update."""
     text = "né世😀, and so on " * 20
     entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(400)]
     for end in ("length", "abort"):

@@ -303,27 +303,6 @@ async def test_stream_read_that_is_cancelled_loses_nothing(lab: Lab) -> None:
 
 
 @both_loops
-async def test_stream_cancelled_by_asyncio_or_trio_itself_loses_nothing(lab: Lab) -> None:
-    """``asyncio.wait_for`` cancels tasks without any scope."""
-    lab.held = True
-    async with AsyncLLM("m") as llm, llm.stream("a b c d e f", SamplingParams()) as stream:
-        got: list[int] = []
-        for _ in range(5):
-            if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(anext(stream), 0.001)
-            else:
-                with anyio.move_on_after(0.001):
-                    await anext(stream)
-            lab.engine.step()
-            got += (await anext(stream)).token_ids
-        lab.engine.go()
-        async for delta in stream:
-            got += delta.token_ids
-        assert tuple(got) == (await stream.final()).token_ids
-
-
-@both_loops
 async def test_stream_abort_is_a_last_delta(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, llm.stream("x", MANY) as stream:

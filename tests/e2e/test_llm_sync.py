@@ -149,7 +149,7 @@ def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
         until(lambda: lab.engine.steps > 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
         with LLM("m") as llm:
             for call in (lambda: llm.generate("x", MANY), lambda: llm.generate_batch(["x", "y"], MANY)):

@@ -49,10 +49,6 @@ def parse(text: str, *, thinking: bool = False, tools: Sequence[dict[str, Any]] 
     return parser.result()
 
 
-def call_0(arguments: str) -> ToolCall:
-    return ToolCall(id="call_0", name="f", arguments=arguments)
-
-
 def one_call(*parameters: str, tools: Sequence[dict[str, Any]] | None = (TOOL,)) -> str:
     """Return the arguments of a single call."""
     (only,) = parse(OPEN + invoke("f", *parameters) + CLOSE, tools=tools).tool_calls
@@ -136,12 +132,6 @@ def test_block_has_calls_in_order() -> None:
     )
 
 
-def test_call_ids_take_the_prefix() -> None:
-    parser = ChatParser(False, call_id_prefix="req7-")
-    parser.push(OPEN + invoke("f") + CLOSE)
-    assert [c.id for c in parser.result().tool_calls] == ["req7-0"]
-
-
 def test_two_newlines_at_most_belong_to_the_block() -> None:
     for newlines, left in (("", ""), ("\n", ""), ("\n\n", ""), ("\n\n\n", "\n")):
         assert parse(f"a{newlines}<｜DSML｜tool_calls>\n{invoke('f')}{CLOSE}").content == "a" + left
@@ -209,9 +199,13 @@ def test_truncated_block_keeps_what_was_complete(cut: str, calls: list[tuple[str
 
 
 def test_call_comes_when_it_is_complete() -> None:
-    parser = ChatParser(False)
+    parser = ChatParser(False, call_id_prefix="req7-")
     assert parser.push(OPEN + '<｜DSML｜invoke name="f">' + parameter("a", "1")) == ParsedChat()
-    assert parser.push("</｜DSML｜invoke>") == parser.result() == ParsedChat(tool_calls=(call_0('{"a": "1"}'),))
+    assert (
+        parser.push("</｜DSML｜invoke>")
+        == parser.result()
+        == ParsedChat(tool_calls=(ToolCall(id="req7-0", name="f", arguments='{"a": "1"}'),))
+    )
     assert parser.push("\n<｜DSML｜invoke") == parser.finish() == ParsedChat()
 
 
@@ -258,15 +252,12 @@ def test_wrapper_stays_if_it_may_be_meant() -> None:
     wrapped = parameter("input", '{"count": 1}', "false")
     assert one_call(wrapped, parameter("flag", "true", "false")) == '{"input": {"count": 1}, "flag": true}'
     assert one_call(parameter("flag", "true", "false"), wrapped) == '{"flag": true, "input": {"count": 1}}'
+    assert one_call(parameter("x", "1", "false"), tools=[{"function": {"name": "f"}}]) == '{"x": 1}'
     assert one_call(wrapped, tools=None) == '{"input": {"count": 1}}'
     declared = {"function": {"name": "f", "parameters": {"properties": {"input": {"type": "object"}}}}}
     assert one_call(wrapped, tools=[declared]) == '{"input": {"count": 1}}'
     assert one_call(parameter("input", "[1]", "false")) == '{"input": [1]}'
     assert one_call(parameter("input", "{broken", "true")) == '{"input": "{broken"}'
-
-
-def test_tool_without_parameters_is_known() -> None:
-    assert one_call(parameter("x", "1", "false"), tools=[{"function": {"name": "f"}}]) == '{"x": 1}'
 
 
 # ---- properties ----

@@ -252,8 +252,8 @@ def test_repetition_that_is_too_much_fails_its_text(compiler: GrammarCompiler) -
             matcher.accept(REAL.encode("a")[0])
 
 
-def test_grammar_that_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler) -> None:
-    """Whoever gave up its request does not hold up others."""
+def test_grammar_of_a_request_that_ended_is_not_compiled(compiler: GrammarCompiler) -> None:
+    """Requests that ended do not delay others."""
     one = GrammarCompiler(REAL)
     busy, built = threading.Event(), list[StructuredOutputs]()
 
