@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Union, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, Union, runtime_checkable
 
 from dsv4lite.checks import Rule, boolean, integer, number, one_of
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
@@ -429,3 +429,46 @@ class EngineConfig:
             if key not in names:
                 raise ConfigError(f"unknown engine setting {shown(key)}{near_match(key, names)}")
         return cls(**settings)
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of ``EngineConfig`` besides ``model``, as keyword arguments."""
+
+    revision: str | None
+    tokenizer: str | None
+    dtype: Dtype
+    kv_cache_dtype: KvCacheDtype
+    load_format: LoadFormat
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    max_queued_requests: int
+    max_completions: int
+    max_logprobs: int
+    enable_prefix_caching: bool
+    prefix_checkpoint_tokens: int
+    speculative: Speculative
+    deterministic: bool
+    seed: int
+    progress: bool | Progress
+    compile_cache_dir: str | None
+    dump_dir: str | None
+    hf_overrides: Mapping[str, Any]
+    family: ModelFamily
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    data_parallel_size: int
+    data_parallel_placement: ReplicaPlacement
+    pipeline_parallel_size: int
+    redundant_experts: int | None
+    rebalance_steps: int
+    dispatcher: ExpertDispatch
+    executor: ExecutorKind
+    device_mesh: Any
+    process_group: Any
+    start_timeout_s: float
+    step_timeout_s: float
+    rank_timeout_s: float

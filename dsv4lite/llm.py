@@ -20,10 +20,11 @@ import anyio.to_thread
 from dsv4lite.api.batch import OnError
 from dsv4lite.api.blocking import Block, Completions, Stream, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
-from dsv4lite.api.common import BaseLLM, BatchParams, EngineSettings, Model
+from dsv4lite.api.common import BaseLLM, BatchParams, Model
 from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
 from dsv4lite.api.session import PauseMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
+from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError
 from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dsv4lite.api.batch import Batch, OnError
 from dsv4lite.api.bridge import Bridge, Callback
@@ -14,18 +14,7 @@ from dsv4lite.api.prepare import Job, RowJob
 from dsv4lite.api.session import SERVING, Session, Ticket
 from dsv4lite.api.streams import AsyncCompletions
 from dsv4lite.checks import require
-from dsv4lite.config import (
-    Dtype,
-    EngineConfig,
-    ExecutorKind,
-    ExpertDispatch,
-    KvCacheDtype,
-    LoadFormat,
-    ModelFamily,
-    Progress,
-    ReplicaPlacement,
-    Speculative,
-)
+from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.errors import EngineStateError
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
@@ -36,49 +25,6 @@ if TYPE_CHECKING:
 
 Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
-
-
-class EngineSettings(TypedDict, total=False):
-    """The fields of ``EngineConfig`` besides ``model``, as keyword arguments; they are described there."""
-
-    revision: str | None
-    tokenizer: str | None
-    dtype: Dtype
-    kv_cache_dtype: KvCacheDtype
-    load_format: LoadFormat
-    device: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    max_queued_requests: int
-    max_completions: int
-    max_logprobs: int
-    enable_prefix_caching: bool
-    prefix_checkpoint_tokens: int
-    speculative: Speculative
-    deterministic: bool
-    seed: int
-    progress: bool | Progress
-    compile_cache_dir: str | None
-    dump_dir: str | None
-    hf_overrides: Mapping[str, Any]
-    family: ModelFamily
-    tensor_parallel_size: int
-    expert_parallel_size: int
-    data_parallel_size: int
-    data_parallel_placement: ReplicaPlacement
-    pipeline_parallel_size: int
-    redundant_experts: int | None
-    rebalance_steps: int
-    dispatcher: ExpertDispatch
-    executor: ExecutorKind
-    device_mesh: Any
-    process_group: Any
-    start_timeout_s: float
-    step_timeout_s: float
-    rank_timeout_s: float
 
 
 class BaseLLM:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dsv4lite.checks import one_of, require
 from dsv4lite.errors import InvalidRequestError, near_match, shown
 from dsv4lite.text.tokenizer import BOS, EOS, Content
 
@@ -94,15 +95,11 @@ class Efforts:
         """
         if reasoning == "none":
             return None
-        if not isinstance(reasoning, str | None):
-            raise InvalidRequestError(f"reasoning={shown(reasoning)} must be a string", parameter="reasoning", value=reasoning)
         wanted = "high" if reasoning is None else reasoning
-        effort = self.aliases.get(wanted, wanted)
-        if effort not in self.texts:
-            known = ["none", *self.texts, *self.aliases]
-            message = f"reasoning={reasoning!r} is not one of {', '.join(known)}{near_match(wanted, known)}"
-            raise InvalidRequestError(message, parameter="reasoning", value=reasoning)
-        return effort
+        known = ("none", *self.texts, *self.aliases)
+        problem = one_of(*known)(wanted)
+        require(not problem, "reasoning", reasoning, problem)
+        return self.aliases.get(wanted, wanted)
 
 
 PREVIEW = Efforts(

@@ -139,10 +139,8 @@ class ChatParser:
                 return self._read_text()
             case _State.BLOCK:
                 return self._at_tag(self._scanner.read_until(_TAG_MARKERS)[1])
-            case _State.OPENING:
-                return self._read_opening()
-            case _State.CLOSING:
-                return self._read_closing()
+            case _State.OPENING | _State.CLOSING:
+                return self._read_tag()
             case _State.VALUE:
                 return self._read_value()
             case _State.DONE:
@@ -174,32 +172,25 @@ class ChatParser:
             self._state = _State.OPENING if marker == _OPEN else _State.CLOSING
         return marker is not None
 
-    def _read_opening(self) -> bool:
-        piece, marker = self._scanner.read_until(('">', '" >', *_TAG_MARKERS))
+    def _read_tag(self) -> bool:
+        opening = self._state is _State.OPENING
+        piece, marker = self._scanner.read_until((*(('">', '" >') if opening else (">",)), *_TAG_MARKERS))
         self._pieces.append(piece)
         if marker is None or marker in _TAG_MARKERS:
             return marker is not None and self._at_tag(marker)
-        head, self._pieces = "".join(self._pieces), []
+        text, self._pieces = "".join(self._pieces), []
         self._state = _State.BLOCK
-        if invoke := _INVOKE.fullmatch(head):
+        if not opening:
+            if text.strip() == "invoke":
+                self._close_call()
+            elif text.strip() in _BLOCK_NAMES:
+                self._end()
+        elif invoke := _INVOKE.fullmatch(text):
             self._close_call()
             self._call_name = invoke["name"]
-        elif parameter := _PARAMETER.fullmatch(head):
+        elif parameter := _PARAMETER.fullmatch(text):
             self._parameter = parameter["name"], parameter["string"]
             self._state = _State.VALUE
-        return True
-
-    def _read_closing(self) -> bool:
-        piece, marker = self._scanner.read_until((">", *_TAG_MARKERS))
-        self._pieces.append(piece)
-        if marker is None or marker in _TAG_MARKERS:
-            return marker is not None and self._at_tag(marker)
-        name, self._pieces = "".join(self._pieces).strip(), []
-        self._state = _State.BLOCK
-        if name == "invoke":
-            self._close_call()
-        elif name in _BLOCK_NAMES:
-            self._end()
         return True
 
     def _read_value(self) -> bool:

@@ -20,8 +20,7 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from dsv4lite.api.common import EngineSettings
-from dsv4lite.config import EngineConfig, LoadProgress
+from dsv4lite.config import EngineConfig, EngineSettings, LoadProgress
 from dsv4lite.errors import (
     CheckpointError,
     ConfigError,
