@@ -151,11 +151,12 @@ class BaseLLM:
         require(good, "params", params, "must be SamplingParams, a sequence with one for each row, or None")
         one, each = (None, tuple(params)) if isinstance(params, Sequence) else (params, None)
         if each is not None and isinstance(rows, Sized) and len(rows) != len(each):
-            require(False, "params", len(each), f"{len(each)} entries for {len(rows)} prompts; give one for each, or one for all")
+            require(False, "params", each, f"has {len(each)} entries for {len(rows)} prompts; give one for each, or one for all")
 
         async def submit(index: int, row: Any) -> Ticket:
             if each is not None and index >= len(each):
-                require(False, "params", len(each), "there are more prompts than entries; give one for each, or one for all")
+                problem = f"has {len(each)} entries and there are more prompts; give one for each, or one for all"
+                require(False, "params", each, problem)
             return await self._submit(make_job(self._check(call), row, one if each is None else each[index], index))
 
         return AsyncCompletions(Batch(self._session, self._bridge, rows, on_error, max_in_flight), submit)
