@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Union, runtime_checkable
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, Union, runtime_checkable
 
+from dsv4lite.checks import Rule, boolean, integer, number, one_of
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
 from dsv4lite.paging import PAGE_TOKENS
@@ -30,16 +32,16 @@ ModelFamily = Union["Family", None]
 ExpertDispatch = Union[Literal["auto", "local", "all_gather", "all_to_all"], "DispatcherFactory"]
 
 MAX_DRAFTS = 16
-"""Most guesses in a row, by whomever; each costs a copy of every sequence's accumulators."""
+"""Most draft tokens in a row; each costs a copy of the compressor state of every sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTP:
-    """Guess with the model's own multi-token prediction block.
+    """Draft with the model's own multi-token prediction block.
 
     Attributes:
-        k: Most guesses in a row, 1 to 4; all but the first are chained, each on the one before.
-        adaptive: Guess less, or not at all, where it does not pay: by what guesses and steps were measured to bring and to cost.
+        k: Most draft tokens in a row, 1 to 4; each but the first is drafted from the previous one.
+        adaptive: Draft fewer tokens, or none, where measured acceptance and step times show that drafts do not pay.
     """
 
     k: int = 1
@@ -47,12 +49,12 @@ class MTP:
     most: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        check_length("MTP", self.k, self.most)
+        _check(self, k=integer(1, self.most))
 
 
 @dataclass(frozen=True, slots=True)
 class DSpark:
-    """Guess with the block drafter of refreshed releases, all guesses in one pass.
+    """Draft with the block drafter of refreshed releases, all draft tokens in one pass.
 
     Attributes:
         k: Draft tokens in a row, at most the rows of the drafter's block, which is 5 in the releases.
@@ -66,18 +68,16 @@ class DSpark:
     adaptive: bool = field(default=True, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_length("DSpark", self.k, MAX_DRAFTS)
-        if not isinstance(self.min_confidence, int | float) or not 0 <= self.min_confidence < 1:
-            raise ConfigError(f"DSpark: min_confidence={self.min_confidence!r} must be at least 0 and below 1")
+        _check(self, k=integer(1, MAX_DRAFTS), min_confidence=number(lambda value: 0 <= value < 1, " in [0, 1)"))
 
 
 @dataclass(frozen=True, slots=True)
 class NGram:
-    """Guess, on the host, that text repeats itself: what followed the last tokens when they stood together before.
+    """Draft, on the host, what followed the last tokens at their previous occurrence in the sequence.
 
     Attributes:
         k: Draft tokens in a row.
-        min_n: Fewest tokens that must have stood together before.
+        min_n: Fewest tokens that must match an earlier place.
         max_n: Most tokens that are compared; the longest match decides, of equally long ones the latest.
         lookback: How many of the latest tokens are searched. Host memory per sequence: about 250 bytes for each of them and each
             length, at most; 6 MB by default.
@@ -91,39 +91,36 @@ class NGram:
     adaptive: bool = field(default=True, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_length("NGram", self.k, MAX_DRAFTS)
-        for name, least, most in (("min_n", 1, 16), ("max_n", self.min_n, 16), ("lookback", 1, 1 << 20)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ConfigError(f"NGram: {name}={value!r} must be an integer from {least} to {most}")
+        _check(self, k=integer(1, MAX_DRAFTS), min_n=integer(1, 16), lookback=integer(1, 1 << 20))
+        _check(self, max_n=integer(self.min_n, 16))
 
 
 @runtime_checkable
 class Speculator(Protocol):
-    """What guesses tokens on the host; users may supply their own.
+    """Drafts tokens on the host; users may supply their own.
 
-    Methods are called in the engine's thread, between two steps, so they must not take long. What a method raises, or a guess that
-    is no token of the vocabulary, ends guessing for that request and nothing else.
+    Methods are called in the engine's thread, between two steps, so they must not take long. An exception of a method, or a draft
+    token outside the vocabulary, ends drafting for that request and nothing else.
     """
 
     k: int
-    """Most guesses in a row."""
+    """Most draft tokens in a row."""
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Guess what follows.
+        """Draft the next tokens.
 
         Args:
             sequence_id: Of one completion, unique in the engine's life.
             token_ids: Its prompt and completion so far; read only, and valid only during the call.
-            max_drafts: Most guesses wanted, at least 1.
+            max_drafts: Most draft tokens wanted, at least 1.
 
         Returns:
-            The guesses, in order; none if there is nothing to go by.
+            The draft tokens, in order; none if there is nothing to draft from.
         """
         ...
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is kept of a sequence: it ended. Called once, and for sequences that were never asked about, too."""
+        """Drop the state of a sequence that ended. Called once for every sequence, also without a previous ``propose``."""
         ...
 
 
@@ -138,7 +135,7 @@ class Drafting:
     Attributes:
         own: The model's own drafter.
         speculators: Those on the host, the first one first.
-        adaptive: Whether to guess less where it does not pay.
+        adaptive: Whether to draft fewer tokens where drafts do not pay.
     """
 
     own: MTP | DSpark | None = None
@@ -147,40 +144,26 @@ class Drafting:
 
     @property
     def max_drafts(self) -> int:
-        """Most guesses of one run."""
+        """Most draft tokens of a sequence in one step."""
         return max([0 if self.own is None else self.own.k, *(speculator.k for speculator in self.speculators)])
 
 
 def adapts(drafters: Sequence[Drafter], own: MTP | DSpark | None) -> bool:
-    """Return whether any of the drafters leaves it to the engine how far to guess."""
+    """Return whether the engine chooses the draft length of any of the drafters."""
     return any(drafter.adaptive for drafter in (own, *drafters) if isinstance(drafter, MTP | DSpark | NGram))
 
 
-def check_length(name: str, k: object, most: int) -> None:
-    """Raise ConfigError unless ``k`` is an integer from 1 to ``most``."""
-    if type(k) is not int or not 1 <= k <= most:
-        raise ConfigError(f"{name}: k={k!r} must be an integer from 1 to {most}")
-
-
-def check_speculative(value: object) -> tuple[Drafter, ...]:
-    """Return the drafters that a setting names, the first one first; ``"auto"`` and ``None`` name none.
-
-    Raises:
-        ConfigError: It is not what ``EngineConfig.speculative`` takes.
-    """
-    if value is None or value == "auto":
+def named_drafters(speculative: Any) -> tuple[Drafter, ...]:
+    """Return the drafters that ``EngineConfig.speculative`` names, the first one first; ``"auto"`` and ``None`` name none."""
+    if speculative is None or speculative == "auto":
         return ()
-    drafters = value if isinstance(value, tuple) else (value,)
-    for drafter in drafters:
-        if isinstance(drafter, type) or not isinstance(drafter, MTP | DSpark | NGram | Speculator):
-            raise ConfigError(
-                f"speculative={value!r} must be MTP(k), DSpark(k), NGram(k), an object with the methods of Speculator, a tuple of "
-                "these, 'auto' or None"
-            )
-        check_length(type(drafter).__name__, drafter.k, MAX_DRAFTS)
-    if not drafters or sum(isinstance(drafter, MTP | DSpark) for drafter in drafters) > 1:
-        raise ConfigError(f"speculative={value!r} must name at least one drafter, and at most one of the model's own")
-    return drafters
+    return speculative if isinstance(speculative, tuple) else (speculative,)
+
+
+def _check(drafter: object, **rules: Rule) -> None:
+    for name, rule in rules.items():
+        if problem := rule(getattr(drafter, name)):
+            raise ConfigError(f"{type(drafter).__name__}: {name}={shown(getattr(drafter, name))} {problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,32 +198,70 @@ def default_cache_dir() -> str:
 
 def local_rank() -> int | None:
     """Return which of a machine's ranks this process is, if a launcher such as torchrun says so."""
-    told = os.environ.get("LOCAL_RANK", "")
-    return int(told) if told.isdecimal() else None
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() else None
 
 
-_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
-_SIZES: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_completions"), (1, _INT32_MAX)),
-    **dict.fromkeys(("max_model_len", "rebalance_steps"), (1, _INT32_MAX)),
-    **dict.fromkeys(("max_logprobs", "redundant_experts"), (0, _INT32_MAX)),
-    "kv_cache_memory_bytes": (1, _INT64_MAX),
-    "prefix_checkpoint_tokens": (PAGE_TOKENS, _INT32_MAX),
-    "seed": (-(2**63), 2**64 - 1),
-    **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), (1, _INT32_MAX)),
-}
-"""The least and the largest value of every setting that is an integer."""
-_OPTIONAL_SIZES = ("max_model_len", "kv_cache_memory_bytes", "redundant_experts")
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    *((name, (bool,), "True or False") for name in ("enable_prefix_caching", "deterministic")),
-    *(
-        (name, (str, os.PathLike, type(None)), "a string or None")
-        for name in ("revision", "tokenizer", "compile_cache_dir", "dump_dir")
+def _text(rule: str, *kinds: type) -> Rule:
+    def problem(value: object) -> str:
+        if not isinstance(value, kinds):
+            return rule
+        return "contains a NUL character" if "\0" in str(value) else ""
+
+    return problem
+
+
+def _pages(value: int) -> str:
+    """Rule of ``prefix_checkpoint_tokens``."""
+    return integer(1)(value) or (f"must be a multiple of {PAGE_TOKENS}" if value % PAGE_TOKENS else "")
+
+
+def _drafters(value: object) -> str:
+    """Rule of ``speculative``."""
+    drafters = named_drafters(value)
+    for drafter in drafters:
+        if isinstance(drafter, type) or not isinstance(drafter, MTP | DSpark | NGram | Speculator):
+            return "must be MTP(k), DSpark(k), NGram(k), an object with the methods of Speculator, a tuple of these, 'auto' or None"
+        if problem := integer(1, MAX_DRAFTS)(drafter.k):
+            return f"has a drafter whose k={shown(drafter.k)} {problem}"
+    own = sum(isinstance(drafter, MTP | DSpark) for drafter in drafters)
+    return "must name at least one drafter, and at most one of the model's own" if value == () or own > 1 else ""
+
+
+def _dispatcher(value: object) -> str:
+    problem = one_of("auto", "local", "all_gather", "all_to_all")(value)
+    return "" if callable(value) or not problem else f"{problem}, or a callable that makes a Dispatcher of ExpertRanks"
+
+
+_SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
+_RULES: Mapping[str, Rule] = {
+    "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
+    **dict.fromkeys(
+        ("revision", "tokenizer", "compile_cache_dir", "dump_dir"), _text("must be a string or None", str, os.PathLike, NoneType)
     ),
-    ("device", (str,), "a string such as 'auto', 'cpu' or 'cuda:0'"),
-    ("gpu_memory_utilization", (int, float), "a number"),
-    ("hf_overrides", (Mapping,), "a mapping"),
-)
+    "dtype": one_of("auto", "float32", "bfloat16"),
+    "kv_cache_dtype": one_of("auto", "fp8", "bfloat16", "float32"),
+    "load_format": one_of("auto", "dummy"),
+    "device": _text("must be a string such as 'auto', 'cpu' or 'cuda:0'", str),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_completions"), integer(1)),
+    "max_model_len": integer(1, optional=True),
+    "max_logprobs": integer(0),
+    "gpu_memory_utilization": number(lambda value: 0 < value <= 1, " in (0, 1]"),
+    "kv_cache_memory_bytes": integer(1, 2**63 - 1, optional=True),
+    "prefix_checkpoint_tokens": _pages,
+    **dict.fromkeys(("enable_prefix_caching", "deterministic"), boolean),
+    "speculative": _drafters,
+    "seed": integer(-(2**63), 2**64 - 1),
+    "progress": lambda value: "" if isinstance(value, bool) or callable(value) else "must be True, False or a callable",
+    "hf_overrides": lambda value: "" if isinstance(value, Mapping) else "must be a mapping",
+    **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), integer(1)),
+    "data_parallel_placement": one_of("prefix", "round_robin"),
+    "redundant_experts": integer(0, optional=True),
+    "rebalance_steps": integer(1),
+    "dispatcher": _dispatcher,
+    "executor": one_of("auto", "thread", "process", "external"),
+    **dict.fromkeys(("start_timeout_s", "step_timeout_s", "rank_timeout_s"), _SECONDS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +273,7 @@ class EngineConfig:
         revision: Hub revision: branch, tag or commit.
         tokenizer: Folder with ``tokenizer.json``; default is the model's own.
         dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones, float32 for float16 ones).
-        kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for plain ones.
+        kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for unquantized ones.
         load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.
         max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.
@@ -266,7 +287,7 @@ class EngineConfig:
         enable_prefix_caching: Share the state of equal prompt prefixes.
         prefix_checkpoint_tokens: A cached prefix can be resumed every so many tokens, and at its end.
         speculative: What drafts tokens ahead: ``MTP(k)``, ``DSpark(k)``, ``NGram(k)``, a ``Speculator``, or several of them;
-            ``"auto"`` is what the checkpoint carries. Guesses change speed, never what is generated.
+            ``"auto"`` is what the checkpoint carries. Drafts change speed, never the output.
         deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit. On a CPU the
             engine then computes on one thread.
         seed: Seed of requests that give none.
@@ -336,56 +357,16 @@ class EngineConfig:
     rank_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
-            raise ConfigError(f"model={shown(self.model)} must be a folder or a hub id")
+        for name, rule in _RULES.items():
+            if problem := rule(getattr(self, name)):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} {problem}")
         object.__setattr__(self, "model", str(self.model))
-        for name, options in (
-            ("dtype", ("auto", "float32", "bfloat16")),
-            ("kv_cache_dtype", ("auto", "fp8", "bfloat16", "float32")),
-            ("load_format", ("auto", "dummy")),
-            ("executor", ("auto", "thread", "process", "external")),
-            ("data_parallel_placement", ("prefix", "round_robin")),
-        ):
-            value = getattr(self, name)
-            if value not in options:
-                hint = near_match(value, options) if isinstance(value, str) else ""
-                raise ConfigError(f"{name}={shown(value)} must be one of {options}{hint}")
-        for name, kinds, rule in _KINDS:
-            value = getattr(self, name)
-            if not isinstance(value, kinds):
-                raise ConfigError(f"{name}={shown(value)} must be {rule}")
-        for name in ("model", "revision", "tokenizer", "compile_cache_dir", "dump_dir", "device"):
-            if "\0" in str(getattr(self, name)):
-                raise ConfigError(f"{name}={shown(getattr(self, name))} contains a NUL character")
-        for name, (least, most) in _SIZES.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL_SIZES:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                optional = ", or None" if name in _OPTIONAL_SIZES else ""
-                limit = f"of at least {least}" if isinstance(value, int) and value < least else f"from {least} to {most}"
-                raise ConfigError(f"{name}={shown(value)} must be an integer {limit}{optional}")
-        self._check_ranks()
         object.__setattr__(self, "hf_overrides", copy.deepcopy(dict(self.hf_overrides)))
-        if not (self.progress is True or self.progress is False or callable(self.progress)):
-            raise ConfigError(f"progress={shown(self.progress)} must be True, False or a callable")
-        check_speculative(self.speculative)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be in (0, 1]")
-        if self.prefix_checkpoint_tokens % PAGE_TOKENS:
-            raise ConfigError(f"prefix_checkpoint_tokens={self.prefix_checkpoint_tokens} must be a multiple of {PAGE_TOKENS}")
-
-    def _check_ranks(self) -> None:
-        if self.redundant_experts is not None and self.layout.ep == 1:
-            raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
-        self._check_dispatcher()
-        self._check_portable("family")
-        for name in ("start_timeout_s", "step_timeout_s", "rank_timeout_s"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= threading.TIMEOUT_MAX:
-                most = int(threading.TIMEOUT_MAX)
-                raise ConfigError(f"{name}={shown(value)} must be a positive number of seconds, at most {most}")
         layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
+        if self.redundant_experts is not None and layout.ep == 1:
+            raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
+        for name in ("dispatcher", "family"):
+            self._check_portable(name)
         if len(given) == 2:
             raise ConfigError("device_mesh and process_group are two ways to name the host's ranks; give one of them")
         if given and self.executor not in ("auto", "external"):
@@ -397,16 +378,6 @@ class EngineConfig:
             )
         if layout.world > 1 and self.device.startswith("cuda:") and self.place_of_ranks != "external":
             raise ConfigError(f"device={self.device!r} is one device, but {layout} has {layout.world} ranks; use device='cuda'")
-
-    def _check_dispatcher(self) -> None:
-        given, names = self.dispatcher, ("auto", "local", "all_gather", "all_to_all")
-        if isinstance(given, str):
-            if given not in names:
-                raise ConfigError(f"dispatcher={given!r} must be one of {names}, or make one{near_match(given, names)}")
-            return
-        if not callable(given):
-            raise ConfigError(f"dispatcher={given!r} must be one of {names}, or a callable that makes a Dispatcher of ExpertRanks")
-        self._check_portable("dispatcher")
 
     def _check_portable(self, name: str) -> None:
         """Raise unless ranks in child processes, if there are any, can have an object of the host's."""
@@ -456,6 +427,48 @@ class EngineConfig:
         names = [f.name for f in fields(cls)]
         for key in settings:
             if key not in names:
-                hint = near_match(key, names) if isinstance(key, str) else ""
-                raise ConfigError(f"unknown engine setting {shown(key)}{hint}")
+                raise ConfigError(f"unknown engine setting {shown(key)}{near_match(key, names)}")
         return cls(**settings)
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of ``EngineConfig`` besides ``model``, as keyword arguments."""
+
+    revision: str | None
+    tokenizer: str | None
+    dtype: Dtype
+    kv_cache_dtype: KvCacheDtype
+    load_format: LoadFormat
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    max_queued_requests: int
+    max_completions: int
+    max_logprobs: int
+    enable_prefix_caching: bool
+    prefix_checkpoint_tokens: int
+    speculative: Speculative
+    deterministic: bool
+    seed: int
+    progress: bool | Progress
+    compile_cache_dir: str | None
+    dump_dir: str | None
+    hf_overrides: Mapping[str, Any]
+    family: ModelFamily
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    data_parallel_size: int
+    data_parallel_placement: ReplicaPlacement
+    pipeline_parallel_size: int
+    redundant_experts: int | None
+    rebalance_steps: int
+    dispatcher: ExpertDispatch
+    executor: ExecutorKind
+    device_mesh: Any
+    process_group: Any
+    start_timeout_s: float
+    step_timeout_s: float
+    rank_timeout_s: float

@@ -40,7 +40,7 @@ _MISMATCH = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chip:
     """A GPU that can be planned for on any machine.
 
@@ -59,20 +59,16 @@ class Chip:
     link_bytes_s: float
 
 
-def _chip(name: str, gib: int, capability: tuple[int, int], memory_bytes_s: float, link_bytes_s: float) -> Chip:
-    return Chip(name=name, memory_bytes=gib << 30, capability=capability, memory_bytes_s=memory_bytes_s, link_bytes_s=link_bytes_s)
-
-
 CHIPS = {
-    "a100-40gb": _chip("NVIDIA A100 40GB", 39, (8, 0), 1.555e12, 300e9),
-    "a100-80gb": _chip("NVIDIA A100 80GB", 79, (8, 0), 2.039e12, 300e9),
-    "l40s": _chip("NVIDIA L40S", 44, (8, 9), 0.864e12, 32e9),
-    "rtx4090": _chip("NVIDIA GeForce RTX 4090", 23, (8, 9), 1.008e12, 32e9),
-    "h100": _chip("NVIDIA H100 80GB", 79, (9, 0), 3.35e12, 450e9),
-    "h200": _chip("NVIDIA H200", 139, (9, 0), 4.8e12, 450e9),
-    "b200": _chip("NVIDIA B200", 178, (10, 0), 8e12, 900e9),
-    "rtx5090": _chip("NVIDIA GeForce RTX 5090", 31, (12, 0), 1.792e12, 64e9),
-    "rtx-pro-6000": _chip("NVIDIA RTX PRO 6000 Blackwell", 94, (12, 0), 1.792e12, 64e9),
+    "a100-40gb": Chip("NVIDIA A100 40GB", 39 << 30, (8, 0), 1.555e12, 300e9),
+    "a100-80gb": Chip("NVIDIA A100 80GB", 79 << 30, (8, 0), 2.039e12, 300e9),
+    "l40s": Chip("NVIDIA L40S", 44 << 30, (8, 9), 0.864e12, 32e9),
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 23 << 30, (8, 9), 1.008e12, 32e9),
+    "h100": Chip("NVIDIA H100 80GB", 79 << 30, (9, 0), 3.35e12, 450e9),
+    "h200": Chip("NVIDIA H200", 139 << 30, (9, 0), 4.8e12, 450e9),
+    "b200": Chip("NVIDIA B200", 178 << 30, (10, 0), 8e12, 900e9),
+    "rtx5090": Chip("NVIDIA GeForce RTX 5090", 31 << 30, (12, 0), 1.792e12, 64e9),
+    "rtx-pro-6000": Chip("NVIDIA RTX PRO 6000 Blackwell", 94 << 30, (12, 0), 1.792e12, 64e9),
 }
 
 
@@ -193,7 +189,7 @@ def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this machine could give to this process: what is free, within the limits of its control groups.
 
     Args:
-        root: Of the file system that tells.
+        root: Of the file system with ``/proc`` and the control groups.
     """
     lines = _lines(root / "proc/meminfo")
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
@@ -319,7 +315,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
     try:
         stream = idle.get_nowait()
     except Empty:
-        stream = _new_stream(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):  # the matrix library allocates its memory now: later it would keep a block of any size
+            torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -333,14 +331,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
             log.warning("memory could not be returned to %s: %s", device, _first_line(error))
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for which the matrix library has its memory already: later it would lie in, and keep, a block of any size."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
-    return stream
-
-
 @cache
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     """Return the streams of engines that have closed, for the next ones.
@@ -351,16 +341,13 @@ def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
 
 
 def give_back_unused(device: torch.device) -> None:
-    """Give memory that loading has left back to the device: what is allocated next would else keep large pieces by using a part."""
+    """Return memory that loading freed to the device: later allocations would keep large pieces by using a part of them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def reserve(device: torch.device, count: int) -> None:
-    """Let PyTorch take memory in one piece for what this thread's stream allocates from now on, and keep it.
-
-    Steps find room in it whatever ran before, and what is missing is missed at the start rather than in traffic.
-    """
+    """Let PyTorch reserve memory in one piece for this thread's stream: if it is missing, the start fails and not a step."""
     torch.empty(count, dtype=torch.uint8, device=device)
 
 
@@ -370,9 +357,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Whether an exception tells of an error of CUDA, itself or through Triton."""
-    told = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
-    return isinstance(error, torch.AcceleratorError) or told
+    """Whether an exception reports an error of CUDA, itself or through Triton."""
+    reported = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
+    return isinstance(error, torch.AcceleratorError) or reported
 
 
 def advice_for(error: BaseException) -> str:
@@ -387,7 +374,7 @@ def start_error(error: BaseException, *, plan: object = None) -> BaseException:
 
     Args:
         error: Whatever was raised; the cause of what is returned, unless it is returned itself.
-        plan: What was planned, if it came to that.
+        plan: The memory plan, if there is one yet.
     """
     found: DSV4LiteError
     if isinstance(error, DSV4LiteError) or not isinstance(error, Exception):
@@ -413,13 +400,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _through_triton(error: BaseException) -> bool:
-    """Whether an exception came by way of Triton, from wherever."""
+    """Whether Triton raised an exception or passed it on."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.partition(".")[0] == "triton" for name in (*names, type(error).__module__))
 
 
 def _versions() -> str:
-    """Return what has to fit together; never fails, for something has failed already."""
+    """Return the versions that have to fit together; never fails."""
     found = [f"PyTorch {torch.__version__}", f"CUDA {torch.version.cuda}"]
     for name, read in (("Triton", triton_version), ("driver's CUDA", _driver_version), ("device", _device_name)):
         try:
@@ -442,10 +429,7 @@ def _device_name() -> str:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of what the functions held through which an exception went, and of those that it came from.
-
-    Otherwise a caller that keeps the exception would keep the model and its state. Line numbers stay.
-    """
+    """Clear the local variables of an exception's frames, and of its causes: a caller that keeps it must not keep the model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

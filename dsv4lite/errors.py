@@ -185,8 +185,10 @@ def _restore(kind: type[DSV4LiteError], args: tuple[Any, ...], state: dict[str, 
     return error
 
 
-def near_match(name: str, known: Iterable[str]) -> str:
+def near_match(name: object, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
+    if not isinstance(name, str):
+        return ""
     close = get_close_matches(name[:100], list(known), n=1, cutoff=0.6)  # comparing takes the square of the length
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
+from functools import partial
+from pathlib import Path
 from typing import Self, Unpack
 
 import anyio
 import anyio.to_thread
 
 from dsv4lite.api.batch import OnError
-from dsv4lite.api.blocking import Completions, Stream, blocking, blocking_context, blocking_iterator
+from dsv4lite.api.blocking import Block, Completions, Stream, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
-from dsv4lite.api.common import BaseLLM, BatchParams, EngineSettings, Model
-from dsv4lite.api.prepare import Message, Options, Reasoning, Tool
+from dsv4lite.api.common import BaseLLM, BatchParams, Model
+from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
 from dsv4lite.api.session import PauseMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
-from dsv4lite.errors import RequestFailedError
+from dsv4lite.config import EngineSettings
+from dsv4lite.errors import ConfigError, RequestFailedError
 from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
 
 
@@ -72,9 +74,7 @@ class AsyncLLM(BaseLLM):
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -128,8 +128,7 @@ class AsyncLLM(BaseLLM):
             EngineDeadError: The engine failed; the cause is chained.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("generate")
-        return await self._run(self._completion_job(prompt, params, options))
+        return await self._run(completion_job(self._check("generate"), prompt, params, options))
 
     async def generate_batch(
         self,
@@ -143,9 +142,8 @@ class AsyncLLM(BaseLLM):
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue many prompts and return the outputs in their order; see ``as_completed``."""
-        self._check_rows("generate_batch", prompts, "prompts")
-        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        async with self._completions(prompts, jobs, on_error, max_in_flight) as outputs:
+        job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
+        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight) as outputs:
             return sorted([output async for output in outputs], key=lambda output: output.index)
 
     def as_completed(
@@ -177,9 +175,8 @@ class AsyncLLM(BaseLLM):
             An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
             the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
         """
-        self._check_rows("as_completed", prompts, "prompts")
-        jobs = self._batch_jobs(prompts, params, priority, deadline, cache_salt)
-        return self._completions(prompts, jobs, on_error, max_in_flight)
+        job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
+        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight)
 
     def stream(
         self,
@@ -202,8 +199,8 @@ class AsyncLLM(BaseLLM):
         Arguments and errors are those of ``generate``; what is wrong with the request is raised on entering the block.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("stream")
-        return AsyncStream(self._session, self._bridge, self._submit, self._completion_job(prompt, params, options))
+        job = completion_job(self._check("stream"), prompt, params, options)
+        return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def chat(
         self,
@@ -222,7 +219,7 @@ class AsyncLLM(BaseLLM):
         """Write the assistant's next turn of a conversation.
 
         Args:
-            messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.encode_messages``.
+            messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.render_messages``.
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
             reasoning: How hard to think before the answer; ``"none"`` is not to.
@@ -237,8 +234,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("chat")
-        return await self._run(self._chat_job(messages, params, options, tools, reasoning, allow_special))
+        return await self._run(chat_job(self._check("chat"), messages, params, options, tools, reasoning, allow_special))
 
     def chat_stream(
         self,
@@ -262,9 +258,8 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message or a tool is malformed.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        self._check("chat_stream")
-        job = self._chat_job(messages, params, options, tools, reasoning, allow_special)
-        return AsyncStream(self._session, self._bridge, self._submit, job)
+        job = chat_job(self._check("chat_stream"), messages, params, options, tools, reasoning, allow_special)
+        return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(
         self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
@@ -286,8 +281,7 @@ class AsyncLLM(BaseLLM):
             UnsupportedError: ``params`` want processed values under ``structured_outputs``.
             RequestFailedError: The request failed or was aborted.
         """
-        self._check("score")
-        return _scores(await self._run(self._score_job(prompt, completion, params, top_logprobs)))
+        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs)))
 
     async def score_batch(
         self,
@@ -306,8 +300,8 @@ class AsyncLLM(BaseLLM):
         Returns:
             One for each pair, in order.
         """
-        self._check_rows("score_batch", pairs, "pairs")
-        async with self._completions(pairs, self._score_jobs(pairs, params, top_logprobs)) as outputs:
+        job = pair_job(top_logprobs)
+        async with self._completions("score_batch", pairs, params, job) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
 
@@ -354,12 +348,19 @@ class AsyncLLM(BaseLLM):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
         self._check("reset_prefix_cache")
-        await self._bridge.wait(self._session.reset_prefix_cache())
+        await self._bridge.wait(self._session.engine("reset_prefix_cache").reset_prefix_cache())
 
     async def dump_step(self, path: str | os.PathLike[str]) -> None:
-        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run."""
+        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
+
+        Raises:
+            ConfigError: There is no such folder, or it cannot be written to.
+        """
         self._check("dump_step")
-        await self._bridge.wait(self._session.dump_step(path))
+        file = Path(path).absolute()
+        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
+        await self._bridge.wait(self._session.engine("dump_step").dump_step(file))
 
     # ---- inside ----
 
@@ -400,26 +401,26 @@ class LLM(BaseLLM):
         self._start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
         self._session.close()
 
-    generate = blocking(AsyncLLM.generate)
-    generate_batch = blocking(AsyncLLM.generate_batch)
-    as_completed = blocking_iterator(AsyncLLM.as_completed, Completions)
-    stream = blocking_iterator(AsyncLLM.stream, Stream)
-    chat = blocking(AsyncLLM.chat)
-    chat_stream = blocking_iterator(AsyncLLM.chat_stream, Stream)
-    score = blocking(AsyncLLM.score)
-    score_batch = blocking(AsyncLLM.score_batch)
-    pause = blocking(AsyncLLM.pause)
-    resume = blocking(AsyncLLM.resume)
-    paused = blocking_context(AsyncLLM.paused)
-    reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache)
-    dump_step = blocking(AsyncLLM.dump_step)
+    generate = blocking(AsyncLLM.generate, finish)
+    generate_batch = blocking(AsyncLLM.generate_batch, finish)
+    as_completed = blocking(AsyncLLM.as_completed, Completions)
+    stream = blocking(AsyncLLM.stream, Stream)
+    chat = blocking(AsyncLLM.chat, finish)
+    chat_stream = blocking(AsyncLLM.chat_stream, Stream)
+    score = blocking(AsyncLLM.score, finish)
+    score_batch = blocking(AsyncLLM.score_batch, finish)
+    pause = blocking(AsyncLLM.pause, finish)
+    resume = blocking(AsyncLLM.resume, finish)
+    paused = blocking(AsyncLLM.paused, Block)
+    reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
+    dump_step = blocking(AsyncLLM.dump_step, finish)
 
     # ---- inside ----
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from dsv4lite.checks import INT32_MAX, Rule, boolean, integer, is_integer, is_number, is_token, is_unicode, number, one_of, require
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
 
 if TYPE_CHECKING:
@@ -21,46 +21,9 @@ LogprobsMode = Literal["raw", "processed"]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-INT32_MAX = 2**31 - 1
-SEED_RANGE = (-(2**63), 2**64 - 1)
-
-
-def _require(ok: bool, parameter: str, value: object, rule: str) -> None:
-    if not ok:
-        raise InvalidRequestError(f"{parameter}={shown(value)}: {rule}", parameter=parameter, value=value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    """Whether a value is an integer that int32 holds, and at least ``least``. Token ids are counts, too."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= INT32_MAX
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a finite number that a float holds."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond 1.8e308
-        return False
-
-
-def is_unicode(value: str) -> bool:
-    """Whether a string can be encoded: it has no lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
     good = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    _require(good, parameter, value, "must be a sequence")
+    require(good, parameter, value, "must be a sequence")
     return tuple(value)  # type: ignore[arg-type]  # checked one line before
 
 
@@ -70,11 +33,11 @@ class LogitBias(Mapping[int, float]):
     __slots__ = ("_entries",)
 
     def __init__(self, given: object) -> None:
-        _require(isinstance(given, Mapping), "logit_bias", given, "must map token ids to numbers")
+        require(isinstance(given, Mapping), "logit_bias", given, "must map token ids to numbers")
         entries = dict(given)  # type: ignore[call-overload]  # checked one line before
         for token, bias in entries.items():
-            _require(_is_count(token), "logit_bias", token, f"keys must be token ids, at most {INT32_MAX}")
-            _require(is_number(bias), "logit_bias", bias, f"the bias of token {token} must be a finite number")
+            require(is_token(token), "logit_bias", token, f"must be a token id, at most {INT32_MAX}")
+            require(is_number(bias), "logit_bias", bias, f"must be a finite number, the bias of token {token}")
         self._entries: dict[int, float] = entries
 
     def __getitem__(self, token: int) -> float:
@@ -98,7 +61,7 @@ def _as_structured(value: object) -> StructuredOutputs:
 
     if isinstance(value, Mapping):
         return StructuredOutputs.from_dict(value)
-    _require(isinstance(value, StructuredOutputs), "structured_outputs", value, "must be a StructuredOutputs or a mapping")
+    require(isinstance(value, StructuredOutputs), "structured_outputs", value, "must be a StructuredOutputs or a mapping")
     return value  # type: ignore[return-value]  # checked one line before
 
 
@@ -122,7 +85,7 @@ class SamplingParams:
         frequency_penalty: The same, times the number of occurrences, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, > 0.
         seed: Makes the draws repeatable: they depend on (seed, completion index, position) alone. From -2**63 to 2**64 - 1.
-        stop: Strings that end the completion; they may span token borders.
+        stop: Strings that end the completion; they may span token boundaries.
         stop_token_ids: Token ids that end it, besides end-of-sequence.
         include_stop_str_in_output: Keep the matched stop string in the text.
         ignore_eos: Generate past end-of-sequence.
@@ -180,53 +143,14 @@ class SamplingParams:
             put(self, "logit_bias", LogitBias(self.logit_bias))
         if self.structured_outputs is not None:
             put(self, "structured_outputs", _as_structured(self.structured_outputs))
-        for name in ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "detokenize", "skip_special_tokens"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
-        self._check_lengths()
-        self._check_distribution()
-        self._check_tokens()
-
-    def _check_lengths(self) -> None:
-        _require(_is_count(self.n, 1), "n", self.n, f"must be an integer from 1 to {INT32_MAX}")
-        _require(_is_count(self.min_tokens), "min_tokens", self.min_tokens, f"must be an integer from 0 to {INT32_MAX}")
+        for name, rule in _RULES.items():
+            problem = rule(getattr(self, name))
+            require(not problem, name, getattr(self, name), problem)
         if self.max_tokens is not None:
-            rule = f"must be an integer from 1 to {INT32_MAX}, or None"
-            _require(_is_count(self.max_tokens, 1), "max_tokens", self.max_tokens, rule)
-            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
-            value = getattr(self, name)
-            _require(value is None or _is_count(value), name, value, f"must be an integer from 0 to {INT32_MAX}, or None")
-        _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode", self.logprobs_mode, "must be 'raw' or 'processed'")
-        _require(self.detokenize or not self.stop, "stop", self.stop, "stop strings need detokenize=True")
-        _require(
-            self.detokenize or self.structured_outputs is None,
-            "structured_outputs",
-            self.structured_outputs,
-            "needs detokenize=True",
-        )
-
-    def _check_distribution(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _require(is_number(getattr(self, name)), name, getattr(self, name), "must be a finite number")
-        _require(self.temperature >= 0, "temperature", self.temperature, "must be at least 0; 0 is greedy")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
-        _require(_is_count(self.top_k), "top_k", self.top_k, f"must be an integer from 0 to {INT32_MAX}; 0 keeps every token")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]")
-        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "must be in [-2, 2]")
-        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "must be in [-2, 2]")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0; 1 is neutral")
-        good = self.seed is None or (_is_int(self.seed) and SEED_RANGE[0] <= self.seed <= SEED_RANGE[1])
-        _require(good, "seed", self.seed, "must be an integer from -2**63 to 2**64 - 1, or None")
-
-    def _check_tokens(self) -> None:
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
-        _require(all(map(is_unicode, self.stop)), "stop", self.stop, "has lone surrogates, which no text has")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            _require(all(map(_is_count, ids or ())), name, ids, f"must be token ids, at most {INT32_MAX}")
-        _require(self.allowed_token_ids != (), "allowed_token_ids", self.allowed_token_ids, "must not be empty")
-        good = all(word and all(map(_is_count, word)) for word in self.bad_words_ids)
-        _require(good, "bad_words_ids", self.bad_words_ids, f"must be non-empty sequences of token ids, at most {INT32_MAX}")
+            require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
+        require(self.detokenize or not self.stop, "stop", self.stop, "needs detokenize=True")
+        structure = self.structured_outputs
+        require(self.detokenize or structure is None, "structured_outputs", structure, "needs detokenize=True")
 
     @property
     def greedy_sampling(self) -> bool:
@@ -257,7 +181,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: For a value out of range.
         """
-        _require(isinstance(config, Mapping), "config", config, "must be a mapping")
+        require(isinstance(config, Mapping), "config", config, "must be a mapping")
         known = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
         settings = {k: v for k, v in config.items() if k in known and v is not None}
         if config.get("max_new_tokens") is not None:
@@ -266,7 +190,7 @@ class SamplingParams:
             settings["temperature"] = 0.0
         eos = config.get("eos_token_id")
         if eos is not None:
-            settings["stop_token_ids"] = (eos,) if _is_int(eos) else eos
+            settings["stop_token_ids"] = (eos,) if is_integer(eos) else eos
         return cls(**settings)
 
     @classmethod
@@ -276,7 +200,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: For a value that is malformed or out of range.
         """
-        _require(isinstance(body, Mapping), "body", body, "must be a mapping")
+        require(isinstance(body, Mapping), "body", body, "must be a mapping")
         names = {f.name for f in fields(cls)}
         settings: dict[str, Any] = {k: v for k, v in body.items() if k in names and v is not None}
         if body.get("max_completion_tokens") is not None:
@@ -297,13 +221,49 @@ class SamplingParams:
         Raises:
             InvalidRequestError: For an unknown key, with a near match, or a value out of range.
         """
-        _require(isinstance(settings, Mapping), "settings", settings, "must be a mapping")
+        require(isinstance(settings, Mapping), "settings", settings, "must be a mapping")
         names = [f.name for f in fields(cls)]
         for key in settings:
             if key not in names:
-                name = key if isinstance(key, str) else shown(key)
-                raise InvalidRequestError(f"unknown sampling parameter {shown(key)}{near_match(name, names)}", parameter=name)
+                message = f"unknown sampling parameter {shown(key)}{near_match(key, names)}"
+                raise InvalidRequestError(message, parameter=key if isinstance(key, str) else shown(key))
         return cls(**settings)
+
+
+def _stops(value: tuple[object, ...]) -> str:
+    good = all(isinstance(stop, str) and stop and is_unicode(stop) for stop in value)
+    return "" if good else "must be non-empty strings without lone surrogates"
+
+
+def _tokens(value: tuple[object, ...] | None) -> str:
+    return "" if all(map(is_token, value or ())) else f"must be token ids, at most {INT32_MAX}"
+
+
+def _words(value: tuple[tuple[object, ...], ...]) -> str:
+    good = all(word and all(map(is_token, word)) for word in value)
+    return "" if good else f"must be non-empty sequences of token ids, at most {INT32_MAX}"
+
+
+_RULES: Mapping[str, Rule] = {
+    "n": integer(1),
+    "max_tokens": integer(1, optional=True),
+    **dict.fromkeys(("min_tokens", "top_k"), integer(0)),
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "thinking_budget"), integer(0, optional=True)),
+    "seed": integer(-(2**63), 2**64 - 1, optional=True),
+    "temperature": number(lambda value: value >= 0, " of at least 0; 0 is greedy"),
+    "top_p": number(lambda value: 0 < value <= 1, " in (0, 1]"),
+    "min_p": number(lambda value: 0 <= value <= 1, " in [0, 1]"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), number(lambda value: -2 <= value <= 2, " in [-2, 2]")),
+    "repetition_penalty": number(lambda value: value > 0, " above 0; 1 is neutral"),
+    "logprobs_mode": one_of("raw", "processed"),
+    "stop": _stops,
+    "stop_token_ids": _tokens,
+    "allowed_token_ids": lambda value: "must not be empty" if value == () else _tokens(value),
+    "bad_words_ids": _words,
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "detokenize", "skip_special_tokens"), boolean
+    ),
+}
 
 
 def _openai_bias(given: object) -> dict[int, Any]:
@@ -315,7 +275,7 @@ def _openai_bias(given: object) -> dict[int, Any]:
         try:
             bias[int(key) if isinstance(key, str) else key] = value
         except ValueError:
-            _require(False, "logit_bias", key, "keys must be token ids")
+            require(False, "logit_bias", key, "keys must be token ids")
     return bias
 
 
@@ -325,13 +285,13 @@ def _openai_schema(response: object) -> object:
         return None
     rule = "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
     kind = response.get("type") if isinstance(response, Mapping) else None
-    _require(kind in ("text", "json_object", "json_schema"), "response_format", response, rule)
+    require(kind in ("text", "json_object", "json_schema"), "response_format", response, rule)
     assert isinstance(response, Mapping)
     if kind != "json_schema":
         return {"type": "object"} if kind == "json_object" else None
     named = response.get("json_schema")
     schema = named.get("schema") if isinstance(named, Mapping) else None
-    _require(schema is not None, "response_format", response, rule)
+    require(schema is not None, "response_format", response, rule)
     return schema
 
 
@@ -372,16 +332,11 @@ class Logprobs:
 
     @classmethod
     def join(cls, parts: Sequence[Logprobs]) -> Logprobs:
-        """Append consecutive stretches, at least one, to each other."""
+        """Concatenate consecutive parts, at least one."""
         import torch
 
-        return cls(
-            sampled=torch.cat([p.sampled for p in parts]),
-            ranks=torch.cat([p.ranks for p in parts]),
-            token_ids=torch.cat([p.token_ids for p in parts]),
-            values=torch.cat([p.values for p in parts]),
-            mode=parts[0].mode,
-        )
+        names = ("sampled", "ranks", "token_ids", "values")
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, mode=parts[0].mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,18 +466,14 @@ class RequestOutput:
         choices = []
         for out in self.outputs:
             reason = {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
-            if out.tool_calls:
-                reason = "tool_calls"
-            choice: dict[str, Any] = {"index": out.index, "finish_reason": reason}
+            choice: dict[str, Any] = {"index": out.index, "finish_reason": "tool_calls" if out.tool_calls else reason}
             if chat:
                 message: dict[str, Any] = {"role": "assistant", "content": out.text}
                 if out.reasoning is not None:
                     message["reasoning_content"] = out.reasoning
                 if out.tool_calls:
-                    message["tool_calls"] = [
-                        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                        for c in out.tool_calls
-                    ]
+                    functions = [(c.id, {"name": c.name, "arguments": c.arguments}) for c in out.tool_calls]
+                    message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
                 choice["message"] = message
             else:
                 choice["text"] = out.text
@@ -596,7 +547,7 @@ class SequenceUpdate:
         stop_reason: A stop token id other than end-of-sequence.
         cached_tokens: Prompt tokens taken from the prefix cache, set on the first update.
         drafted: Draft tokens that the step verified.
-        accepted: How many of ``token_ids`` had been guessed.
+        accepted: How many of ``token_ids`` were draft tokens.
         error: Why the sequence failed, with ``finish_reason="error"``.
     """
 
@@ -646,30 +597,27 @@ def check_request(
     if length == 0:
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
     for t in prompt_token_ids:
-        if not _is_int(t) or not 0 <= t < vocab_size:
+        if not is_integer(t) or not 0 <= t < vocab_size:
             message = f"prompt token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
             raise InvalidRequestError(message, parameter="prompt", value=t)
     if length >= max_model_len:
-        raise ContextLengthError(
-            f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {max_model_len - 1} and one to generate",
-            length=length,
-            limit=max_model_len,
+        message = (
+            f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {max_model_len - 1} and one to generate"
         )
+        raise ContextLengthError(message, length=length, limit=max_model_len)
     if params.max_tokens is not None and length + params.max_tokens > max_model_len:
-        raise ContextLengthError(
+        message = (
             f"prompt ({length} tokens) plus max_tokens={params.max_tokens} exceed max_model_len={max_model_len};"
-            " shorten the prompt, lower max_tokens, or leave max_tokens=None",
-            length=length + params.max_tokens,
-            limit=max_model_len,
-            parameter="max_tokens",
+            " shorten the prompt, lower max_tokens, or leave max_tokens=None"
         )
+        raise ContextLengthError(message, length=length + params.max_tokens, limit=max_model_len, parameter="max_tokens")
     rule = f"must be at most {max_completions}, the engine's max_completions; split the request, or raise that setting"
-    _require(params.n <= max_completions, "n", params.n, rule)
+    require(params.n <= max_completions, "n", params.n, rule)
     limit = min(max_logprobs, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         rule = f"must be at most {limit}: the engine's max_logprobs, or the size of the vocabulary"
-        _require(value is None or value <= limit, name, value, rule)
+        require(value is None or value <= limit, name, value, rule)
     check_token_ids(params, vocab_size)
 
 
@@ -682,4 +630,4 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     words = {"bad_words_ids": (t for word in params.bad_words_ids for t in word)}
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_ids"):
         for t in words.get(name) or getattr(params, name) or ():
-            _require(t < vocab_size, name, t, f"is outside the vocabulary [0, {vocab_size})")
+            require(t < vocab_size, name, t, f"is outside the vocabulary [0, {vocab_size})")

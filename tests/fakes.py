@@ -60,7 +60,7 @@ class FakeSequence:
 
 
 class FakeEngine:
-    """See ``dsv4lite.api.session.EngineLike``. ``hold`` stops stepping until ``step`` or ``go``, without pausing."""
+    """Stands for ``dsv4lite.engine.engine.Engine``. ``hold`` stops stepping until ``step`` or ``go``, without pausing."""
 
     def __init__(self, config: EngineConfig, *, model: Model = echo, tokenizer: Tokenizer, held: bool = False) -> None:
         self.config = config

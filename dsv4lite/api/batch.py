@@ -4,156 +4,181 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
+import anyio
+
+from dsv4lite.api.bridge import Bridge, LoopBridge
 from dsv4lite.api.session import Session, Ticket
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, InvalidRequestError
+from dsv4lite.checks import require
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
 from dsv4lite.request import Prompt, RequestOutput
 
 OnError = Literal["raise", "return"]
+Submit = Callable[[int, Prompt], Awaitable[Ticket]]
+"""Encodes, checks and submits a prompt, given its position in the batch; keeps the ``AsyncLLM`` or ``LLM`` alive."""
 
 
 class Batch:
-    """The requests of one batch that are in flight, and the outputs that were not taken yet.
+    """Pulls prompts, submits them while there is room, and keeps the outputs that were not taken yet.
 
     The error of a row is raised at the next ``take`` or returned in its place, as ``on_error`` says. An error that ends the whole
     batch (the source of prompts raises, the engine dies or is closed) is always raised: at once with ``on_error="raise"``, else
     after the outputs of what was in flight.
     """
 
-    def __init__(self, session: Session, on_error: OnError, max_in_flight: int | None, changed: Callable[[], None]) -> None:
-        """Start empty.
-
-        Args:
-            session: Of the engine.
-            on_error: See the class.
-            max_in_flight: Most rows between being pulled from the source and taken; default is twice ``max_num_seqs``.
-            changed: Called in any thread when there is something to take, or room; must not block.
+    def __init__(
+        self,
+        session: Session,
+        bridge: Bridge,
+        rows: Iterable[Prompt] | AsyncIterable[Prompt],
+        on_error: OnError,
+        max_in_flight: int | None,
+    ) -> None:
+        """Start empty; see ``AsyncLLM.as_completed``.
 
         Raises:
-            InvalidRequestError: An argument is wrong.
+            InvalidRequestError: ``on_error`` or ``max_in_flight`` is wrong.
         """
-        if on_error not in ("raise", "return"):
-            raise InvalidRequestError(f"on_error={on_error!r} must be 'raise' or 'return'", parameter="on_error", value=on_error)
+        require(on_error in ("raise", "return"), "on_error", on_error, "must be 'raise' or 'return'")
         limit = 2 * session.config.max_num_seqs if max_in_flight is None else max_in_flight
-        if not isinstance(limit, int) or limit < 1:
-            message = f"max_in_flight={limit!r} must be an integer of at least 1, or None"
-            raise InvalidRequestError(message, parameter="max_in_flight", value=limit)
-        self.closed = False
-        self._exhausted = False
-        self._on_close: list[Callable[[], None]] = []
+        require(isinstance(limit, int) and limit >= 1, "max_in_flight", limit, "must be an integer of at least 1, or None")
         self._session = session
+        self._bridge = bridge
+        self._rows = aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)
         self._on_error = on_error
         self._limit = limit
-        self._changed = changed
+        self._signal = bridge.signal()
+        self._indices = itertools.count()
+        self._pulled: tuple[int, Prompt] | None = None  # a row that was pulled and not submitted yet
+        self._pulling: anyio.CancelScope | None = None  # of the task that pulls an asynchronous source
         self._open: set[Ticket] = set()
         self._ready: deque[RequestOutput] = deque()
         self._failure: Exception | None = None
-        self._indices = itertools.count()
-        self._pulled: tuple[int, Prompt] | None = None  # a row that was pulled and not submitted yet
+        self._exhausted = False
+        self._closed = False
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another row may be pulled."""
-        return not self._exhausted and len(self._open) + len(self._ready) < self._limit
-
-    @property
-    def finished(self) -> bool:
-        """Whether everything was taken."""
-        return self._exhausted and not self._open and not self._ready and self._failure is None
-
-    @property
-    def forked(self) -> bool:
-        """Whether the engine is not in this process."""
-        return self._session.forked
-
-    def pull(self, rows: Iterator[Prompt]) -> tuple[int, Prompt] | None:
-        """Return the next row and its position, ``None`` if there is no room or no more."""
-        if not self.has_room:
-            return None
-        if self._pulled is None:
-            try:
-                self._pulled = next(self._indices), next(rows)
-            except StopIteration:
-                self.exhaust()
-            except Exception as error:
-                self.fail(error)
-        return self._pulled
-
-    def add(self, ticket: Ticket) -> None:
-        """Add the request of a row."""
-        self._open.add(ticket)
-        ticket.future.add_done_callback(partial(self._complete, ticket))
-        if self.closed:  # while the row was being prepared
-            self._session.abort_ticket(ticket)
-
-    @contextmanager
-    def row(self, index: int) -> Iterator[None]:
-        """Wrap the preparation of a row: an error becomes the row's output. After a cancellation ``pull`` returns the row again."""
-        try:
-            yield
-        except (EngineStateError, EngineDeadError) as error:
-            self.fail(error)
-        except DSV4LiteError as error:
-            self._ready.append(RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error))
-            self._changed()
-        self._pulled = None
-
-    def exhaust(self) -> None:
-        """Pull no more rows."""
-        self._exhausted = True
-        self._changed()
-
-    def fail(self, error: Exception) -> None:
-        """Pull no more rows, and raise ``error`` from ``take``; see the class."""
-        if not self.closed:
-            self._failure = error
-        self.exhaust()
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the batch is closed, at once if it is closed already."""
-        self._on_close.append(callback)
-        if self.closed:
-            callback()
-
-    def take(self) -> RequestOutput | None:
-        """Return the next output, or ``None`` if there is none yet.
+    async def take(self, submit: Submit) -> RequestOutput:
+        """Submit as many prompts as there is room for, and return the next output.
 
         Raises:
+            StopAsyncIteration: All outputs were taken.
             Exception: Of a row or of the whole batch; see the class.
         """
-        if self._failure is not None and (self._on_error == "raise" or not (self._open or self._ready)):
-            failure = self._failure
-            self.close()
-            raise failure
-        if not self._ready:
+        while True:
+            await self._fill(submit)
+            if self._failure is not None and (self._on_error == "raise" or not (self._open or self._ready)):
+                failure = self._failure
+                self.close()
+                raise failure
+            if self._ready:
+                break
+            if self._finished:
+                raise StopAsyncIteration
             if self._open:
                 self._session.require_process("as_completed")
-            return None
+            await self._signal.wait()
         output = self._ready.popleft()
         if output.error is not None and self._on_error == "raise":
             self.close()
             raise output.error
-        self._changed()
+        self._signal()
         return output
 
     def close(self) -> None:
         """Pull no more rows, abort those in flight and drop outputs that were not taken. May be repeated."""
-        self.closed = True
+        self._closed = True
         self._failure = None
         for ticket in list(self._open):
             self._session.abort_ticket(ticket)
         self._ready.clear()
-        for callback in self._on_close:
-            callback()
-        self.exhaust()
+        if self._pulling is not None:
+            assert isinstance(self._bridge, LoopBridge)
+            self._bridge.run(self._pulling.cancel)
+        self._exhaust()
+
+    def drop(self) -> None:
+        """Close from a finalizer, which may run in any thread and inside of anything, so that it must not take a lock."""
+        if not self._finished and not self._session.forked:
+            self._bridge.post(self.close)
+
+    @property
+    def _has_room(self) -> bool:
+        return not self._exhausted and len(self._open) + len(self._ready) < self._limit
+
+    @property
+    def _finished(self) -> bool:
+        return self._exhausted and not self._open and not self._ready and self._failure is None
+
+    async def _fill(self, submit: Submit) -> None:
+        """Submit as many rows as there is room for; for an asynchronous source, start the task that does so."""
+        if isinstance(self._rows, AsyncIterator):
+            if self._pulling is None and not self._closed:
+                assert isinstance(self._bridge, LoopBridge)
+                self._pulling = anyio.CancelScope()
+                self._bridge.spawn(partial(self._pull, self._rows, submit, self._pulling))
+            return
+        while self._has_room:
+            try:
+                self._pulled = self._pulled or (next(self._indices), next(self._rows))
+            except StopIteration:
+                self._exhaust()
+            except Exception as error:
+                self._fail(error)
+            else:
+                await self._start(submit, *self._pulled)
+                self._pulled = None  # a cancelled read leaves it to the next one
+
+    async def _pull(self, rows: AsyncIterator[Prompt], submit: Submit, scope: anyio.CancelScope) -> None:
+        """Submit the rows of an asynchronous source, which may wait for anything, even for the consumer of an output."""
+        with scope:
+            try:
+                for index in self._indices:
+                    while not self._has_room:
+                        await self._signal.wait()
+                    await self._start(submit, index, await anext(rows))
+            except StopAsyncIteration:
+                self._exhaust()
+            except Exception as error:
+                self._fail(error)
+        if isinstance(rows, AsyncGenerator):
+            with anyio.CancelScope(shield=True):
+                try:
+                    await rows.aclose()
+                except Exception as error:
+                    self._fail(error)
+
+    async def _start(self, submit: Submit, index: int, prompt: Prompt) -> None:
+        """Submit a row. An error of the row becomes its output."""
+        try:
+            ticket = await submit(index, prompt)
+        except (EngineStateError, EngineDeadError) as error:
+            self._fail(error)
+        except DSV4LiteError as error:
+            self._ready.append(RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error))
+            self._signal()
+        else:
+            self._open.add(ticket)
+            ticket.future.add_done_callback(partial(self._complete, ticket))
+            if self._closed:  # while the row was being prepared
+                self._session.abort_ticket(ticket)
+
+    def _exhaust(self) -> None:
+        """Pull no more rows."""
+        self._exhausted = True
+        self._signal()
+
+    def _fail(self, error: Exception) -> None:
+        """Pull no more rows, and raise ``error`` from ``take``."""
+        if not self._closed:
+            self._failure = error
+        self._exhaust()
 
     def _complete(self, ticket: Ticket, future: Future[RequestOutput]) -> None:
-        if not self.closed:
+        if not self._closed:
             self._ready.append(future.result())  # before it leaves the open ones, so that it is always in one of the two
         self._open.discard(ticket)
-        self._changed()
+        self._signal()

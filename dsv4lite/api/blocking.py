@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import update_wrapper
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
@@ -19,7 +17,6 @@ from dsv4lite.request import Delta, RequestOutput
 P = ParamSpec("P")
 T = TypeVar("T")
 A = TypeVar("A")
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 def finish(call: Coroutine[Any, Any, T]) -> T:
@@ -34,66 +31,45 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
     raise AssertionError(f"{call!r} was suspended, and there is no event loop to go on with it")
 
 
-def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return the method of ``LLM`` that does what one of ``AsyncLLM`` does: same parameters, text and result.
+def blocking(method: Callable[Concatenate[Any, P], A], run: Callable[[A], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return the method of ``LLM`` that does what one of ``AsyncLLM`` does: same name, parameters and text.
 
-    ``method`` is called with an ``LLM``, so that it may use only what ``BaseLLM`` has.
+    Args:
+        method: It is called with an ``LLM``, so that it may use only what ``BaseLLM`` has.
+        run: Makes its result that of ``LLM``: ``finish`` for a coroutine, else a class of this module.
     """
 
     def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return finish(method(self, *args, **kwargs))
+        return run(method(self, *args, **kwargs))
 
-    return _described(_call, method)
-
-
-def blocking_iterator(method: Callable[Concatenate[Any, P], A], kind: Callable[[A], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return the method of ``LLM`` for one of ``AsyncLLM`` that returns an iterator; ``kind`` is the iterator's class here."""
-
-    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return kind(method(self, *args, **kwargs))
-
-    return _described(_call, method, kind)
+    update_wrapper(_call, method)
+    _call.__qualname__ = method.__qualname__.replace("AsyncLLM", "LLM")
+    if isinstance(run, type):
+        signature = inspect.signature(method).replace(return_annotation=run.__name__)
+        setattr(_call, "__signature__", signature)  # noqa: B010  # functions have it, and type checkers do not know
+    return _call
 
 
-def blocking_context(
-    method: Callable[Concatenate[Any, P], AbstractAsyncContextManager[T]],
-) -> Callable[Concatenate[Any, P], AbstractContextManager[T]]:
-    """Return the method of ``LLM`` for one of ``AsyncLLM`` that is used in ``async with``."""
+class Block:
+    """A block of ``LLM.paused``."""
 
-    @contextmanager
-    def _call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        block = method(self, *args, **kwargs)
-        entered = finish(block.__aenter__())
-        try:
-            yield entered
-        finally:
-            finish(block.__aexit__(None, None, None))
+    def __init__(self, source: Any) -> None:
+        self._source = source
 
-    return _described(_call, method, AbstractContextManager)
-
-
-def _described(call: C, method: Callable[..., Any], returns: Any = None) -> C:
-    """Give a method the name, text and signature of the one that it runs; ``returns`` names another kind of result."""
-    update_wrapper(call, method)
-    call.__qualname__ = method.__qualname__.replace("AsyncLLM", "LLM")
-    if returns is not None:
-        signature = inspect.signature(method).replace(return_annotation=returns.__name__)
-        setattr(call, "__signature__", signature)  # noqa: B010  # functions have it, and type checkers do not know
-    return call
-
-
-class _Blocking(Iterator[T]):
-    """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``."""
-
-    def __init__(self, source: AsyncStream | AsyncCompletions) -> None:
-        self._source: Any = source
-
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         finish(self._source.__aenter__())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         finish(self._source.__aexit__(None, None, None))
+
+
+class _Iterator(Block, Iterator[T]):
+    """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def __iter__(self) -> Self:
         return self
@@ -106,7 +82,7 @@ class _Blocking(Iterator[T]):
             raise StopIteration from None
 
 
-class Stream(_Blocking[Delta]):
+class Stream(_Iterator[Delta]):
     """One request whose output is read as it is made; made by ``LLM.stream`` and ``LLM.chat_stream``.
 
     Entering the block submits the request, leaving it ends the request. In between, iteration yields ``Delta`` objects: only what
@@ -129,7 +105,7 @@ class Stream(_Blocking[Delta]):
         return finish(self._source.final())
 
 
-class Completions(_Blocking[RequestOutput]):
+class Completions(_Iterator[RequestOutput]):
     """The outputs of many prompts as they finish; made by ``LLM.as_completed``."""
 
     _source: AsyncCompletions

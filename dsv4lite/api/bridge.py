@@ -23,7 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -34,16 +34,6 @@ T = TypeVar("T")
 Callback = Callable[[], None]
 
 _LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a later timer is waited for in parts
-
-
-class Signal(Protocol):
-    """Wakes the reader of a stream or a batch. A reader looks for something new first, and waits if there is nothing."""
-
-    def __call__(self) -> None:
-        """Wake the reader; from any thread, without blocking."""
-
-    async def wait(self) -> None:
-        """Wait for the first call after the reader looked."""
 
 
 class Bridge(ABC):
@@ -87,7 +77,11 @@ class Bridge(ABC):
 
     @abstractmethod
     def signal(self) -> Signal:
-        """Return a new signal, for a reader that waits on this bridge."""
+        """Return a new signal, to wake a reader that waits on this bridge.
+
+        A reader looks for something new first, and waits if there is nothing; a call after it looked ends the wait. Calls may come
+        from any thread and do not block.
+        """
 
 
 class LoopBridge(Bridge):
@@ -132,10 +126,10 @@ class LoopBridge(Bridge):
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._workers)
 
     def signal(self) -> Signal:
-        return _LoopSignal(self)
+        return LoopSignal(self)
 
 
-class _LoopSignal:
+class LoopSignal:
     """Wakes all tasks that wait. A task looks and waits on the loop, where callbacks run too, so that no call is missed."""
 
     def __init__(self, bridge: LoopBridge) -> None:
@@ -261,7 +255,7 @@ class ThreadBridge(Bridge):
         return work()
 
     def signal(self) -> Signal:
-        return _ThreadSignal()
+        return ThreadSignal()
 
     def _run(self) -> None:
         while (callback := self._next()) is not None:
@@ -283,7 +277,7 @@ class ThreadBridge(Bridge):
                     return heapq.heappop(self._timers)[2]
 
 
-class _ThreadSignal:
+class ThreadSignal:
     """Wakes the thread that waits. A call that comes before the wait ends that wait at once."""
 
     def __init__(self) -> None:
@@ -295,6 +289,9 @@ class _ThreadSignal:
     async def wait(self) -> None:
         self._event.wait()
         self._event.clear()
+
+
+Signal = LoopSignal | ThreadSignal
 
 
 def current_loop() -> LoopBridge:

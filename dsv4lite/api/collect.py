@@ -36,6 +36,8 @@ from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     import torch
 
+REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
+"""Errors that concern a request as a whole, not one of its sequences."""
 _MOST_KEPT = 64
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
@@ -82,19 +84,6 @@ class Collector:
         """Whether every completion has ended and is complete."""
         return all(c.complete for c in self._completions)
 
-    def keep(self, update: SequenceUpdate) -> bool:
-        """Defer an update, so that several are detokenized together; return whether it was deferred.
-
-        Only updates with nothing but tokens are deferred, and only without a stream or stop strings.
-        """
-        bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
-        if self._at_once or not bare or self._first_token is None:
-            return False
-        self._kept.append(update)
-        if len(self._kept) >= _MOST_KEPT:
-            self._catch_up()
-        return True
-
     def _catch_up(self) -> None:
         """Push the deferred updates."""
         kept, self._kept = sorted(self._kept, key=attrgetter("index")), []
@@ -105,12 +94,21 @@ class Collector:
             self._accepted += sum(u.accepted for u in updates)
             self._completions[updates[0].index].push(replace(updates[0], token_ids=ids, logprobs=logprobs))
 
-    def push(self, update: SequenceUpdate, now: float) -> Delta:
+    def push(self, update: SequenceUpdate, now: float) -> Delta | None:
         """Add an update that arrived at the monotonic second ``now``, and return what is new.
 
         A stop string may end the completion before the engine does: then ``finish_reason`` of the delta is set and that of the
         update is not. Later tokens of a completion that has ended are dropped.
+
+        Returns:
+            ``None`` if the update is read later, many at a time: without a stream or stop strings, all with nothing but tokens.
         """
+        bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
+        if bare and not self._at_once and self._first_token is not None:
+            self._kept.append(update)
+            if len(self._kept) >= _MOST_KEPT:
+                self._catch_up()
+            return None
         self._catch_up()
         if self._started is None and update.started:
             self._started = update.started
@@ -186,7 +184,6 @@ class _Completion:
         )
         self._parser = parser
         self._streaming = streaming
-        self._calls_seen = 0
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._versions: list[tuple[int, int, int]] = []
@@ -203,7 +200,10 @@ class _Completion:
         else:
             self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
         ids, logprobs = update.token_ids[:kept], update.logprobs[:kept]
-        self._add_version(update.weight_version, kept)
+        if kept:
+            same = bool(self._versions) and self._versions[-1][0] == update.weight_version
+            start = self._versions.pop()[1] if same else len(self.token_ids)
+            self._versions.append((update.weight_version, start, len(self.token_ids) + kept))
         self.token_ids += ids
         self._logprobs += logprobs
         self.finish_in_engine(update)
@@ -233,7 +233,8 @@ class _Completion:
             cumulative_logprob=None if self._params.logprobs is None else sum(entry.logprob for entry in self._logprobs),
             stop_reason=self._stop_reason,
             weight_versions=tuple(self._versions),
-            routed_experts=self._all_experts(prompt_tokens),
+            # Of prompt and completion without the last token, and without tokens after a stop string.
+            routed_experts=_concatenated(self._experts, max(0, prompt_tokens + len(self.token_ids) - 1)),
             reasoning=None if parsed is None else parsed.reasoning,
             tool_calls=() if parsed is None else parsed.tool_calls,
         )
@@ -269,9 +270,6 @@ class _Completion:
         parts = [self._parser.push(text)]
         if self.finish_reason is not None:
             parts.append(self._parser.finish())
-        calls = self._parser.result().tool_calls if any(part.tool_calls for part in parts) else ()
-        new_calls = calls[self._calls_seen :]
-        self._calls_seen += len(new_calls)
         return Delta(
             index=self.index,
             text="".join(part.content for part in parts),
@@ -279,34 +277,26 @@ class _Completion:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=new_calls,
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
         )
-
-    def _add_version(self, version: int, count: int) -> None:
-        if count == 0:
-            return
-        start = len(self.token_ids)
-        if self._versions and self._versions[-1][0] == version:
-            start = self._versions.pop()[1]
-        self._versions.append((version, start, len(self.token_ids) + count))
 
     def _stack(self, tokens: Sequence[TokenLogprob]) -> Logprobs | None:
         """Return the tokens' log-probabilities, ``None`` if they were not asked for."""
         top = self._params.logprobs
         return None if top is None else Logprobs.stack(tokens, top=top, mode=self._params.logprobs_mode)
 
-    def _all_experts(self, prompt_tokens: int) -> torch.Tensor | None:
-        """Return the routing of prompt and completion without the last token, and without tokens after a stop string."""
-        if not self._experts:
-            return None
-        import torch
 
-        return torch.cat(self._experts)[: max(0, prompt_tokens + len(self.token_ids) - 1)]
+def _concatenated(parts: list[torch.Tensor], length: int) -> torch.Tensor | None:
+    if not parts:
+        return None
+    import torch
+
+    return torch.cat(parts)[:length]
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:
     """Return the error to raise: a failure of one request carries its partial output, other errors pass unaltered."""
-    if isinstance(error, (InvalidRequestError, ConfigError, CapacityError, EngineStateError, EngineDeadError)):
+    if isinstance(error, (*REFUSALS, EngineStateError, EngineDeadError)):
         return error
     failure = RequestFailedError(str(error), output=output)
     failure.__cause__ = error

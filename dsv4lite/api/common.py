@@ -4,80 +4,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dsv4lite.api.batch import Batch, OnError
-from dsv4lite.api.bridge import Bridge
-from dsv4lite.api.prepare import Job, Message, Options, Reasoning, Tool, chat_job, completion_job, score_job
+from dsv4lite.api.bridge import Bridge, Callback
+from dsv4lite.api.prepare import Job, RowJob
 from dsv4lite.api.session import SERVING, Session, Ticket
-from dsv4lite.api.streams import AsyncCompletions, MakeJob, value_of
-from dsv4lite.config import (
-    Dtype,
-    EngineConfig,
-    ExecutorKind,
-    ExpertDispatch,
-    KvCacheDtype,
-    LoadFormat,
-    ModelFamily,
-    Progress,
-    ReplicaPlacement,
-    Speculative,
-)
-from dsv4lite.errors import EngineStateError, InvalidRequestError, shown
-from dsv4lite.request import Phase, Prompt, RequestOutput, SamplingParams
+from dsv4lite.api.streams import AsyncCompletions
+from dsv4lite.checks import require
+from dsv4lite.config import EngineConfig, EngineSettings
+from dsv4lite.errors import EngineStateError
+from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dsv4lite.engine.engine import EngineStats
+    from dsv4lite.engine.engine import EngineInfo, EngineStats
     from dsv4lite.planning.memory import MemoryPlan
 
 Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
-
-
-class EngineSettings(TypedDict, total=False):
-    """The fields of ``EngineConfig`` besides ``model``, as keyword arguments; they are described there."""
-
-    revision: str | None
-    tokenizer: str | None
-    dtype: Dtype
-    kv_cache_dtype: KvCacheDtype
-    load_format: LoadFormat
-    device: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    max_queued_requests: int
-    max_completions: int
-    max_logprobs: int
-    enable_prefix_caching: bool
-    prefix_checkpoint_tokens: int
-    speculative: Speculative
-    deterministic: bool
-    seed: int
-    progress: bool | Progress
-    compile_cache_dir: str | None
-    dump_dir: str | None
-    hf_overrides: Mapping[str, Any]
-    family: ModelFamily
-    tensor_parallel_size: int
-    expert_parallel_size: int
-    data_parallel_size: int
-    data_parallel_placement: ReplicaPlacement
-    pipeline_parallel_size: int
-    redundant_experts: int | None
-    rebalance_steps: int
-    dispatcher: ExpertDispatch
-    executor: ExecutorKind
-    device_mesh: Any
-    process_group: Any
-    start_timeout_s: float
-    step_timeout_s: float
-    rank_timeout_s: float
 
 
 class BaseLLM:
@@ -120,7 +67,7 @@ class BaseLLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's vocabulary; only while the engine serves."""
-        return self._session.facts("tokenizer").tokenizer
+        return self._session.engine("tokenizer").info.tokenizer
 
     @property
     def weight_version(self) -> int:
@@ -153,107 +100,63 @@ class BaseLLM:
 
     # ---- inside ----
 
-    def _check(self, call: str) -> None:
-        """Raise unless the engine serves and the caller may wait here."""
-        self._session.require(call, *SERVING)
+    def _check(self, call: str) -> EngineInfo:
+        """Return what the engine knows of its model; raise unless it serves and the caller may wait here."""
+        info = self._session.engine(call).info
         if not self._bridge.is_current():
             message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
             raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
+        return info
 
-    async def _submit(self, job: Job, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
+    async def _submit(self, job: Job, wake: Callback | None = None) -> Ticket:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
-        checked = await self._bridge.offload(job.make) if job.is_long else job.make()
-        return self._session.submit(checked, streaming=streaming, wake=wake)
+        request = await self._bridge.offload(job.make) if job.is_long else job.make()
+        return self._session.submit(job, request, wake)
 
     async def _run(self, job: Job) -> RequestOutput:
         """Submit a request and wait for its output; an exception that ends the wait ends the request."""
         ticket = await self._submit(job)
         try:
-            output = await self._bridge.wait(ticket.future)
+            await self._bridge.wait(ticket.future)
         except BaseException:
             self._session.abort_ticket(ticket)
             raise
-        return value_of(output)
-
-    def _check_rows(self, call: str, rows: object, name: str) -> None:
-        """Check a call that takes many rows, in the parameter ``name``; they may be of any length and are not looked at."""
-        self._check(call)
-        if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, self._sources):
-            message = f"{name} must be an iterable of {name}, not {type(rows).__name__}; put a single one into a list"
-            raise InvalidRequestError(message, parameter=name, value=rows)
+        return ticket.result()
 
     def _completions(
-        self, rows: Any, make_job: MakeJob, on_error: OnError = "raise", max_in_flight: int | None = None
-    ) -> AsyncCompletions:
-        signal = self._bridge.signal()
-        batch = Batch(self._session, on_error, max_in_flight, signal)
-        return AsyncCompletions(batch, signal, self._bridge, self._submit, rows, make_job)
-
-    def _completion_job(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
-        return completion_job(self._session.facts("generate"), prompt, params, options)
-
-    def _batch_jobs(
-        self, prompts: object, params: BatchParams, priority: int, deadline: float | None, cache_salt: str | None
-    ) -> MakeJob:
-        choose = _params_of_rows(prompts, params)
-
-        def job(index: int, prompt: Prompt) -> Job:
-            options = Options(priority=priority, deadline=deadline, cache_salt=cache_salt, index=index)
-            return self._completion_job(prompt, choose(index), options)
-
-        return job
-
-    def _chat_job(
         self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        options: Options,
-        tools: Sequence[Tool] | None,
-        reasoning: Reasoning,
-        allow_special: bool,
-    ) -> Job:
-        facts = self._session.facts("chat")
-        return chat_job(facts, messages, params, options, tools=tools, reasoning=reasoning, allow_special=allow_special)
+        call: str,
+        rows: Any,
+        params: BatchParams,
+        make_job: RowJob,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+    ) -> AsyncCompletions:
+        """Run the jobs of many rows; they may be of any length and are not looked at.
 
-    def _score_job(
-        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None, top_logprobs: int, index: int = 0
-    ) -> Job:
-        return score_job(self._session.facts("score"), prompt, completion, params, top_logprobs, Options(index=index))
+        Args:
+            call: Named in errors.
+            rows: Prompts or pairs.
+            params: One for all, or one for each.
+            make_job: Makes the job of a row with its params and its index.
+            on_error: As in ``as_completed``.
+            max_in_flight: As in ``as_completed``.
+        """
+        self._check(call)
+        name = "pairs" if call == "score_batch" else "prompts"
+        good = isinstance(rows, self._sources) and not isinstance(rows, (str, bytes, Mapping))
+        require(good, name, rows, f"must be an iterable of {name}; put a single one into a list")
+        good = params is None or (isinstance(params, (SamplingParams, Sequence)) and not isinstance(params, (str, bytes)))
+        require(good, "params", params, "must be SamplingParams, a sequence with one for each row, or None")
+        one, each = (None, tuple(params)) if isinstance(params, Sequence) else (params, None)
+        if each is not None and isinstance(rows, Sized) and len(rows) != len(each):
+            require(False, "params", each, f"has {len(each)} entries for {len(rows)} prompts; give one for each, or one for all")
 
-    def _score_jobs(self, pairs: object, params: BatchParams, top_logprobs: int) -> MakeJob:
-        choose = _params_of_rows(pairs, params)
+        async def submit(index: int, row: Any) -> Ticket:
+            if each is not None and index >= len(each):
+                problem = f"has {len(each)} entries and there are more prompts; give one for each, or one for all"
+                require(False, "params", each, problem)
+            return await self._submit(make_job(self._check(call), row, one if each is None else each[index], index))
 
-        def job(index: int, prompt: Any) -> Job:
-            if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or len(prompt) != 2:
-                message = f"pair {index} must be (prompt, completion), not {shown(prompt)}"
-                raise InvalidRequestError(message, parameter="pairs", value=prompt)
-            before, after = prompt
-            return self._score_job(before, after, choose(index), top_logprobs, index)
-
-        return job
-
-
-def _params_of_rows(rows: object, params: Any) -> Callable[[int], SamplingParams | None]:
-    """Return what finds the settings of a row, given its number.
-
-    Raises:
-        InvalidRequestError: There is not one for each row.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return lambda index: params
-    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
-        message = f"params={shown(params)} must be SamplingParams, a sequence with one for each row, or None"
-        raise InvalidRequestError(message, parameter="params", value=params)
-    each: tuple[SamplingParams | None, ...] = tuple(params)
-    if isinstance(rows, Sized) and len(rows) != len(each):
-        message = f"params has {len(each)} entries for {len(rows)} prompts; give one for each, or one for all"
-        raise InvalidRequestError(message, parameter="params", value=len(each))
-
-    def choose(index: int) -> SamplingParams | None:
-        if index >= len(each):
-            message = f"params has {len(each)} entries and there are more prompts; give one for each, or one for all"
-            raise InvalidRequestError(message, parameter="params", value=len(each))
-        return each[index]
-
-    return choose
+        return AsyncCompletions(Batch(self._session, self._bridge, rows, on_error, max_in_flight), submit)

@@ -1,4 +1,4 @@
-"""From a prompt to a request: encoding, chat rendering, checking. Pure functions of the engine's facts."""
+"""From a prompt to a request: encoding, chat rendering, checking. Pure functions of what an engine knows of its model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, SupportsIndex
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dsv4lite.api.collect import ParserFactory
+from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
-from dsv4lite.request import Prompt, Request, SamplingParams, check_request, is_number, is_unicode
+from dsv4lite.request import Prompt, Request, SamplingParams, check_request
 from dsv4lite.text.chat import CHAT_FORMS, END_THINK, THINK, render_messages
 from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.engine import EngineInfo
 
 Reasoning = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Message = Mapping[str, Any]
@@ -22,25 +27,6 @@ Tool = Mapping[str, Any]
 
 LONG_PROMPT = 50_000
 """Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
-
-
-class EngineFacts(Protocol):
-    """Facts of an engine that has started."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def max_logprobs(self) -> int: ...
-    @property
-    def max_completions(self) -> int: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def default_params(self) -> SamplingParams: ...
-    @property
-    def chat(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,73 +52,58 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("request_id", "cache_salt"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value and is_unicode(value)):
-                rule = "must be a non-empty string without lone surrogates, or None"
-                raise InvalidRequestError(f"{name}={shown(value)} {rule}", parameter=name, value=value)
-        if self.deadline is not None and not (is_number(self.deadline) and self.deadline > 0):
-            rule = "must be a finite number of seconds from now, above 0, or None"
-            raise InvalidRequestError(f"deadline={shown(self.deadline)} {rule}", parameter="deadline", value=self.deadline)
-        if not isinstance(self.priority, int) or not -(2**63) <= self.priority < 2**63:
-            message = f"priority={shown(self.priority)} must be an integer from -2**63 to 2**63 - 1"
-            raise InvalidRequestError(message, parameter="priority", value=self.priority)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """A checked request; its id is the one that the caller gave, or empty."""
-
-    request: Request
-    options: Options
-    parser: ParserFactory | None = None
+            good = value is None or (isinstance(value, str) and value != "" and is_unicode(value))
+            require(good, name, value, "must be a non-empty string without lone surrogates, or None")
+        good = self.deadline is None or (is_number(self.deadline) and self.deadline > 0)
+        require(good, "deadline", self.deadline, "must be a finite number of seconds from now, above 0, or None")
+        good = isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63
+        require(good, "priority", self.priority, "must be an integer from -2**63 to 2**63 - 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A prompt that is not encoded and checked yet.
+    """A request whose prompt is not encoded and checked yet.
 
     Attributes:
-        make: Encodes and checks it, in any thread. Raises ``InvalidRequestError`` (``ContextLengthError`` is one).
+        make: Encodes and checks the prompt, in any thread; the id of its request is the caller's, or empty. Raises
+            ``InvalidRequestError`` (``ContextLengthError`` is one).
         is_long: ``make`` takes too long for an event loop.
+        parser: Reads the output if it is an assistant's turn.
     """
 
-    make: Callable[[], CheckedRequest]
+    make: Callable[[], Request]
+    options: Options
     is_long: bool
+    parser: ParserFactory | None = None
 
 
-def completion_job(facts: EngineFacts, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
+def completion_job(info: EngineInfo, prompt: Prompt, params: SamplingParams | None, options: Options) -> Job:
     """Continue ``prompt``."""
-    own, add_bos = _copied(prompt), facts.tokenizer.add_bos_token
-    return _generation_job(facts, lambda: _encode(facts.tokenizer, own, "prompt", add_bos=add_bos), _size(own), params, options)
+    own, tokenizer = _copied(prompt), info.tokenizer
+    encode = partial(_encode, tokenizer, own, "prompt", add_bos=tokenizer.add_bos_token)
+    return _generation_job(info, encode, _size(own), params, options)
 
 
 def _generation_job(
-    facts: EngineFacts,
+    info: EngineInfo,
     encode: Callable[[], tuple[int, ...]],
     size: int,
     params: SamplingParams | None,
     options: Options,
     parser: ParserFactory | None = None,
 ) -> Job:
-    """Continue what ``encode`` returns; ``parser`` reads the output if it is an assistant's turn."""
+    def make() -> Request:
+        wanted = _params(info, params)
+        return _request(info, encode(), wanted, options, score_from=None if wanted.prompt_logprobs is None else 1)
 
-    def make() -> CheckedRequest:
-        wanted = _params(facts, params)
-        ids = encode()
-        _check(facts, ids, wanted, facts.max_model_len)
-        request = _request(facts.tokenizer, ids, wanted, options)
-        if wanted.prompt_logprobs is not None:
-            request = replace(request, score_from=1)
-        return CheckedRequest(request=request, options=options, parser=parser)
-
-    return Job(make=make, is_long=size > LONG_PROMPT)
+    return Job(make=make, options=options, is_long=size > LONG_PROMPT, parser=parser)
 
 
 def chat_job(
-    facts: EngineFacts,
+    info: EngineInfo,
     messages: Sequence[Message],
     params: SamplingParams | None,
     options: Options,
-    *,
     tools: Sequence[Tool] | None,
     reasoning: Reasoning,
     allow_special: bool,
@@ -143,12 +114,10 @@ def chat_job(
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed.
         UnsupportedError: The model's family has no chat format.
     """
-    if allow_special not in (True, False):
-        message = f"allow_special={shown(allow_special)} must be True or False"
-        raise InvalidRequestError(message, parameter="allow_special", value=allow_special)
-    if facts.chat is None:
+    require(allow_special in (True, False), "allow_special", allow_special, "must be True or False")
+    if info.chat is None:
         raise UnsupportedError("this model's family has no chat format; render the conversation yourself and use generate()")
-    efforts, tokenizer = CHAT_FORMS[facts.chat], facts.tokenizer
+    efforts, tokenizer = CHAT_FORMS[info.chat], info.tokenizer
     parts = render_messages(messages, reasoning=reasoning, efforts=efforts, tools=tools, escape_results=not allow_special)
     thinking = parts[-1].endswith(THINK)
     all_tools = copy.deepcopy([*(tools or ()), *(tool for message in messages for tool in message.get("tools") or ())])
@@ -159,21 +128,20 @@ def chat_job(
     def parser(prefix: str) -> ChatParser:
         return ChatParser(thinking, all_tools, call_id_prefix=prefix)
 
-    return _generation_job(facts, encode, sum(map(len, parts)), params, options, parser)
+    return _generation_job(info, encode, sum(map(len, parts)), params, options, parser)
 
 
 def score_job(
-    facts: EngineFacts, prompt: Prompt, completion: Prompt, params: SamplingParams | None, top_logprobs: int, options: Options
+    info: EngineInfo, prompt: Prompt, completion: Prompt, params: SamplingParams | None, top_logprobs: int, index: int = 0
 ) -> Job:
-    """Run a completion that is given, for its log-probabilities.
+    """Compute the log-probabilities of a given completion.
 
     Raises:
         UnsupportedError: ``params`` have a setting that a given completion cannot be scored with.
     """
-    given = _params(facts, params)
-    if not isinstance(top_logprobs, int) or top_logprobs < 0:
-        message = f"top_logprobs={shown(top_logprobs)} must be an integer of at least 0"
-        raise InvalidRequestError(message, parameter="top_logprobs", value=top_logprobs)
+    given = _params(info, params)
+    good = isinstance(top_logprobs, int) and top_logprobs >= 0
+    require(good, "top_logprobs", top_logprobs, "must be an integer of at least 0")
     top = max(top_logprobs, given.logprobs or 0)
     wanted = SamplingParams(logprobs=top, prompt_logprobs=top, detokenize=False)
     if given.logprobs_mode == "processed":
@@ -184,30 +152,42 @@ def score_job(
             )
         neutral = {"n": 1, "max_tokens": None, "stop": (), "seed": None, "return_routed_experts": False}
         wanted = given.replace(**neutral, logprobs=top, prompt_logprobs=top, detokenize=False)
-    own_prompt, own_completion = _copied(prompt), _copied(completion)
+    options, own_prompt, own_completion = Options(index=index), _copied(prompt), _copied(completion)
 
-    def make() -> CheckedRequest:
-        before = _encode(facts.tokenizer, own_prompt, "prompt", add_bos=facts.tokenizer.add_bos_token)
-        after = _encode(facts.tokenizer, own_completion, "completion", add_bos=False)
+    def make() -> Request:
+        before = _encode(info.tokenizer, own_prompt, "prompt", add_bos=info.tokenizer.add_bos_token)
+        after = _encode(info.tokenizer, own_completion, "completion", add_bos=False)
         for name, ids in (("prompt", before), ("completion", after)):
             if not ids:
                 raise InvalidRequestError(f"the {name} is empty; give at least one token", parameter=name, value=ids)
-        _check(facts, before + after, wanted, facts.max_model_len + 1)  # nothing is generated
-        request = _request(facts.tokenizer, before + after, wanted, options)
-        return CheckedRequest(request=replace(request, score_from=len(before), generate=False), options=options)
+        return _request(info, before + after, wanted, options, score_from=len(before), generate=False)
 
-    return Job(make=make, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
+    return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
 
 
-def _check(facts: EngineFacts, ids: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
-    check_request(
-        ids,
-        params,
-        vocab_size=facts.vocab_size,
-        max_model_len=max_model_len,
-        max_logprobs=facts.max_logprobs,
-        max_completions=facts.max_completions,
-    )
+RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]
+"""Makes the job of a row of a batch, given its params and its index."""
+
+
+def row_job(options: Options) -> RowJob:
+    """Continue the prompts of a batch; a deadline counts from the moment a prompt is pulled."""
+
+    def job(info: EngineInfo, prompt: Prompt, params: SamplingParams | None, index: int) -> Job:
+        return completion_job(info, prompt, params, replace(options, index=index, arrival=time.monotonic()))
+
+    return job
+
+
+def pair_job(top_logprobs: int) -> RowJob:
+    """Score the pairs of a batch."""
+
+    def job(info: EngineInfo, pair: Any, params: SamplingParams | None, index: int) -> Job:
+        good = isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2
+        require(good, "pairs", pair, f"row {index} must be (prompt, completion)")
+        before, after = pair
+        return score_job(info, before, after, params, top_logprobs, index)
+
+    return job
 
 
 def _copied(prompt: object) -> object:
@@ -219,13 +199,10 @@ def _copied(prompt: object) -> object:
     return list(prompt) if isinstance(prompt, list) else tuple(prompt)
 
 
-def _params(facts: EngineFacts, params: object) -> SamplingParams:
-    if params is None:
-        return facts.default_params
-    if isinstance(params, SamplingParams):
-        return params
-    message = f"params must be SamplingParams or None, not {type(params).__name__}; SamplingParams.from_dict reads a mapping"
-    raise InvalidRequestError(message, parameter="params", value=params)
+def _params(info: EngineInfo, params: object) -> SamplingParams:
+    rule = "must be SamplingParams or None; SamplingParams.from_dict reads a mapping"
+    require(params is None or isinstance(params, SamplingParams), "params", params, rule)
+    return params if isinstance(params, SamplingParams) else info.default_params
 
 
 def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -> tuple[int, ...]:
@@ -234,7 +211,7 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key != "prompt_token_ids":
-                hint = near_match(key, ["prompt_token_ids"]) if isinstance(key, str) else ""
+                hint = near_match(key, ["prompt_token_ids"])
                 raise InvalidRequestError(f"the {name} has the unknown key {shown(key)}{hint}", parameter=name, value=key)
         prompt = prompt.get("prompt_token_ids")
     if isinstance(prompt, (bytes, bytearray)):
@@ -250,8 +227,25 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
         raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt) from error
 
 
-def _request(tokenizer: Tokenizer, ids: tuple[int, ...], params: SamplingParams, options: Options) -> Request:
-    think, end_think = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+def _request(
+    info: EngineInfo,
+    ids: tuple[int, ...],
+    params: SamplingParams,
+    options: Options,
+    *,
+    score_from: int | None,
+    generate: bool = True,
+) -> Request:
+    """Check a request against the limits of the engine, and return it."""
+    check_request(
+        ids,
+        params,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len + (not generate),  # the last token of a scored completion is not run
+        max_logprobs=info.max_logprobs,
+        max_completions=info.max_completions,
+    )
+    think, end_think = info.tokenizer.token_id(THINK), info.tokenizer.token_id(END_THINK)
     return Request(
         request_id=options.request_id or "",
         prompt_token_ids=ids,
@@ -259,8 +253,10 @@ def _request(tokenizer: Tokenizer, ids: tuple[int, ...], params: SamplingParams,
         priority=options.priority,
         deadline=None if options.deadline is None else options.arrival + options.deadline,
         cache_salt=options.cache_salt,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=info.tokenizer.eos_token_id,
         think_ids=None if think is None or end_think is None else (think, end_think),
+        score_from=score_from,
+        generate=generate,
         arrival=options.arrival,
     )
 

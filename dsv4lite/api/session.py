@@ -21,32 +21,22 @@ import threading
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from dsv4lite.api.bridge import Bridge
-from dsv4lite.api.collect import Collector
-from dsv4lite.api.prepare import CheckedRequest, EngineFacts
+from dsv4lite.api.bridge import Bridge, Callback
+from dsv4lite.api.collect import REFUSALS, Collector
+from dsv4lite.api.prepare import Job
+from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import (
-    CapacityError,
-    ConfigError,
-    DSV4LiteError,
-    EngineDeadError,
-    EngineStateError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-)
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, QueueFullError, RequestFailedError
 from dsv4lite.request import Delta, FinishReason, Phase, Request, RequestOutput, SequenceUpdate
 
 if TYPE_CHECKING:
-    from dsv4lite.engine.engine import EngineStats
-    from dsv4lite.planning.memory import MemoryPlan
+    from dsv4lite.engine.engine import Engine
 
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -60,72 +50,54 @@ _HINTS = {
 }
 _FOREVER = float("inf")
 _AT_ONCE = 64  # most requests that one call ends: each takes 0.1 ms, in which the lock is held
-_REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
-"""Errors that concern a request as a whole, not one of its sequences."""
 
 
-class EngineLike(Protocol):
-    """The engine's interface for a session. All methods but ``start`` and ``close`` are thread-safe and never block.
+def open_engine(config: EngineConfig) -> Engine:
+    """Make an engine; the only place that imports the layers below, and with them torch.
 
-    Every sequence of an accepted request ends with exactly one update that has a ``finish_reason``. A request that the engine
-    refuses ends with one update that has an ``error``. ``deliver`` is called in the engine's thread,
-    ``deliver_failure`` in any. Once it is dead or closed, its methods raise ``EngineDeadError`` or ``EngineStateError``.
+    All its methods but ``start`` and ``close`` are thread-safe and never block. Every sequence of an accepted request ends with
+    exactly one update that has a ``finish_reason``; a request that the engine refuses ends with one that has an ``error``.
     """
-
-    @property
-    def info(self) -> EngineFacts: ...
-    def start(
-        self, deliver: Callable[[list[SequenceUpdate]], None], deliver_failure: Callable[[EngineDeadError], None]
-    ) -> None: ...
-    def submit(self, request: Request) -> None: ...
-    def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None: ...
-    def pause(self) -> Future[None]: ...
-    def resume(self) -> Future[None]: ...
-    def reset_prefix_cache(self) -> Future[None]: ...
-    def dump_step(self, path: Path) -> Future[None]: ...
-    def stats(self) -> EngineStats: ...
-    def memory(self) -> MemoryPlan: ...
-    def close(self, *, wait: bool = True) -> None: ...
-
-
-def open_engine(config: EngineConfig) -> EngineLike:
-    """Make an engine; the only place that imports the layers below, and with them torch."""
     from dsv4lite.engine.engine import Engine
 
     return Engine(config)
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One open request, queued or in the engine.
 
     Attributes:
         request_id: The caller's id.
         request: With the engine's id.
+        wake: Of a stream: called after ``deltas`` or ``future`` changed, in any thread; must not block nor call the session.
+        open_sequences: Number of its sequences that the engine has not ended yet.
         future: Gets the output. It never fails: a failed request has an output with an ``error``.
         deltas: What a stream has not read yet.
-        wake: Called after ``deltas`` or ``future`` changed, in any thread; must not block nor call the session.
-        open_sequences: Number of its sequences that the engine has not ended yet.
     """
 
-    __slots__ = ("collector", "deltas", "future", "open_sequences", "request", "request_id", "streaming", "wake")
-
-    def __init__(self, request_id: str, request: Request, collector: Collector, streaming: bool, wake: Callable[[], None]) -> None:
-        self.request_id = request_id
-        self.request = request
-        self.collector = collector
-        self.streaming = streaming
-        self.wake = wake
-        self.future: Future[RequestOutput] = Future()
-        self.deltas: deque[Delta] = deque()
-        self.open_sequences = request.params.n
+    request_id: str
+    request: Request
+    collector: Collector
+    wake: Callback | None
+    open_sequences: int
+    future: Future[RequestOutput] = field(default_factory=Future)
+    deltas: deque[Delta] = field(default_factory=deque)
 
     @property
     def done(self) -> bool:
         return self.future.done()
 
+    def result(self) -> RequestOutput:
+        """Return the output of a request that is done, or raise its error."""
+        output = self.future.result()
+        if output.error is not None:
+            raise output.error
+        return output
+
     def add(self, delta: Delta) -> None:
         """Keep a delta for the stream, unless it is empty."""
-        if self.streaming and (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason):
+        if self.wake and (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason):
             self.deltas.append(delta)
             self.wake()
 
@@ -155,8 +127,7 @@ class Session:
         self._phase = Phase.NEW
         self._process: int | None = None  # the one that started the engine
         self._failure: EngineDeadError | None = None
-        self._engine: EngineLike | None = None
-        self._facts: EngineFacts | None = None
+        self._engine: Engine | None = None
         self._bridge: Bridge | None = None
         self._lifecycle = threading.Lock()  # held while the engine starts or closes
         self._lock = threading.Lock()  # guards what follows, up to the updates
@@ -212,19 +183,13 @@ class Session:
         names = [p.value for p in allowed]
         raise EngineStateError(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", state=phase.value, allowed=names)
 
-    def facts(self, call: str) -> EngineFacts:
-        """Return the facts of an engine that serves; ``call`` is named in errors."""
-        self.require(call, *SERVING)
-        assert self._facts is not None
-        return self._facts
-
-    def engine(self, call: str) -> EngineLike:
+    def engine(self, call: str) -> Engine:
         """Return an engine that serves, for a call that does not block."""
         self.require_process(call)
         with self._lock:
             return self._serving(call)
 
-    def _serving(self, call: str) -> EngineLike:
+    def _serving(self, call: str) -> Engine:
         self.require(call, *SERVING)
         assert self._engine is not None
         return self._engine
@@ -247,30 +212,27 @@ class Session:
             self._phase = Phase.STARTING
             self._bridge, self._process = bridge, os.getpid()
         with self._lifecycle:
-            engine: EngineLike | None = None
+            engine: Engine | None = None
             try:
                 engine = open_engine(self.config)
                 engine.start(self._deliver, self._deliver_failure)
             except BaseException as error:
-                self._fail_to_start(error)
+                failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
+                failure.__cause__ = error.__cause__ if isinstance(error, EngineDeadError) else error
+                with self._lock:
+                    self._failure = failure
+                    if self._phase is Phase.STARTING:
+                        self._phase = Phase.FAILED
                 if engine is not None:
                     engine.close()
                 raise
             with self._lock:
                 wanted = self._phase is Phase.STARTING
                 if wanted:
-                    self._engine, self._facts, self._phase = engine, engine.info, Phase.READY
+                    self._engine, self._phase = engine, Phase.READY
             if not wanted:
                 engine.close()
                 self.require("start", Phase.STARTING)
-
-    def _fail_to_start(self, error: BaseException) -> None:
-        failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
-        failure.__cause__ = error.__cause__ if isinstance(error, EngineDeadError) else error
-        with self._lock:
-            self._failure = failure
-            if self._phase is Phase.STARTING:
-                self._phase = Phase.FAILED
 
     def begin_close(self) -> None:
         """Refuse new requests from now on and end queued ones. Does not block."""
@@ -332,40 +294,35 @@ class Session:
 
     # ---- requests ----
 
-    def submit(self, checked: CheckedRequest, *, streaming: bool = False, wake: Callable[[], None] = lambda: None) -> Ticket:
-        """Submit a request to the engine, or queue it.
+    def submit(self, job: Job, request: Request, wake: Callback | None) -> Ticket:
+        """Submit the checked request of a job to the engine, or queue it; ``wake`` is given for a stream.
 
         Raises:
             EngineStateError: The engine does not serve.
             InvalidRequestError: The request id belongs to an open request.
             QueueFullError: There is no place, and ``wait`` is off.
         """
-        options = checked.options
+        options = job.options
         self.require_process("generate")
         with self._lock:
-            facts = self.facts("generate")
-            if options.request_id is not None and options.request_id in self._visible:
-                message = f"request_id={options.request_id!r} belongs to an open request; choose another, or none"
-                raise InvalidRequestError(message, parameter="request_id", value=options.request_id)
+            tokenizer = self._serving("generate").info.tokenizer
+            rule = "belongs to an open request; choose another, or none"
+            require(options.request_id not in self._visible, "request_id", options.request_id, rule)
             if not options.wait and len(self._in_engine) + len(self._queue) >= self._places:
                 raise self._queue_full()
-            request_id = options.request_id or self._unused_id()
-            collector = Collector(
-                replace(checked.request, request_id=request_id),
-                facts.tokenizer,
-                index=options.index,
-                parser=checked.parser,
-                streaming=streaming,
-            )
-            engine_id = request_id
+            names = (f"request-{number}" for number in self._serial)
+            request_id = engine_id = options.request_id or next(name for name in names if name not in self._visible)
+            request = replace(request, request_id=request_id)
+            streaming = wake is not None
+            collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=streaming)
             while engine_id in self._in_engine or engine_id in self._queue:
                 # A caller may reuse its id once its request has ended; the engine may not have ended that request yet.
                 engine_id = f"{request_id}~{next(self._serial)}"
-            ticket = Ticket(request_id, replace(checked.request, request_id=engine_id), collector, streaming, wake)
+            ticket = Ticket(request_id, replace(request, request_id=engine_id), collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket
             self._pump()
-            if engine_id in self._queue and ticket.request.deadline is not None:
-                self._sweep_at(ticket.request.deadline)
+            if engine_id in self._queue and request.deadline is not None:
+                self._sweep_at(request.deadline)
             return ticket
 
     def abort(self, request_id: str | None = None) -> None:
@@ -400,8 +357,7 @@ class Session:
             mode: What becomes of open requests.
             block: The pause ends with ``leave`` only; otherwise also with the next ``resume``.
         """
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidRequestError(f"mode={mode!r} must be 'keep', 'wait' or 'abort'", parameter="mode", value=mode)
+        require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
         self.require_process("pause")
         with self._lock:
             self._serving("pause")
@@ -431,21 +387,6 @@ class Session:
             if pause in self._pauses:
                 self._pauses.remove(pause)
                 self._apply_pauses()
-
-    def reset_prefix_cache(self) -> Future[None]:
-        """Forget all cached prefixes."""
-        return self.engine("reset_prefix_cache").reset_prefix_cache()
-
-    def dump_step(self, path: str | os.PathLike[str]) -> Future[None]:
-        """Have the next step saved.
-
-        Raises:
-            ConfigError: There is no such folder, or it cannot be written to.
-        """
-        engine, file = self.engine("dump_step"), Path(path).absolute()
-        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
-        return engine.dump_step(file)
 
     # ---- from the engine ----
 
@@ -500,7 +441,7 @@ class Session:
         ticket = self._in_engine.get(update.request_id)
         if ticket is None:
             return
-        refused = isinstance(update.error, _REFUSALS)
+        refused = isinstance(update.error, REFUSALS)
         if update.finish_reason is not None:
             ticket.open_sequences = 0 if refused else ticket.open_sequences - 1
             if ticket.open_sequences == 0:
@@ -510,9 +451,9 @@ class Session:
         if ticket.done:
             return
         try:
-            if ticket.collector.keep(update):
-                return
             delta = ticket.collector.push(update, now)
+            if delta is None:
+                return
             output = ticket.collector.output(now) if ticket.collector.finished else None
         except Exception as flaw:
             self._resolve(ticket, _unreadable(ticket, flaw))
@@ -580,7 +521,8 @@ class Session:
     def _resolve(self, ticket: Ticket, output: RequestOutput) -> None:
         self._visible.pop(ticket.request_id, None)  # empty once the host's loop is gone
         ticket.future.set_result(output)
-        ticket.wake()
+        if ticket.wake is not None:
+            ticket.wake()
 
     def _leave(self, ticket: Ticket) -> None:
         """Remove a request from the queue, or abort it in the engine."""
@@ -597,7 +539,7 @@ class Session:
                 self._engine.abort(engine_id, index=index)
 
     def _sweep_at(self, deadline: float) -> None:
-        """Check the deadlines of queued requests at the monotonic second ``deadline``; the engine checks only its own requests."""
+        """Check deadlines of queued requests at the monotonic second ``deadline``; the engine checks those of its own requests."""
         if deadline < self._next_sweep:
             self._next_sweep = deadline
             assert self._bridge is not None
@@ -606,19 +548,16 @@ class Session:
     def _sweep(self) -> None:
         with self._lock:
             self._next_sweep = _FOREVER
-            now, late = time.monotonic(), []
-            for ticket in self._queue.values():
-                deadline = ticket.request.deadline
-                if deadline is not None and deadline <= now:
-                    late.append(ticket)
-                elif deadline is not None:
-                    self._sweep_at(deadline)
-            self._end_all(late, "deadline")
+            now = time.monotonic()
+            waiting = [(ticket.request.deadline, ticket) for ticket in self._queue.values() if ticket.request.deadline is not None]
+            self._end_all([ticket for deadline, ticket in waiting if deadline <= now], "deadline")
+            self._sweep_at(min((deadline for deadline, _ in waiting if deadline > now), default=_FOREVER))
         self._end_rest()
 
     def _apply_pauses(self) -> None:
-        """Pause or resume the engine, as the open pauses demand."""
-        pause_now = bool(self._pauses) and (not self._in_engine or self._keep_requests())
+        """Pause or resume the engine. Requests keep their state if the latest pause or any block says so."""
+        frozen = any(pause.frozen and (pause.block or pause is self._pauses[-1]) for pause in self._pauses)
+        pause_now = bool(self._pauses) and (frozen or not self._in_engine)
         try:
             engine = self._serving("pause")
             if pause_now != (self._phase is Phase.PAUSED):
@@ -632,15 +571,6 @@ class Session:
                 pause.frozen = pause.answered = True
                 _copy(self._answer, pause.done)
         self._pump()
-
-    def _keep_requests(self) -> bool:
-        """Return whether requests keep their state: a block says so, or of the other pauses the latest."""
-        waits = False
-        for pause in reversed(self._pauses):
-            if pause.frozen and (pause.block or not waits):
-                return True
-            waits = waits or not pause.frozen
-        return False
 
     def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are not blocks; their callers get the reason as an error."""
@@ -663,11 +593,6 @@ class Session:
             retry_after=retry_after,
         )
 
-    def _unused_id(self) -> str:
-        while (request_id := f"request-{next(self._serial)}") in self._visible:
-            pass
-        return request_id
-
 
 def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
     """Return the output of a request whose updates could not be read: that request fails, and the host's loop goes on."""
@@ -678,8 +603,8 @@ def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:
-    def copy(settled: Future[None]) -> None:
-        error = settled.exception()
+    def copy(completed: Future[None]) -> None:
+        error = completed.exception()
         if error is None:
             target.set_result(None)
         else:

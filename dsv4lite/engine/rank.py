@@ -22,9 +22,9 @@ from dsv4lite.config import (
     NGram,
     Progress,
     adapts,
-    check_speculative,
     default_cache_dir,
     local_rank,
+    named_drafters,
 )
 from dsv4lite.device import choose_device, give_back_unused, installed_version, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
@@ -215,7 +215,7 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
 
 def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:
     """Return how an engine drafts: the model's own drafter and the speculators of this process."""
-    drafters = check_speculative(config.speculative)
+    drafters = named_drafters(config.speculative)
     return Drafting(own=report.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, report.own))
 
 
@@ -237,7 +237,7 @@ def sendable(config: EngineConfig) -> EngineConfig:
     """Return settings that can be sent to another process: without the host's own objects."""
     drafters: tuple[Drafter, ...] = tuple(
         drafter if isinstance(drafter, MTP | DSpark | NGram) else RemoteSpeculator(drafter.k)
-        for drafter in check_speculative(config.speculative)
+        for drafter in named_drafters(config.speculative)
     )
     speculative = drafters or config.speculative
     return replace(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, check_speculative
+from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, named_drafters
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.layout import Layout
@@ -276,7 +276,7 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
         ConfigError: More guesses are wanted than its drafter makes.
         CheckpointError: Its config tells of another drafter than its tensors.
     """
-    drafters = check_speculative(config.speculative)
+    drafters = named_drafters(config.speculative)
     own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
     if own is not None or config.speculative == "auto":
         own = _own_drafter(own, source)

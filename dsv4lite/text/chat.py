@@ -1,8 +1,8 @@
 """DeepSeek-V4's chat format: messages in, the prompt's text out.
 
 The release has no template; the prompt is built by code. The constant texts below and every separator are part of what the model
-was trained on. Pure functions. ``encode_messages`` returns the official text; ``render_messages`` returns the same text in parts,
-which tell the template from what messages and tools say, so that only the template writes control tokens.
+was trained on. ``render_messages`` returns the official text in parts, which tell the template from what messages and tools say, so
+that only the template writes control tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dsv4lite.checks import one_of, require
 from dsv4lite.errors import InvalidRequestError, near_match, shown
 from dsv4lite.text.tokenizer import BOS, EOS, Content
 
@@ -94,15 +95,11 @@ class Efforts:
         """
         if reasoning == "none":
             return None
-        if not isinstance(reasoning, str | None):
-            raise InvalidRequestError(f"reasoning={shown(reasoning)} must be a string", parameter="reasoning", value=reasoning)
         wanted = "high" if reasoning is None else reasoning
-        effort = self.aliases.get(wanted, wanted)
-        if effort not in self.texts:
-            known = ["none", *self.texts, *self.aliases]
-            message = f"reasoning={reasoning!r} is not one of {', '.join(known)}{near_match(wanted, known)}"
-            raise InvalidRequestError(message, parameter="reasoning", value=reasoning)
-        return effort
+        known = ("none", *self.texts, *self.aliases)
+        problem = one_of(*known)(wanted)
+        require(not problem, "reasoning", reasoning, problem)
+        return self.aliases.get(wanted, wanted)
 
 
 PREVIEW = Efforts(
@@ -123,38 +120,11 @@ Parts = tuple[str, ...]
 _RESULT_END = re.compile("</(?=tool_result)", re.IGNORECASE)
 
 
-def encode_messages(
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    reasoning: str | None = "none",
-    drop_thinking: bool = True,
-    efforts: Efforts = PREVIEW,
-    system_opens: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """Return the prompt of a conversation as the official encoder writes it; encode it with special tokens, without adding BOS.
-
-    Control tokens that are written in a message or a tool act as such. See ``render_messages`` for the arguments and errors.
-    """
-    parts = render_messages(
-        messages,
-        reasoning=reasoning,
-        drop_thinking=drop_thinking,
-        efforts=efforts,
-        system_opens=system_opens,
-        tools=tools,
-        escape_results=False,
-    )
-    return "".join(parts)
-
-
 def render_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
     reasoning: str | None = "none",
-    drop_thinking: bool = True,
     efforts: Efforts = PREVIEW,
-    system_opens: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     escape_results: bool = True,
 ) -> Parts:
@@ -166,10 +136,9 @@ def render_messages(
             arguments}}``) and ``wo_eos`` (leave the turn open, to be continued); a tool message names its ``tool_call_id``; a
             system or developer message may have ``tools`` and ``response_format``; any message a ``task`` (one of ``TASKS``).
             Other fields have no place in the format and are ignored.
-        reasoning: ``"none"`` is non-thinking mode; otherwise the effort, see ``Efforts.resolve``.
-        drop_thinking: Leave out the reasoning of turns before the last user message. A conversation with tools always keeps it.
+        reasoning: ``"none"`` is non-thinking mode; otherwise the effort, see ``Efforts.resolve``. The reasoning of turns before the
+            last user message is left out, unless the conversation has tools.
         efforts: ``PREVIEW`` or ``REFRESHED``, by the checkpoint's release.
-        system_opens: Let a system message that is last, or directly before an assistant message, open the assistant's turn.
         tools: Added to the first system message, which is created in front if there is none.
         escape_results: Write ``</tool_result`` inside a tool's result as ``<\\/tool_result``, so that it cannot close its own tag.
 
@@ -182,7 +151,7 @@ def render_messages(
     effort = efforts.resolve(reasoning)
     thinking = effort is not None
     turns = _turns(messages, tools, escape_results)
-    keep_all = not drop_thinking or any(turn.has_tools for turn in turns)
+    keep_all = any(turn.has_tools for turn in turns)
     last = _last_question(turns)
     if thinking and not keep_all:
         turns = [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
@@ -194,8 +163,7 @@ def render_messages(
         text += turn.parts()
         following = turns[i + 1].role if i + 1 < len(turns) else None
         if following in (None, "assistant", "latest_reminder"):
-            opens = system_opens and turn.role == "system" and following != "latest_reminder"
-            text.append(_header(turn, opens, thinking, thinking and (keep_all or i >= last)))
+            text.append(_header(turn, thinking, thinking and (keep_all or i >= last)))
     return tuple(text)
 
 
@@ -355,13 +323,13 @@ def _invoke(function: Mapping[str, Any], where: str) -> Iterator[str]:
     yield f"\n</{DSML}invoke>"
 
 
-def _header(turn: _Turn, opens: bool, thinking: bool, reasons: bool) -> str:
+def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:
     """Return what follows a turn before the assistant speaks; ``reasons``: the turn's answer begins with its reasoning."""
     if turn.task == "action":
         return ASSISTANT + (THINK if thinking else END_THINK) + "<｜action｜>"
     if turn.task is not None:
         return f"<｜{turn.task}｜>"
-    if opens or turn.role in ("user", "developer"):
+    if turn.role in ("user", "developer"):
         return ASSISTANT + (THINK if reasons else END_THINK)
     return ""
 
@@ -395,16 +363,14 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         raise _malformed(f"{where} is not a mapping with a 'role'", message)
     role: str = message["role"]
     if role not in ROLES:
-        hint = near_match(role, ROLES) if isinstance(role, str) else ""
-        raise _malformed(f"{where} has the unknown role {shown(role)}{hint}", role)
+        raise _malformed(f"{where} has the unknown role {shown(role)}{near_match(role, ROLES)}", role)
     return role
 
 
 def _task(message: Mapping[str, Any], where: str) -> str | None:
     task: str | None = message.get("task")
     if task is not None and task not in TASKS:
-        hint = near_match(task, TASKS) if isinstance(task, str) else ""
-        raise _malformed(f"{where} has the unknown task {shown(task)}{hint}", task)
+        raise _malformed(f"{where} has the unknown task {shown(task)}{near_match(task, TASKS)}", task)
     return task
 
 

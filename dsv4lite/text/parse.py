@@ -52,31 +52,12 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallDelta:
-    """A piece of the tool call number ``index``: first its id and name, then pieces of its arguments' JSON text, to be joined."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    """What a piece of output added."""
+class ParsedChat:
+    """An assistant's turn, or what a piece of output added to it: a tool call as soon as it is complete."""
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedChat:
-    """An assistant's whole turn."""
-
-    reasoning: str
-    content: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class _State(enum.Enum):
@@ -95,7 +76,7 @@ class _State(enum.Enum):
 
 
 class ChatParser:
-    """Parses one assistant turn incrementally; all deltas joined equal the result."""
+    """Parses one assistant turn incrementally; all pieces joined equal the result."""
 
     def __init__(self, thinking: bool, tools: Sequence[Mapping[str, Any]] | None = None, *, call_id_prefix: str = "call_") -> None:
         """Start a turn.
@@ -113,42 +94,42 @@ class ChatParser:
         """Of the tag or value that is being read."""
         self._parameter: tuple[str, str | None] = "", None
         """Name and ``string`` attribute of the parameter whose value is being read."""
-        self._open_call: _OpenCall | None = None
+        self._call_name: str | None = None
+        self._given: dict[str, tuple[str, str | None]] = {}
+        """The open call's parameters so far, by name: value and ``string`` attribute."""
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        self._call_deltas: list[ToolCallDelta] = []
 
-    def push(self, text: str) -> ChatDelta:
+    def push(self, text: str) -> ParsedChat:
         """Read a piece of output. Text that may be the beginning of markup is held back until that is decided."""
         seen = self._seen()
         if self._state is not _State.DONE:
             self._scanner.feed(text)
             while self._step():
                 pass
-        return self._delta(seen)
+        return self._since(*seen)
 
-    def finish(self) -> ChatDelta:
+    def finish(self) -> ParsedChat:
         """End the turn: return what was held back, and close a call that was cut off."""
         seen = self._seen()
         if self._state in (_State.REASONING, _State.CONTENT):
             self._emit(self._scanner.rest())
         self._end()
-        return self._delta(seen)
+        return self._since(*seen)
 
     def result(self) -> ParsedChat:
-        """Return everything read so far; complete after ``finish``. A tool call appears once it is complete."""
-        return ParsedChat(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
+        """Return everything read so far; complete after ``finish``."""
+        return self._since(0, 0, 0)
 
     def _seen(self) -> tuple[int, int, int]:
-        return len(self._reasoning), len(self._content), len(self._call_deltas)
+        return len(self._reasoning), len(self._content), len(self._calls)
 
-    def _delta(self, seen: tuple[int, int, int]) -> ChatDelta:
-        reasoning, content, calls = seen
-        return ChatDelta(
+    def _since(self, reasoning: int, content: int, calls: int) -> ParsedChat:
+        return ParsedChat(
             reasoning="".join(self._reasoning[reasoning:]),
             content="".join(self._content[content:]),
-            tool_calls=tuple(self._call_deltas[calls:]),
+            tool_calls=tuple(self._calls[calls:]),
         )
 
     def _step(self) -> bool:
@@ -158,10 +139,8 @@ class ChatParser:
                 return self._read_text()
             case _State.BLOCK:
                 return self._at_tag(self._scanner.read_until(_TAG_MARKERS)[1])
-            case _State.OPENING:
-                return self._read_opening()
-            case _State.CLOSING:
-                return self._read_closing()
+            case _State.OPENING | _State.CLOSING:
+                return self._read_tag()
             case _State.VALUE:
                 return self._read_value()
             case _State.DONE:
@@ -193,31 +172,25 @@ class ChatParser:
             self._state = _State.OPENING if marker == _OPEN else _State.CLOSING
         return marker is not None
 
-    def _read_opening(self) -> bool:
-        piece, marker = self._scanner.read_until(('">', '" >', *_TAG_MARKERS))
+    def _read_tag(self) -> bool:
+        opening = self._state is _State.OPENING
+        piece, marker = self._scanner.read_until((*(('">', '" >') if opening else (">",)), *_TAG_MARKERS))
         self._pieces.append(piece)
         if marker is None or marker in _TAG_MARKERS:
             return marker is not None and self._at_tag(marker)
-        head, self._pieces = "".join(self._pieces), []
+        text, self._pieces = "".join(self._pieces), []
         self._state = _State.BLOCK
-        if invoke := _INVOKE.fullmatch(head):
-            self._begin_call(invoke["name"])
-        elif parameter := _PARAMETER.fullmatch(head):
+        if not opening:
+            if text.strip() == "invoke":
+                self._close_call()
+            elif text.strip() in _BLOCK_NAMES:
+                self._end()
+        elif invoke := _INVOKE.fullmatch(text):
+            self._close_call()
+            self._call_name = invoke["name"]
+        elif parameter := _PARAMETER.fullmatch(text):
             self._parameter = parameter["name"], parameter["string"]
             self._state = _State.VALUE
-        return True
-
-    def _read_closing(self) -> bool:
-        piece, marker = self._scanner.read_until((">", *_TAG_MARKERS))
-        self._pieces.append(piece)
-        if marker is None or marker in _TAG_MARKERS:
-            return marker is not None and self._at_tag(marker)
-        name, self._pieces = "".join(self._pieces).strip(), []
-        self._state = _State.BLOCK
-        if name == "invoke":
-            self._close_call()
-        elif name in _BLOCK_NAMES:
-            self._end()
         return True
 
     def _read_value(self) -> bool:
@@ -226,33 +199,18 @@ class ChatParser:
         if marker == EOS:
             self._end()
         elif marker is not None:
-            self._add_parameter("".join(self._pieces))
+            name, string = self._parameter
+            self._given.setdefault(name, ("".join(self._pieces), string))  # the first of several with the same name counts
             self._pieces = []
             self._state = _State.BLOCK
         return marker is not None
 
-    # ---- calls ----
-
-    def _begin_call(self, name: str) -> None:
-        self._close_call()
-        index = len(self._calls)
-        call = self._open_call = _OpenCall(index, f"{self._call_id_prefix}{index}", name, self._schemas.get(name))
-        self._call_deltas.append(ToolCallDelta(index=index, id=call.id, name=name))
-
-    def _add_parameter(self, value: str) -> None:
-        if self._open_call is not None:
-            self._say(self._open_call, self._open_call.add(*self._parameter, value))
-
     def _close_call(self) -> None:
-        call, self._open_call = self._open_call, None
-        if call is not None:
-            self._say(call, call.close())
-            self._calls.append(ToolCall(id=call.id, name=call.name, arguments="".join(call.fragments)))
-
-    def _say(self, call: _OpenCall, fragment: str) -> None:
-        if fragment:
-            call.fragments.append(fragment)
-            self._call_deltas.append(ToolCallDelta(index=call.index, arguments=fragment))
+        name, given = self._call_name, self._given
+        self._call_name, self._given = None, {}
+        if name is not None:
+            id = f"{self._call_id_prefix}{len(self._calls)}"
+            self._calls.append(ToolCall(id=id, name=name, arguments=_arguments(given, self._schemas.get(name))))
 
     def _end(self) -> None:
         self._close_call()
@@ -260,49 +218,18 @@ class ChatParser:
         self._state = _State.DONE
 
 
-class _OpenCall:
-    """A tool call whose parameters are arriving; ``add`` and ``close`` return the pieces of its arguments' JSON text."""
+def _arguments(given: Mapping[str, tuple[str, str | None]], properties: Mapping[str, Any] | None) -> str:
+    """Return the arguments of a call as the text of a JSON object; ``properties`` are those of the tool, if it is known.
 
-    def __init__(self, index: int, id: str, name: str, properties: Mapping[str, Any] | None) -> None:
-        self.index = index
-        self.id = id
-        self.name = name
-        self.fragments: list[str] = []
-        self._properties = properties
-        self._names: set[str] = set()
-        self._wrapper: tuple[str, str] | None = None
-        """As object and as member, a parameter that may hold all arguments, while it is the only one."""
-
-    def add(self, name: str, string: str | None, value: str) -> str:
-        """Add a parameter; the first of several with the same name counts."""
-        if name in self._names:
-            return ""
-        first = not self._names
-        self._names.add(name)
-        member = self._member(name, string, value)
-        if first and self._wraps(name, value):
-            self._wrapper = value.strip(), member
-            return ""
-        if self._wrapper is not None:
-            member = f"{self._wrapper[1]}, {member}"
-            self._wrapper, first = None, True
-        return ("{" if first else ", ") + member
-
-    def close(self) -> str:
-        """End the arguments."""
-        if self._wrapper is not None:
-            return self._wrapper[0]
-        return "}" if self._names else "{}"
-
-    def _wraps(self, name: str, value: str) -> bool:
-        """Whether a parameter that the tool does not have holds all arguments as an object."""
-        if name not in _WRAPPERS or self._properties is None or name in self._properties:
-            return False
-        return value.lstrip().startswith("{") and _is_json(value)
-
-    def _member(self, name: str, string: str | None, value: str) -> str:
-        schema = (self._properties or {}).get(name)
-        return f"{json_text(name)}: {_value_json(value, string, schema)}"
+    A single parameter that the tool does not have may hold all arguments as an object.
+    """
+    if len(given) == 1 and properties is not None:
+        ((name, (value, _)),) = given.items()
+        if name in _WRAPPERS and name not in properties and value.lstrip().startswith("{") and _is_json(value):
+            return value.strip()
+    schemas = properties or {}
+    members = [f"{json_text(name)}: {_value_json(value, string, schemas.get(name))}" for name, (value, string) in given.items()]
+    return "{" + ", ".join(members) + "}"
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,16 +10,18 @@ import json as jsonlib
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from weakref import WeakValueDictionary, ref
 
 import torch
 
-from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError, near_match
+from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError, near_match, shown
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -80,16 +82,16 @@ class StructuredOutputs:
                 if not (isinstance(value, str) and value):
                     raise _malformed(f"{name} must be a non-empty string", value)
                 _check_size(name, value, _num_bytes(name, value), MAX_BYTES, "bytes")
+        if self.grammar is not None:
+            _check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
         if self.choice is not None:
             choices: object = self.choice
             good = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
             if not good or not all(isinstance(c, str) and c for c in self.choice):
-                raise _malformed("choice must be a sequence of non-empty strings", choices)
+                raise _malformed("choice must be a sequence of non-empty strings", self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
-            _check_size("choice", choices, len(self.choice), MAX_CHOICES, "strings")
-            _check_size("choice", choices, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
-        if self.grammar is not None:
-            _check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
+            _check_size("choice", self.choice, len(self.choice), MAX_CHOICES, "strings")
+            _check_size("choice", self.choice, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
 
@@ -103,7 +105,7 @@ class StructuredOutputs:
         known = [f.name for f in fields(cls)]
         for key in settings:
             if key not in known:
-                raise _malformed(f"unknown key {key!r}{near_match(str(key), known)}", key)
+                raise _malformed(f"unknown key {shown(key)}{near_match(key, known)}", key)
         return cls(**settings)
 
 
@@ -132,15 +134,13 @@ class GrammarCompiler:
             raise UnsupportedError("structured outputs need a tokenizer with an end-of-sequence token")
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         if self.vocab_size < tokenizer.vocab_size:
-            problem = (
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {self.vocab_size}: they do not belong together"
-            )
-            raise UnsupportedError(problem)
-        self._eos_token_id = tokenizer.eos_token_id
+            sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {self.vocab_size}"
+            raise UnsupportedError(f"{sizes}: they do not belong together")
+        self.eos_token_id = tokenizer.eos_token_id
         self._matcher_type = llguidance.LLMatcher
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.vocab_size)))
         bits_of_byte = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
-        self._bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
+        self.bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
         """To unpack llguidance's bit masks with one look-up."""
         self._lock = threading.Lock()  # guards what follows
         self._known: WeakValueDictionary[StructuredOutputs, Future[LLMatcher]] = WeakValueDictionary()
@@ -175,15 +175,7 @@ class GrammarCompiler:
         whole = compiled.result()
         with self._lock:
             copy = whole.deep_copy()
-        return GrammarMatcher(copy, bits_of_byte=self._bits_of_byte, vocab_size=self.vocab_size, eos_token_id=self._eos_token_id)
-
-    def compile(self, spec: StructuredOutputs) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text.
-
-        Raises:
-            InvalidRequestError: See ``begin``.
-        """
-        return self.matcher(self.begin(spec))
+        return GrammarMatcher(self, copy)
 
     def _work(self) -> None:
         while True:
@@ -241,15 +233,11 @@ class GrammarCompiler:
 class GrammarMatcher:
     """Where one text stands in its grammar."""
 
-    __slots__ = ("_bits_of_byte", "_ended", "_eos_token_id", "_matcher", "_vocab_size")
+    __slots__ = ("_compiler", "_ended", "_matcher")
 
-    def __init__(
-        self, matcher: LLMatcher, *, bits_of_byte: torch.Tensor, vocab_size: int, eos_token_id: int, ended: bool = False
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher, *, ended: bool = False) -> None:
+        self._compiler = compiler
         self._matcher = matcher
-        self._bits_of_byte = bits_of_byte
-        self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
         self._ended = ended
         """Whether end-of-sequence was accepted. llguidance never sees it: its rollback counts it only where text could follow."""
 
@@ -260,13 +248,13 @@ class GrammarMatcher:
             RequestFailedError: The grammar exceeded llguidance's limits on this text.
         """
         if self._ended:
-            mask = torch.zeros(self._vocab_size, dtype=torch.bool, device="cpu")
-            mask[self._eos_token_id] = True
+            mask = torch.zeros(self._compiler.vocab_size, dtype=torch.bool, device="cpu")
+            mask[self._compiler.eos_token_id] = True
             return mask
         bits = self._matcher.compute_bitmask()
         self._check()
         packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
-        return self._bits_of_byte.index_select(0, packed.int()).flatten()[: self._vocab_size]
+        return self._compiler.bits_of_byte.index_select(0, packed.int()).flatten()[: self._compiler.vocab_size]
 
     def accept(self, token_id: int) -> None:
         """Advance by a token.
@@ -275,9 +263,9 @@ class GrammarMatcher:
             InvalidRequestError: The grammar does not allow it here; the matcher stays where it is.
             RequestFailedError: The grammar exceeded llguidance's limits on this text.
         """
-        if self._ended or not 0 <= token_id < self._vocab_size:
+        if self._ended or not 0 <= token_id < self._compiler.vocab_size:
             accepted = False
-        elif token_id == self._eos_token_id:
+        elif token_id == self._compiler.eos_token_id:
             accepted = self._ended = self._matcher.is_accepting()
         else:
             accepted = self._matcher.try_consume_tokens([token_id]) == 1
@@ -301,13 +289,7 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Return an independent matcher at the same place."""
-        return GrammarMatcher(
-            self._matcher.deep_copy(),
-            bits_of_byte=self._bits_of_byte,
-            vocab_size=self._vocab_size,
-            eos_token_id=self._eos_token_id,
-            ended=self._ended,
-        )
+        return GrammarMatcher(self._compiler, self._matcher.deep_copy(), ended=self._ended)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -370,79 +352,73 @@ def _schema_text(given: Mapping[str, Any] | str) -> str:
     if not isinstance(schema, dict):
         raise _malformed(f"json must be a schema object, not {type(schema).__name__}", given)
     _check_size("json", given, _num_bytes("json", text), MAX_BYTES, "bytes")
-    _Schema(schema).check(given)
+    _check_schema(schema, given)
     return text
 
 
-class _Schema:
-    """A JSON schema, to find out how far llguidance recurses, which visits the target of each reference once."""
+def _check_schema(schema: dict[str, Any], given: object) -> None:
+    """Check how far llguidance recurses in a JSON schema; it visits the target of each reference once."""
+    depth, references = _measure(schema)
+    _check_size("json", given, depth, MAX_NESTING, "objects and arrays inside each other")
+    objects = [(node, level) for node, level in _nodes(schema) if isinstance(node, dict)]
+    for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
+        count = sum(len(node[name]) for node, _ in objects if isinstance(node.get(name), dict))
+        _check_size("json", given, count, limit, name)
+    has_ids = any(level > 1 and isinstance(node.get(name), str) for node, level in objects for name in ("$id", "id"))
+    depth += _depth_of_references(schema, references, has_ids)
+    _check_size("json", given, depth, MAX_DEPTH, "levels along its references")
 
-    def __init__(self, schema: dict[str, Any]) -> None:
-        self._schema = schema
-        self._measured: dict[int, tuple[int, set[str]]] = {}
-        self._counts = {"properties": 0, "patternProperties": 0}
-        self._has_ids = False
-        self._depth, self._references = self._measure(schema, first=True)
 
-    def check(self, given: object) -> None:
-        _check_size("json", given, self._depth, MAX_NESTING, "objects and arrays inside each other")
-        for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
-            _check_size("json", given, self._counts[name], limit, name)
-        if self._references:
-            _check_size("json", given, self._depth + self._deepest(), MAX_DEPTH, "levels along its references")
+def _nodes(node: object) -> Iterator[tuple[object, int]]:
+    """Yield the objects and arrays in a value, itself first, with their nesting levels from 1 on."""
+    left = [(node, 1)]
+    while left:
+        value, level = left.pop()
+        yield value, level
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left += [(x, level + 1) for x in inner if isinstance(x, (dict, list))]
 
-    def _deepest(self) -> int:
-        """Return at most how many levels follow behind the first reference."""
-        measured = {reference: self._measure(self._target(reference)) for reference in self._references}
-        waits = {name: len(references) for name, (_, references) in measured.items()}
-        users: dict[str, list[str]] = {name: [] for name in measured}
-        for name, (_, references) in measured.items():
-            for reference in references:
-                users[reference].append(name)
-        levels = {name: depth for name, (depth, _) in measured.items()}
-        ready = [name for name, count in waits.items() if count == 0]
-        for name in ready:  # those that do not lead back to themselves; grows on the way
-            del waits[name]
-            for user in users[name]:
-                levels[user] = max(levels[user], measured[user][0] + levels[name])
-                waits[user] -= 1
-                if waits[user] == 0:
-                    ready.append(user)
-        return max((levels[name] for name in ready), default=0) + sum(measured[name][0] for name in waits)
 
-    def _measure(self, node: object, *, first: bool = False) -> tuple[int, set[str]]:
-        """Return how deep a value is nested, at least 1, and all references in it."""
-        known = self._measured.get(id(node))
-        if known is not None:
-            return known
-        depth, references, left = 1, set[str](), [(node, 1)]
-        while left:
-            value, level = left.pop()
-            depth = max(depth, level)
-            if isinstance(value, dict):
-                if isinstance(value.get("$ref"), str):
-                    references.add(value["$ref"])
-                if first:
-                    for name in self._counts:
-                        entries = value.get(name)
-                        self._counts[name] += len(entries) if isinstance(entries, dict) else 0
-                    self._has_ids |= level > 1 and any(isinstance(value.get(name), str) for name in ("$id", "id"))
-                value = list(value.values())
-            left += [(x, level + 1) for x in value if isinstance(x, (dict, list))] if isinstance(value, list) else []
-        self._measured[id(node)] = depth, references
-        return depth, references
+def _measure(node: object) -> tuple[int, set[str]]:
+    """Return how deep a value is nested, at least 1, and all references in it."""
+    depth, references = 1, set[str]()
+    for value, level in _nodes(node):
+        depth = max(depth, level)
+        if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+            references.add(value["$ref"])
+    return depth, references
 
-    def _target(self, reference: str) -> object:
-        """Return what a reference points to; the whole schema, which is deep enough, where that is not clear."""
-        node: Any = self._schema
-        if self._has_ids or not reference.startswith("#"):
-            return node
-        for part in unquote(reference).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
-            elif isinstance(node, dict) and part in node:
-                node = node[part]
-            else:
-                return self._schema
-        return node
+
+def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: bool) -> int:
+    """Return at most how many levels follow after the first reference."""
+    known: dict[int, tuple[int, set[str]]] = {}  # by target, of which several references may have the same
+    measured: dict[str, tuple[int, set[str]]] = {}
+    for reference in references:
+        target = schema if has_ids else _target(schema, reference)
+        if id(target) not in known:
+            known[id(target)] = _measure(target)
+        measured[reference] = known[id(target)]
+    sorter = TopologicalSorter({reference: inner for reference, (_, inner) in measured.items()})
+    with suppress(CycleError):  # it goes on with the references that do not lead back to themselves
+        sorter.prepare()
+    levels: dict[str, int] = {}
+    while ready := sorter.get_ready():
+        for reference in ready:
+            depth, inner = measured[reference]
+            levels[reference] = depth + max((levels[other] for other in inner), default=0)
+        sorter.done(*ready)
+    return max(levels.values(), default=0) + sum(depth for name, (depth, _) in measured.items() if name not in levels)
+
+
+def _target(schema: dict[str, Any], reference: str) -> object:
+    """Return what a reference points to; the whole schema, which is deep enough, where that is not clear."""
+    node: Any = schema
+    for part in unquote(reference).split("/")[1:] if reference.startswith("#") else ():
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return schema
+    return node

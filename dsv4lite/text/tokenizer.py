@@ -226,13 +226,7 @@ class StopStrings:
     __slots__ = ("_include", "_matched", "_scanner", "_stops")
 
     def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
-        """Look for any of ``stops``.
-
-        Raises:
-            InvalidRequestError: A stop string is empty.
-        """
-        if "" in stops:
-            raise InvalidRequestError("a stop string must not be empty", parameter="stop", value=stops)
+        """Look for any of ``stops``, none of which is empty."""
         self._stops = tuple(stops)
         self._include = include_stop_str_in_output
         self._scanner = Scanner()

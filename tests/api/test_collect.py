@@ -39,7 +39,7 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
     outputs = []
     for sizes in (cuts, [1] * 60, [1000]):
-        got = collector(params)
+        got = collector(params, streaming=True)
         deltas, rest = "", list(ids)
         for size in sizes:
             step, rest = rest[:size], rest[size:]
@@ -65,25 +65,21 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
 
 
 def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
-    """Tokens that nobody waits for are read many at a time, with whatever comes next."""
+    """Tokens without a stream or stop strings are read many at a time, with the next other update."""
     text = "né世😀, and so on " * 20
     entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(400)]
     for end in ("length", "abort"):
         params = SamplingParams(n=2, logprobs=1)
-        plain, keeping = collector(params), collector(params)
+        plain, keeping = collector(params, streaming=True), collector(params)
         for i, token in enumerate(TOKENIZER.encode(text)):
             one = update(token, index=i % 2, logprobs=(entries[i],), weight_version=i // 50, drafted=2, accepted=1)
-            plain.push(one, 11 + i)
-            if not keeping.keep(one):
-                assert i == 0
-                keeping.push(one, 11)
+            plain.push(one, 11)
+            assert (keeping.push(one, 11) is None) == (i > 0)  # the first is the time of the first token
         for got in (plain, keeping):
             if end == "abort":
                 got.end("abort")
             for index in range(2):
-                last = update(101, index=index, finish_reason="length")
-                assert not got.keep(last)
-                got.push(last, 999)
+                assert got.push(update(101, index=index, finish_reason="length"), 999) is not None
         expected, found = plain.output(1000), keeping.output(1000)
         assert (expected.usage, expected.timing) == (found.usage, found.timing)
         for a, b in zip(expected.outputs, found.outputs, strict=True):
@@ -94,17 +90,6 @@ def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
                 b.weight_versions,
             )
             assert a.logprobs is not None and b.logprobs is not None and a.logprobs.sampled.equal(b.logprobs.sampled)
-
-
-@pytest.mark.parametrize("params, streaming", [(SamplingParams(), True), (SamplingParams(stop=("b",)), False)])
-def test_collector_keeps_nothing_that_somebody_waits_for(params: SamplingParams, streaming: bool) -> None:
-    got = collector(params, streaming=streaming)
-    got.push(update(100), 11)
-    assert not got.keep(update(100))
-    got = collector(SamplingParams())
-    assert not got.keep(update(100))  # the first is the time of the first token
-    got.push(update(100), 11)
-    assert got.keep(update(100))
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -1,4 +1,4 @@
-"""LLM, the synchronous API, on a scripted engine."""
+"""LLM, the synchronous API, on a scripted engine: what a thread instead of an event loop makes different from ``test_llm_api``."""
 
 from __future__ import annotations
 
@@ -40,14 +40,45 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_generate_returns_the_output(lab: Lab) -> None:
+def test_calls_return_and_threads_end_with_close(lab: Lab) -> None:
+    before = set(threading.enumerate())
+    messages = [{"role": "user", "content": "2+2?"}]
     with LLM("m") as llm:
-        out = llm.generate("Grüße, 世界", SamplingParams(n=2))
-        assert llm.generate("something longer than seven tokens").usage.completion_tokens == 7
+        own = set(threading.enumerate()) - before
+        assert len(own) == 2
+        assert [c.text for c in llm.generate("Grüße, 世界", SamplingParams(n=2)).outputs] == ["Grüße, 世界"] * 2
         assert (llm.state, llm.weight_version, llm.stats(), llm.memory()) == (Phase.READY, 0, {"open": 0}, "plan")
-        assert llm.tokenizer is lab.tokenizer
-    assert [c.text for c in out.outputs] == ["Grüße, 世界"] * 2
+        outs = llm.generate_batch(["a", [], [POISON, 5, 6], "b"], SamplingParams(), on_error="return")
+        assert [(out.index, type(out.error)) for out in outs] == [
+            (0, type(None)), (1, InvalidRequestError), (2, RequestFailedError), (3, type(None)),
+        ]  # fmt: skip
+        assert llm.chat(messages, SamplingParams(max_tokens=3)).usage.completion_tokens == 3
+        assert llm.score([5], [6, 7], top_logprobs=1).sampled.tolist() == [-6, -7]
+        llm.pause()
+        llm.resume()
+        llm.reset_prefix_cache()
+        assert (lab.engine.resets, llm.state) == (1, Phase.READY)
+    assert not own & set(threading.enumerate())
     assert (llm.state, repr(llm)) == (Phase.CLOSED, "LLM('m', state='closed')")
+    for use in (lambda: llm.generate("x"), lambda: llm.stream("x"), llm.stats, llm.__enter__):
+        with pytest.raises(EngineStateError, match="closed"):
+            use()
+
+
+def test_stream_ends_with_its_block(lab: Lab) -> None:
+    lab.model = endless
+    with LLM("m") as llm:
+        with llm.stream("x", MANY) as stream:
+            first = next(stream)
+        assert stream.final().token_ids[:1] == first.token_ids
+        assert stream.final().outputs[0].finish_reason == "abort"
+        until(lambda: not lab.engine.sequences)
+        with llm.stream("x", MANY) as stream:
+            next(stream)
+            stream.abort()
+            assert list(stream)[-1].finish_reason == "abort"
+        with pytest.raises(RuntimeError, match="with"):
+            next(llm.stream("x"))
 
 
 def test_generate_from_many_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
@@ -68,28 +99,6 @@ def test_everything_works_in_a_thread_that_runs_an_event_loop(lab: Lab) -> None:
                 assert (await other.generate("e", SamplingParams())).text == "e"
 
     asyncio.run(main())
-
-
-def test_threads_end_with_close(lab: Lab) -> None:
-    before = set(threading.enumerate())
-    with LLM("m") as llm:
-        llm.generate("a", SamplingParams())
-        own = set(threading.enumerate()) - before
-        assert len(own) == 2
-    assert not own & set(threading.enumerate())
-
-
-def test_batch_keeps_order_and_returns_errors(lab: Lab) -> None:
-    prompts: list[Any] = [[100 + n] * (1 + n % 5) for n in range(30)]
-    prompts[7], prompts[9] = [], [POISON, 5, 6]
-    with LLM("m", max_num_seqs=4) as llm:
-        outs = llm.generate_batch(prompts, SamplingParams(), on_error="return")
-        assert [out.index for out in outs] == list(range(30))
-        assert isinstance(outs[7].error, InvalidRequestError) and isinstance(outs[9].error, RequestFailedError)
-        assert all(out.prompt_token_ids == tuple(prompts[out.index]) for out in outs if out.error is None)
-        with pytest.raises(InvalidRequestError):
-            llm.generate_batch(prompts, SamplingParams())
-        until(lambda: not lab.engine.sequences)
 
 
 def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
@@ -117,47 +126,20 @@ def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
                 llm.as_completed(wrong)  # type: ignore[arg-type]
 
 
-def test_stream_yields_deltas_and_ends_with_its_block(lab: Lab) -> None:
-    with LLM("m") as llm:
-        with llm.stream("Grüße, 世界", SamplingParams(n=2)) as stream:
-            text = "".join(delta.text for delta in stream if delta.index == 1)
-            assert text == stream.final().outputs[1].text == "Grüße, 世界"
-        lab.engine.model = endless
-        with llm.stream("x", MANY) as stream:
-            first = next(stream)
-        assert stream.final().token_ids[:1] == first.token_ids
-        assert stream.final().outputs[0].finish_reason == "abort"
-        until(lambda: not lab.engine.sequences)
-        with llm.stream("x", MANY) as stream:
-            next(stream)
-            stream.abort()
-            assert list(stream)[-1].finish_reason == "abort"
-        with pytest.raises(RuntimeError, match="with"):
-            next(llm.stream("x"))
-
-
-def test_chat_and_score(lab: Lab) -> None:
-    def answer(request: Any, index: int) -> Iterator[int]:
-        yield from lab.tokenizer.encode("thought</think>answer")
-        yield 1
-
-    lab.model = answer
-    messages = [{"role": "user", "content": "2+2?"}]
-    with LLM("m") as llm:
-        out = llm.chat(messages, SamplingParams(), reasoning="high")
-        assert (out.reasoning, out.text) == ("thought", "answer")
-        with llm.chat_stream(messages, SamplingParams(), reasoning="high") as stream:
-            assert "".join(delta.reasoning for delta in stream) == "thought"
-        assert llm.score([5], [6, 7], top_logprobs=1).sampled.tolist() == [-6, -7]
-
-
-def test_abort_from_another_thread_returns_the_partial_output(lab: Lab, pool: ThreadPoolExecutor) -> None:
+def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
     lab.model = endless
     with LLM("m") as llm:
         future = pool.submit(llm.generate, "x", MANY)
         until(lambda: bool(lab.engine.sequences))
         llm.abort()
         assert future.result(30).outputs[0].finish_reason == "abort"
+        future = pool.submit(llm.generate, "x", MANY)
+        until(lambda: bool(lab.engine.sequences))
+        lab.engine.die(MemoryError())
+        for call in (lambda: future.result(30), lambda: llm.generate("x"), llm.pause, lambda: llm.as_completed([])):
+            with pytest.raises(EngineDeadError) as error:
+                call()
+            assert isinstance(error.value.__cause__, MemoryError)
 
 
 def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
@@ -167,7 +149,7 @@ def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
         until(lambda: lab.engine.steps > 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
         with LLM("m") as llm:
             for call in (lambda: llm.generate("x", MANY), lambda: llm.generate_batch(["x", "y"], MANY)):
@@ -182,27 +164,16 @@ def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_deadlines_end_running_and_queued_requests(lab: Lab, pool: ThreadPoolExecutor) -> None:
+def test_deadlines_of_any_length_end_queued_requests_and_hold_up_nothing(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    """One of 1e12 seconds, of a request in line, once ended the delivery thread: that request and all later ones hung."""
     lab.held = True
     with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
-        futures = [pool.submit(llm.generate, "x", MANY) for _ in range(2)]
+        futures = [pool.submit(llm.generate, "x", SamplingParams(), deadline=deadline) for deadline in (1e12, 1e300, 1e12, 2e9)]
         until(lambda: len(lab.engine.submitted) == 2)
         for deadline in (0.02, 0.01, 1e-9):
             assert llm.generate("x", MANY, deadline=deadline).outputs[0].finish_reason == "deadline"
         with pytest.raises(QueueFullError):
             llm.generate("x", MANY, wait=False)
-        llm.abort()
-        assert {future.result(30).outputs[0].finish_reason for future in futures} == {"abort"}
-        lab.engine.go()
-        assert llm.generate("x", MANY, deadline=5).text == ""
-
-
-def test_deadline_far_away_holds_up_nothing(lab: Lab, pool: ThreadPoolExecutor) -> None:
-    """One of 1e12 seconds, of a request in line, once ended the delivery thread: that request and all later ones hung."""
-    lab.held = True
-    with LLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
-        futures = [pool.submit(llm.generate, "x", SamplingParams(), deadline=deadline) for deadline in (1e12, 1e300, 1e12, 2e9)]
-        until(lambda: len(llm._session._queue) == 2)
         lab.engine.go()
         assert [future.result(30).text for future in futures] == ["x"] * 4
         assert llm.generate("y", SamplingParams()).text == "y"
@@ -220,21 +191,6 @@ def test_paused_blocks_of_several_threads_overlap(lab: Lab) -> None:
         assert llm.state is Phase.PAUSED
         second.__exit__(None, None, None)
         assert llm.state is Phase.READY
-
-
-def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
-    with LLM("m") as llm:
-        for mode in ("keep", "wait", "abort"):
-            with llm.paused(mode):  # type: ignore[arg-type]
-                before = len(lab.engine.submitted)
-                future = pool.submit(llm.generate, "x", SamplingParams())
-                until(lambda: bool(llm._session._queue))
-                assert len(lab.engine.submitted) == before and llm.state is Phase.PAUSED
-            assert future.result(30).text == "x"
-        llm.pause()
-        llm.resume()
-        llm.reset_prefix_cache()
-        assert (lab.engine.resets, llm.state) == (1, Phase.READY)
 
 
 def test_close_from_another_thread_ends_open_requests(lab: Lab, pool: ThreadPoolExecutor) -> None:
@@ -264,20 +220,6 @@ def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
     until(lambda: threading.active_count() == before)
 
 
-def test_dead_engine_fails_open_and_later_calls(lab: Lab, pool: ThreadPoolExecutor) -> None:
-    lab.model = endless
-    with LLM("m") as llm:
-        future = pool.submit(llm.generate, "x", MANY)
-        until(lambda: lab.engine.steps > 3)
-        lab.engine.die(MemoryError())
-        with pytest.raises(EngineDeadError):
-            future.result(30)
-        for call in (lambda: llm.generate("x"), llm.pause, llm.resume, llm.reset_prefix_cache, lambda: llm.as_completed([])):
-            with pytest.raises(EngineDeadError) as error:
-                call()
-            assert isinstance(error.value.__cause__, MemoryError)
-
-
 def test_failed_start_leaves_no_thread(lab: Lab) -> None:
     def fail(engine: FakeEngine) -> None:
         engine.fail_start = CheckpointError("incomplete")
@@ -287,37 +229,6 @@ def test_failed_start_leaves_no_thread(lab: Lab) -> None:
     with pytest.raises(CheckpointError), LLM("m"):
         pytest.fail("entered")
     assert threading.active_count() == before and lab.engine.closes == 1
-
-
-@pytest.mark.parametrize("state", ["new", "closed"])
-def test_engine_that_does_not_run_refuses_calls(lab: Lab, state: str) -> None:
-    llm = LLM("m")
-    if state == "closed":
-        with llm:
-            pass
-    for call in (
-        lambda: llm.generate("x"),
-        lambda: llm.stream("x"),
-        lambda: llm.as_completed([]),
-        lambda: llm.generate_batch([]),
-        lambda: llm.chat([]),
-        lambda: llm.chat_stream([]),
-        lambda: llm.score("x", "y"),
-        llm.pause,
-        llm.resume,
-        llm.reset_prefix_cache,
-        lambda: llm.dump_step("step"),
-        llm.stats,
-        llm.memory,
-    ):
-        with pytest.raises(EngineStateError) as error:
-            call()
-        assert (error.value.state, error.value.allowed) == (state, ("ready", "paused"))
-    llm.abort()
-    llm.close()
-    llm.close()
-    with pytest.raises(EngineStateError), llm:
-        pytest.fail("entered")
 
 
 def test_llm_has_the_calls_of_async_llm() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError
-from dsv4lite.text.chat import EFFORT_1, EFFORT_2, PREVIEW, REFRESHED, TOOLS, Efforts, encode_messages
+from dsv4lite.text.chat import EFFORT_1, EFFORT_2, PREVIEW, REFRESHED, TOOLS, Efforts, render_messages
 
 Message = dict[str, Any]
 
@@ -26,6 +26,11 @@ ADD_LINE = (
     '{"name": "add", "description": "Adds.", "parameters": {"type": "object", '
     '"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}}'
 )
+
+
+def encode_messages(messages: list[Message], **options: Any) -> str:
+    """Return the text that the official encoder writes, whatever control tokens the messages contain."""
+    return "".join(render_messages(messages, escape_results=False, **options))
 
 
 def user(content: str, **more: Any) -> Message:
@@ -63,41 +68,59 @@ def test_trained_texts_keep_every_byte(text: str, length: int, digest: str) -> N
     assert (len(text), hashlib.sha256(text.encode()).hexdigest()) == (length, digest)
 
 
-# ---- worked examples, numbered as in the format's description ----
+# ---- worked examples, numbered as in the format's description; 4 is an option that has no use here ----
+
+CALLED = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+SCHEMA = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+EXAMPLES: dict[str, tuple[list[Message], str, str]] = {
+    "1 non-thinking": (
+        [BRIEF, user("Hi"), assistant("Hello!"), user("2+2?")],
+        "none",
+        f"Be brief.{U}Hi{A}</think>Hello!{E}{U}2+2?{A}</think>",
+    ),
+    "2 thinking": ([user("2+2?")], "high", f"{U}2+2?{A}<think>"),
+    "3 old reasoning is dropped": (GREETING, "high", f"{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>"),
+    "5 the last reasoning is kept": (
+        [*GREETING, assistant("4", "add")],
+        "high",
+        f"{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>add</think>4{E}",
+    ),
+    "6 maximum effort": ([BRIEF, user("2+2?")], "max", f"{EFFORT_1}Be brief.{U}2+2?{A}<think>"),
+    "7 neighbouring user messages": ([user("a"), user("b")], "none", f"{U}a\n\nb{A}</think>"),
+    "9 content before a call": (
+        [user("go"), assistant("Sure.", tool_calls=[call("c1", "f", "{}")]), result("c1", "R1")],
+        "none",
+        f"{U}go{A}</think>Sure.{CALLED}{E}{U}<tool_result>R1</tool_result>{A}</think>",
+    ),
+    "10 response format": (
+        [{**BRIEF, "response_format": {"type": "object"}}, user("go")],
+        "none",
+        f'Be brief.\n\n{SCHEMA}{{"type": "object"}}{U}go{A}</think>',
+    ),
+    "11 reminder": (
+        [BRIEF, {"role": "latest_reminder", "content": "2026-01-01"}, user("hi")],
+        "none",
+        f"Be brief.<｜latest_reminder｜>2026-01-01{U}hi{A}</think>",
+    ),
+    "12 action": ([user("weather?", task="action")], "high", f"{U}weather?{A}<think><｜action｜>"),
+    "12 query": ([user("weather?", task="query")], "high", f"{U}weather?<｜query｜>"),
+    "12 title": (
+        [user("Hi"), assistant("Hello!", task="title"), assistant("Greeting")],
+        "none",
+        f"{U}Hi{A}</think>Hello!{E}<｜title｜>Greeting{E}",
+    ),
+    "13 continued answer": ([user("a"), assistant("The answer", "r", wo_eos=True)], "high", f"{U}a{A}<think>r</think>The answer"),
+    "14 system message amid the conversation": (
+        [user("a"), assistant("b"), {"role": "system", "content": "S2"}, user("c")],
+        "none",
+        f"{U}a{A}</think>b{E}S2{U}c{A}</think>",
+    ),
+}
 
 
-def test_example_1_non_thinking_conversation() -> None:
-    messages = [BRIEF, user("Hi"), assistant("Hello!"), user("2+2?")]
-    assert encode_messages(messages) == f"{B}Be brief.{U}Hi{A}</think>Hello!{E}{U}2+2?{A}</think>"
-
-
-def test_example_2_thinking_first_question() -> None:
-    assert encode_messages([user("2+2?")], reasoning="high") == f"{B}{U}2+2?{A}<think>"
-
-
-def test_example_3_thinking_drops_old_reasoning() -> None:
-    assert encode_messages(GREETING, reasoning="high") == f"{B}{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>"
-
-
-def test_example_4_thinking_keeps_old_reasoning_when_asked() -> None:
-    assert (
-        encode_messages(GREETING, reasoning="high", drop_thinking=False)
-        == f"{B}{U}Hi{A}<think>greet</think>Hello!{E}{U}2+2?{A}<think>"
-    )
-
-
-def test_example_5_full_transcript_keeps_the_last_reasoning() -> None:
-    messages = [*GREETING, assistant("4", "add")]
-    assert encode_messages(messages, reasoning="high") == f"{B}{U}Hi{A}</think>Hello!{E}{U}2+2?{A}<think>add</think>4{E}"
-
-
-def test_example_6_maximum_effort_opens_the_prompt() -> None:
-    assert EFFORT_1.endswith("\n\n")
-    assert encode_messages([BRIEF, user("2+2?")], reasoning="max") == f"{B}{EFFORT_1}Be brief.{U}2+2?{A}<think>"
-
-
-def test_example_7_neighbouring_user_messages_are_one_turn() -> None:
-    assert encode_messages([user("a"), user("b")]) == f"{B}{U}a\n\nb{A}</think>"
+@pytest.mark.parametrize(("messages", "reasoning", "expected"), EXAMPLES.values(), ids=EXAMPLES)
+def test_worked_example(messages: list[Message], reasoning: str, expected: str) -> None:
+    assert encode_messages(messages, reasoning=reasoning) == B + expected
 
 
 def test_example_8_tools_with_results_in_the_order_of_the_calls() -> None:
@@ -142,82 +165,21 @@ and?<｜Assistant｜><think>"""
     assert encode_messages(without, reasoning="high", tools=messages[0]["tools"]) == expected
 
 
-def test_example_9_content_before_a_call() -> None:
-    messages = [user("go"), assistant("Sure.", tool_calls=[call("c1", "f", "{}")]), result("c1", "R1")]
-    block = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-    assert encode_messages(messages) == f"{B}{U}go{A}</think>Sure.{block}{E}{U}<tool_result>R1</tool_result>{A}</think>"
-
-
-def test_example_10_response_format() -> None:
-    expected = (
-        "Be brief.\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
-        f'{{"type": "object"}}{U}go{A}</think>'
-    )
-    assert encode_messages([{**BRIEF, "response_format": {"type": "object"}}, user("go")]) == B + expected
-
-
-def test_example_11_reminder() -> None:
-    messages = [BRIEF, {"role": "latest_reminder", "content": "2026-01-01"}, user("hi")]
-    assert encode_messages(messages) == f"{B}Be brief.<｜latest_reminder｜>2026-01-01{U}hi{A}</think>"
-
-
-def test_example_12_tasks() -> None:
-    assert encode_messages([user("weather?", task="action")], reasoning="high") == f"{B}{U}weather?{A}<think><｜action｜>"
-    assert encode_messages([user("weather?", task="query")], reasoning="high") == f"{B}{U}weather?<｜query｜>"
-    titled = [user("Hi"), assistant("Hello!", task="title"), assistant("Greeting")]
-    assert encode_messages(titled) == f"{B}{U}Hi{A}</think>Hello!{E}<｜title｜>Greeting{E}"
-
-
-def test_example_13_unfinished_answer_is_continued() -> None:
-    messages = [user("a"), assistant("The answer", "r", wo_eos=True)]
-    assert encode_messages(messages, reasoning="high") == f"{B}{U}a{A}<think>r</think>The answer"
-
-
-def test_example_14_system_message_amid_the_conversation_has_no_marker() -> None:
-    messages = [user("a"), assistant("b"), {"role": "system", "content": "S2"}, user("c")]
-    assert encode_messages(messages) == f"{B}{U}a{A}</think>b{E}S2{U}c{A}</think>"
-
-
 # ---- effort ----
 
 
 @pytest.mark.parametrize(
-    ("efforts", "reasoning", "effort"),
+    ("efforts", "no_text", "texts"),
     [
-        (PREVIEW, "none", None),
-        (PREVIEW, None, "high"),
-        (PREVIEW, "minimal", "high"),
-        (PREVIEW, "low", "high"),
-        (PREVIEW, "medium", "high"),
-        (PREVIEW, "high", "high"),
-        (PREVIEW, "xhigh", "max"),
-        (PREVIEW, "max", "max"),
-        (REFRESHED, "none", None),
-        (REFRESHED, None, "high"),
-        (REFRESHED, "minimal", "low"),
-        (REFRESHED, "low", "low"),
-        (REFRESHED, "medium", "low"),
-        (REFRESHED, "high", "high"),
-        (REFRESHED, "xhigh", "high"),
-        (REFRESHED, "max", "max"),
+        (PREVIEW, (None, "minimal", "low", "medium", "high"), {"xhigh": EFFORT_1, "max": EFFORT_1}),
+        (REFRESHED, ("minimal", "low", "medium"), {None: EFFORT_1, "high": EFFORT_1, "xhigh": EFFORT_1, "max": EFFORT_2}),
     ],
+    ids=["preview", "refreshed"],
 )
-def test_api_values_resolve_by_release(efforts: Efforts, reasoning: str | None, effort: str | None) -> None:
-    assert efforts.resolve(reasoning) == effort
-
-
-@pytest.mark.parametrize(
-    ("efforts", "reasoning", "text"),
-    [
-        (PREVIEW, "high", ""),
-        (PREVIEW, "max", EFFORT_1),
-        (REFRESHED, "low", ""),
-        (REFRESHED, "high", EFFORT_1),
-        (REFRESHED, "max", EFFORT_2),
-    ],
-)
-def test_effort_text_depends_on_the_release(efforts: Efforts, reasoning: str, text: str) -> None:
-    assert encode_messages([user("q")], reasoning=reasoning, efforts=efforts) == f"{B}{text}{U}q{A}<think>"
+def test_effort_opens_the_prompt_by_release(efforts: Efforts, no_text: tuple[str | None], texts: dict[str | None, str]) -> None:
+    assert encode_messages([user("q")], reasoning="none", efforts=efforts) == f"{B}{U}q{A}</think>"
+    for reasoning, text in {**dict.fromkeys(no_text, ""), **texts}.items():
+        assert encode_messages([user("q")], reasoning=reasoning, efforts=efforts) == f"{B}{text}{U}q{A}<think>"
 
 
 def test_unknown_effort_is_rejected_with_a_near_match() -> None:
@@ -246,13 +208,6 @@ def test_request_tools_join_those_of_the_first_system_message() -> None:
 def test_tools_keep_the_reasoning_of_every_turn() -> None:
     text = encode_messages(GREETING, reasoning="high", tools=[{"function": {"name": "f"}}])
     assert f"{A}<think>greet</think>Hello!" in text
-
-
-def test_system_message_opens_the_turn_only_when_asked() -> None:
-    messages = [user("a"), assistant("b"), BRIEF]
-    assert encode_messages(messages).endswith(f"{E}Be brief.")
-    assert encode_messages(messages, system_opens=True).endswith(f"{E}Be brief.{A}</think>")
-    assert encode_messages(messages, system_opens=True, reasoning="high").endswith(f"{E}Be brief.{A}<think>")
 
 
 # ---- contents ----
@@ -284,48 +239,10 @@ def test_arguments_may_be_an_object_already() -> None:
     assert encode_messages([assistant("", tool_calls=[given])]) == encode_messages([assistant("", tool_calls=[spelled])])
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        ({"content": "x"}, r"messages\[1\] is not a mapping with a 'role'"),
-        ("text", r"messages\[1\] is not a mapping"),
-        ({"role": "usr", "content": "x"}, r"messages\[1\] has the unknown role 'usr'; did you mean 'user'\?"),
-        ({"role": "user"}, r"messages\[1\] \(user\) needs a string as 'content'"),
-        ({"role": "user", "content": None}, r"messages\[1\] \(user\) needs a string as 'content'"),
-        ({"role": "user", "content": 3}, r"messages\[1\] \(user\) needs a string as 'content', not int"),
-        ({"role": "tool", "tool_call_id": "c"}, r"messages\[1\] \(tool\) needs"),
-        ({"role": "developer"}, r"messages\[1\] \(developer\) needs"),
-        ({"role": "latest_reminder"}, r"messages\[1\] \(latest_reminder\) needs"),
-        ({"role": "assistant"}, r"messages\[1\] \(assistant\) has neither"),
-        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, r"tool_calls\[0\] of messages\[1\] has no 'function'"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-            r"tool_calls\[0\] of messages\[1\] has no 'argum",
-        ),
-        ({"role": "user", "content": "x", "task": "actoin"}, r"messages\[1\] has the unknown task .* did you mean 'action'"),
-        ({"role": "system", "content": "x", "tools": [{"name": "f"}]}, r"tools\[0\] of messages\[1\] has no 'function'"),
-    ],
-)
-def test_malformed_message_is_rejected_by_index(message: Any, problem: str) -> None:
-    with pytest.raises(InvalidRequestError, match=problem) as caught:
-        encode_messages([user("fine"), message])
-    assert caught.value.parameter == "messages"
-
-
-def test_empty_conversation_is_rejected() -> None:
-    with pytest.raises(InvalidRequestError, match="empty"):
-        encode_messages([])
-
-
-def test_malformed_request_tool_is_rejected() -> None:
-    with pytest.raises(InvalidRequestError, match=r"tools\[1\] of the request"):
-        encode_messages([user("q")], tools=[{"function": {"name": "f"}}, {"name": "g"}])
-
-
 # ---- a second implementation, message by message, on random conversations ----
 
 
-def second_encoder(messages: list[Message], thinking: bool, drop: bool, text: str, system_opens: bool) -> str:
+def second_encoder(messages: list[Message], thinking: bool, text: str) -> str:
     """Encode plain dictionaries with as little structure as possible; a block is (kind, call id, content)."""
 
     def dumps(value: object) -> str:
@@ -382,7 +299,7 @@ def second_encoder(messages: list[Message], thinking: bool, drop: bool, text: st
             ordered = sorted((b for b in m["blocks"] if b[0] == "tool"), key=lambda b: order.get(b[1], 0))
             m["blocks"] = [ordered.pop(0) if b[0] == "tool" else b for b in m["blocks"]]
 
-    drop = drop and not any(m.get("tools") for m in merged)
+    drop = not any(m.get("tools") for m in merged)
     questions = [i for i, m in enumerate(merged) if m["role"] in ("user", "developer")]
     last = questions[-1] if questions else -1
     if thinking and drop:
@@ -410,7 +327,7 @@ def second_encoder(messages: list[Message], thinking: bool, drop: bool, text: st
             continue
         if task is not None:
             s += (A + ("<think>" if thinking else "</think>") if task == "action" else "") + f"<｜{task}｜>"
-        elif role in ("user", "developer") or (system_opens and role == "system" and following in (None, "assistant")):
+        elif role in ("user", "developer"):
             s += A + ("<think>" if thinking and (not drop or i >= last) else "</think>")
     return s
 
@@ -451,18 +368,13 @@ message = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(message, min_size=1, max_size=9),
     st.sampled_from([(PREVIEW, "none", ""), (PREVIEW, "high", ""), (PREVIEW, "max", EFFORT_1), (REFRESHED, "max", EFFORT_2)]),
-    st.booleans(),
-    st.booleans(),
 )
-def test_random_conversations_equal_the_second_implementation(
-    messages: list[Message], effort: tuple[Efforts, str, str], drop: bool, system_opens: bool
-) -> None:
+def test_random_conversations_equal_the_second_implementation(messages: list[Message], effort: tuple[Efforts, str, str]) -> None:
     efforts, reasoning, text = effort
     before = json.dumps(messages)
-    encoded = encode_messages(messages, reasoning=reasoning, efforts=efforts, drop_thinking=drop, system_opens=system_opens)
-    assert encoded == second_encoder(messages, reasoning != "none", drop, text, system_opens)
+    assert encode_messages(messages, reasoning=reasoning, efforts=efforts) == second_encoder(messages, reasoning != "none", text)
     assert json.dumps(messages) == before

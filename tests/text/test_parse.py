@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.text.chat import encode_messages
-from dsv4lite.text.parse import ChatDelta, ChatParser, ParsedChat, ToolCall, ToolCallDelta
+from dsv4lite.text.chat import render_messages
+from dsv4lite.text.parse import ChatParser, ParsedChat, ToolCall
 
 EOS = "<｜end▁of▁sentence｜>"
 OPEN, CLOSE = "\n\n<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
@@ -55,21 +55,12 @@ def one_call(*parameters: str, tools: Sequence[dict[str, Any]] | None = (TOOL,))
     return only.arguments
 
 
-def joined(deltas: Sequence[ChatDelta]) -> ParsedChat:
-    """Put a stream of deltas together as a client would."""
-    calls: dict[int, ToolCall] = {}
-    for delta in (d for chat in deltas for d in chat.tool_calls):
-        if delta.index not in calls:
-            assert delta.id is not None and delta.name is not None and delta.index == len(calls)
-            calls[delta.index] = ToolCall(id=delta.id, name=delta.name, arguments=delta.arguments)
-        else:
-            assert delta.id is None and delta.name is None
-            before = calls[delta.index]
-            calls[delta.index] = ToolCall(id=before.id, name=before.name, arguments=before.arguments + delta.arguments)
+def joined(pieces: Sequence[ParsedChat]) -> ParsedChat:
+    """Put the pieces of a stream together as a client would."""
     return ParsedChat(
-        reasoning="".join(d.reasoning for d in deltas),
-        content="".join(d.content for d in deltas),
-        tool_calls=tuple(calls.values()),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        content="".join(piece.content for piece in pieces),
+        tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
     )
 
 
@@ -112,11 +103,11 @@ def test_text_without_markup_is_kept_whole(text: str, thinking: bool) -> None:
 
 def test_only_a_possible_beginning_of_markup_is_held_back() -> None:
     parser = ChatParser(True)
-    assert parser.push("why < </th") == ChatDelta(reasoning="why < ")
-    assert parser.push("ink>be") == ChatDelta(reasoning="", content="be")
-    assert parser.push("cause\n\n") == ChatDelta(content="cause")
-    assert parser.push("\n<") == ChatDelta(content="\n")
-    assert parser.push("b>") == ChatDelta(content="\n\n<b>")
+    assert parser.push("why < </th") == ParsedChat(reasoning="why < ")
+    assert parser.push("ink>be") == ParsedChat(content="be")
+    assert parser.push("cause\n\n") == ParsedChat(content="cause")
+    assert parser.push("\n<") == ParsedChat(content="\n")
+    assert parser.push("b>") == ParsedChat(content="\n\n<b>")
 
 
 # ---- tool calls ----
@@ -139,12 +130,6 @@ def test_block_has_calls_in_order() -> None:
             ToolCall(id="call_1", name="g", arguments="{}"),
         ),
     )
-
-
-def test_call_ids_take_the_prefix() -> None:
-    parser = ChatParser(False, call_id_prefix="req7-")
-    parser.push(OPEN + invoke("f") + CLOSE)
-    assert [c.id for c in parser.result().tool_calls] == ["req7-0"]
 
 
 def test_two_newlines_at_most_belong_to_the_block() -> None:
@@ -213,14 +198,15 @@ def test_truncated_block_keeps_what_was_complete(cut: str, calls: list[tuple[str
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == calls
 
 
-def test_name_is_announced_before_the_arguments_which_stream_by_parameter() -> None:
-    parser = ChatParser(False)
-    assert parser.push(OPEN + '<｜DSML｜invoke name="f">').tool_calls == (ToolCallDelta(index=0, id="call_0", name="f"),)
-    assert parser.push(parameter("a", "1")).tool_calls == (ToolCallDelta(index=0, arguments='{"a": "1"'),)
-    assert parser.push(parameter("b", "2", "false")).tool_calls == (ToolCallDelta(index=0, arguments=', "b": 2'),)
-    assert parser.result().tool_calls == ()
-    assert parser.push("</｜DSML｜invoke>").tool_calls == (ToolCallDelta(index=0, arguments="}"),)
-    assert len(parser.result().tool_calls) == 1
+def test_call_comes_when_it_is_complete() -> None:
+    parser = ChatParser(False, call_id_prefix="req7-")
+    assert parser.push(OPEN + '<｜DSML｜invoke name="f">' + parameter("a", "1")) == ParsedChat()
+    assert (
+        parser.push("</｜DSML｜invoke>")
+        == parser.result()
+        == ParsedChat(tool_calls=(ToolCall(id="req7-0", name="f", arguments='{"a": "1"}'),))
+    )
+    assert parser.push("\n<｜DSML｜invoke") == parser.finish() == ParsedChat()
 
 
 # ---- values ----
@@ -266,6 +252,7 @@ def test_wrapper_stays_if_it_may_be_meant() -> None:
     wrapped = parameter("input", '{"count": 1}', "false")
     assert one_call(wrapped, parameter("flag", "true", "false")) == '{"input": {"count": 1}, "flag": true}'
     assert one_call(parameter("flag", "true", "false"), wrapped) == '{"flag": true, "input": {"count": 1}}'
+    assert one_call(parameter("x", "1", "false"), tools=[{"function": {"name": "f"}}]) == '{"x": 1}'
     assert one_call(wrapped, tools=None) == '{"input": {"count": 1}}'
     declared = {"function": {"name": "f", "parameters": {"properties": {"input": {"type": "object"}}}}}
     assert one_call(wrapped, tools=[declared]) == '{"input": {"count": 1}}'
@@ -273,19 +260,15 @@ def test_wrapper_stays_if_it_may_be_meant() -> None:
     assert one_call(parameter("input", "{broken", "true")) == '{"input": "{broken"}'
 
 
-def test_tool_without_parameters_is_known() -> None:
-    assert one_call(parameter("x", "1", "false"), tools=[{"function": {"name": "f"}}]) == '{"x": 1}'
-
-
 # ---- properties ----
 
 
-def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> list[ChatDelta]:
+def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> ParsedChat:
     parser = ChatParser(thinking, [TOOL])
-    deltas = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    deltas.append(parser.finish())
-    assert joined(deltas) == parser.result()
-    return deltas
+    pieces = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    pieces.append(parser.finish())
+    assert joined(pieces) == parser.result()
+    return parser.result()
 
 
 fragments = st.sampled_from(
@@ -301,13 +284,12 @@ fragments = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
-    whole = joined(streamed(text, thinking, []))
+    whole = streamed(text, thinking, [])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    assert joined(streamed(text, thinking, cuts)) == whole
-    assert joined(streamed(text, thinking, range(len(text) + 1))) == whole
+    assert streamed(text, thinking, cuts) == streamed(text, thinking, range(len(text) + 1)) == whole
     for call in whole.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
 
@@ -331,8 +313,9 @@ def test_parser_inverts_the_encoder(
     }
     question = {"role": "user", "content": "q"}
     mode = "high" if thinking else "none"
-    text = encode_messages([question, message], reasoning=mode).removeprefix(encode_messages([question], reasoning=mode))
+    prompt, whole = ("".join(render_messages(turns, reasoning=mode)) for turns in ([question], [question, message]))
+    text = whole.removeprefix(prompt)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    parsed = joined(streamed(text, thinking, cuts))
+    parsed = streamed(text, thinking, cuts)
     assert (parsed.reasoning, parsed.content) == (reasoning if thinking else "", content)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == made

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -32,6 +33,11 @@ nonempty_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, ma
 def compiler() -> GrammarCompiler:
     pytest.importorskip("llguidance")
     return GrammarCompiler(REAL, vocab_size=PADDED)
+
+
+def start(compiler: GrammarCompiler, spec: StructuredOutputs) -> GrammarMatcher:
+    """Return a matcher at the beginning of a text."""
+    return compiler.matcher(compiler.begin(spec))
 
 
 def advance(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
@@ -83,11 +89,6 @@ def rules(length: int) -> str:
 
 
 # ---- specification ----
-
-
-def test_specification_reads_a_mapping() -> None:
-    assert StructuredOutputs.from_dict({"choice": ["a", "b"]}) == StructuredOutputs(choice=("a", "b"))
-    assert StructuredOutputs.from_dict({"json": {"type": "object"}}).json == '{"type": "object"}'
 
 
 @pytest.mark.parametrize(
@@ -147,17 +148,19 @@ def test_malformed_specification_is_rejected(settings: dict[str, Any], problem: 
         StructuredOutputs(regex="(?=a)b"),
         StructuredOutputs(grammar="start: missing"),
         StructuredOutputs(json={"type": "nonsense"}),
+        StructuredOutputs(json={"$ref": "#"}),
         StructuredOutputs(json={"type": "array", "uniqueItems": True}),
         StructuredOutputs(json={"type": "string", "minLength": 3, "maxLength": 2}),
     ],
 )
 def test_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler, spec: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be compiled: ") as caught:
-        compiler.compile(spec)
+        start(compiler, spec)
     assert "<state>" not in str(caught.value)
 
 
 def test_specification_is_a_copy() -> None:
+    assert StructuredOutputs.from_dict({"choice": ["a", "b"]}) == StructuredOutputs(choice=("a", "b"))
     schema = {"enum": ["a"]}
     spec = StructuredOutputs(json=schema)
     schema["enum"].append("b")
@@ -166,12 +169,12 @@ def test_specification_is_a_copy() -> None:
 
 def test_schemas_that_lead_back_to_themselves_are_no_longer_than_what_they_pass(compiler: GrammarCompiler) -> None:
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}, "additionalProperties": False}
-    assert compiler.compile(StructuredOutputs(json=tree)).mask().any()
-    assert compiler.compile(StructuredOutputs(json=loops(80))).mask().any()
+    assert start(compiler, StructuredOutputs(json=tree)).mask().any()
+    assert start(compiler, StructuredOutputs(json=loops(80))).mask().any()
     wide = {"$defs": {f"d{i}": {"type": "object", "properties": {"a": {"$ref": "#/$defs/leaf"}}} for i in range(500)}}
     wide |= {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(500)]}
     wide["$defs"]["leaf"] = {"type": "string"}
-    assert compiler.compile(StructuredOutputs(json=wide)).mask().any()
+    assert start(compiler, StructuredOutputs(json=wide)).mask().any()
 
 
 def test_whatever_the_limits_allow_leaves_the_stack_alone() -> None:
@@ -225,7 +228,7 @@ def compile_all() -> None:
     compiler = GrammarCompiler(REAL)
     for spec in specs:
         try:
-            compiler.compile(spec)
+            start(compiler, spec)
         except InvalidRequestError:
             pass
 
@@ -242,20 +245,15 @@ print(len(specs), "survived")
 
 def test_repetition_that_is_too_much_fails_its_text(compiler: GrammarCompiler) -> None:
     """The first mask, which takes longest, belongs to what the compiler does; a text that is too much for the library fails."""
-    matcher = compiler.compile(StructuredOutputs(regex="a{10000000}"))
+    matcher = start(compiler, StructuredOutputs(regex="a{10000000}"))
     with pytest.raises(RequestFailedError, match="gave up on this text"):
         while True:
             matcher.mask()
             matcher.accept(REAL.encode("a")[0])
 
 
-def test_schema_that_no_text_matches_is_refused(compiler: GrammarCompiler) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
-        compiler.compile(StructuredOutputs(json={"$ref": "#"}))
-
-
-def test_grammar_that_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler) -> None:
-    """Whoever gave up its request does not hold up others."""
+def test_grammar_of_a_request_that_ended_is_not_compiled(compiler: GrammarCompiler) -> None:
+    """Requests that ended do not delay others."""
     one = GrammarCompiler(REAL)
     busy, built = threading.Event(), list[StructuredOutputs]()
 
@@ -303,7 +301,7 @@ def test_added_tokens_in_a_grammar_are_plain_text(compiler: GrammarCompiler, kin
         "choice": StructuredOutputs(choice=(text, text + "!")),
         "grammar": StructuredOutputs(grammar=f"start: {json.dumps(text)}"),
     }
-    matcher = compiler.compile(specs[kind])
+    matcher = start(compiler, specs[kind])
     said = {"const": json.dumps(text, ensure_ascii=False), "key": json.dumps({text: 1}, ensure_ascii=False)}.get(kind, text)
     for id in REAL.encode(said, allow_special=False):
         allowed = set(matcher.mask().nonzero().flatten().tolist())
@@ -313,25 +311,20 @@ def test_added_tokens_in_a_grammar_are_plain_text(compiler: GrammarCompiler, kin
 
 
 def test_mask_has_the_models_size_and_allows_no_padding(compiler: GrammarCompiler) -> None:
-    mask = compiler.compile(StructuredOutputs(regex="(.|\n)*")).mask()
+    mask = start(compiler, StructuredOutputs(regex="(.|\n)*")).mask()
     assert (mask.shape, mask.dtype, mask.device.type) == ((PADDED,), torch.bool, "cpu")
     assert not mask[REAL.vocab_size :].any()
     assert mask.sum() > 100_000
 
 
-def test_default_size_is_the_tokenizers() -> None:
-    pytest.importorskip("llguidance")
-    assert GrammarCompiler(REAL).compile(StructuredOutputs(regex="a")).mask().shape == (REAL.vocab_size,)
-
-
 def test_special_tokens_and_chat_markup_never_match_text(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(StructuredOutputs(json={"type": "string"}))
+    matcher = start(compiler, StructuredOutputs(json={"type": "string"}))
     mask = advance(matcher, '"a').mask()
     assert not mask[sorted(REAL.added_ids)].any()
 
 
 def test_mask_allows_exactly_the_tokens_that_continue(compiler: GrammarCompiler) -> None:
-    mask = compiler.compile(StructuredOutputs(choice=("yes", "no"))).mask()
+    mask = start(compiler, StructuredOutputs(choice=("yes", "no"))).mask()
     allowed = {REAL.id_to_bytes(id) for id in mask.nonzero().flatten().tolist()}
     vocabulary = {REAL.id_to_bytes(id) for id in range(REAL.vocab_size)}
     assert allowed == {b"y", b"ye", b"yes", b"n", b"no"} & vocabulary
@@ -341,7 +334,7 @@ def test_mask_allows_exactly_the_tokens_that_continue(compiler: GrammarCompiler)
 @given(st.integers(0, 10**6))
 def test_end_of_sequence_is_allowed_exactly_where_the_text_matches(compiler: GrammarCompiler, seed: int) -> None:
     pattern = r"(ab|c[0-9]{1,3})*x?"
-    matcher, draw, text = compiler.compile(StructuredOutputs(regex=pattern)), random.Random(seed), ""
+    matcher, draw, text = start(compiler, StructuredOutputs(regex=pattern)), random.Random(seed), ""
     for _ in range(12):
         mask = matcher.mask()
         assert bool(mask[EOS]) == (re.fullmatch(pattern, text) is not None)
@@ -355,7 +348,7 @@ def test_end_of_sequence_is_allowed_exactly_where_the_text_matches(compiler: Gra
 
 
 def test_finished_text_allows_only_end_of_sequence(compiler: GrammarCompiler) -> None:
-    matcher = advance(compiler.compile(StructuredOutputs(regex="ab")), "ab")
+    matcher = advance(start(compiler, StructuredOutputs(regex="ab")), "ab")
     assert matcher.is_terminated()
     assert matcher.mask().nonzero().flatten().tolist() == [EOS]
     matcher.accept(EOS)
@@ -367,7 +360,7 @@ def test_finished_text_allows_only_end_of_sequence(compiler: GrammarCompiler) ->
 
 @pytest.mark.parametrize("bad", [EOS, 5, 128803, REAL.vocab_size, PADDED, 10**9, -1])
 def test_token_that_is_not_allowed_is_rejected_and_changes_nothing(compiler: GrammarCompiler, bad: int) -> None:
-    matcher = advance(compiler.compile(StructuredOutputs(regex="abcd")), "ab")
+    matcher = advance(start(compiler, StructuredOutputs(regex="abcd")), "ab")
     before = matcher.copy()
     with pytest.raises(InvalidRequestError, match=f"does not allow token {bad} here"):
         matcher.accept(bad)
@@ -381,7 +374,7 @@ def test_token_that_is_not_allowed_is_rejected_and_changes_nothing(compiler: Gra
 @settings(max_examples=25, deadline=None)
 @given(st.lists(nonempty_text, min_size=1, max_size=3), st.integers(0, 99))
 def test_choice_yields_one_of_the_strings(compiler: GrammarCompiler, choices: list[str], seed: int) -> None:
-    assert random_walk(compiler.compile(StructuredOutputs(choice=tuple(choices))), seed) in choices
+    assert random_walk(start(compiler, StructuredOutputs(choice=tuple(choices))), seed) in choices
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -396,7 +389,7 @@ def test_json_schema_yields_valid_json(compiler: GrammarCompiler, seed: int) -> 
         "required": ["name", "count", "kind"],
         "additionalProperties": False,
     }
-    matcher = compiler.compile(StructuredOutputs(json=schema if seed % 2 else json.dumps(schema)))
+    matcher = start(compiler, StructuredOutputs(json=schema if seed % 2 else json.dumps(schema)))
     value = json.loads(random_walk(matcher, seed))
     assert set(value) == {"name", "count", "kind"}
     assert len(value["name"]) <= 8
@@ -405,7 +398,7 @@ def test_json_schema_yields_valid_json(compiler: GrammarCompiler, seed: int) -> 
 
 
 def test_json_whitespace_cannot_go_on_forever(compiler: GrammarCompiler) -> None:
-    matcher, newline = compiler.compile(StructuredOutputs(json={"type": "object"})), REAL.encode("\n")[0]
+    matcher, newline = start(compiler, StructuredOutputs(json={"type": "object"})), REAL.encode("\n")[0]
     advance(matcher, "{")
     for _ in range(64):
         matcher.accept(newline)
@@ -415,11 +408,11 @@ def test_json_whitespace_cannot_go_on_forever(compiler: GrammarCompiler) -> None
 
 @pytest.mark.parametrize(("pattern", "text"), [("a/b", "a/b"), ("x\ny", "x\ny"), (r'"\\', '"\\'), ("é+", "ééé")])
 def test_regex_with_awkward_characters(compiler: GrammarCompiler, pattern: str, text: str) -> None:
-    assert advance(compiler.compile(StructuredOutputs(regex=pattern)), text).mask()[EOS]
+    assert advance(start(compiler, StructuredOutputs(regex=pattern)), text).mask()[EOS]
 
 
 def test_lark_grammar_nests(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(StructuredOutputs(grammar='start: "(" start ")" | "x"'))
+    matcher = start(compiler, StructuredOutputs(grammar='start: "(" start ")" | "x"'))
     assert not advance(matcher, "((x)").mask()[EOS]
     assert advance(matcher, ")").is_terminated()
 
@@ -430,7 +423,7 @@ def test_lark_grammar_nests(compiler: GrammarCompiler) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.data())
 def test_rollback_returns_to_an_earlier_place(compiler: GrammarCompiler, seed: int, data: st.DataObject) -> None:
-    matcher, draw = compiler.compile(StructuredOutputs(regex="(ab|c)*x?")), random.Random(seed)
+    matcher, draw = start(compiler, StructuredOutputs(regex="(ab|c)*x?")), random.Random(seed)
     places = [matcher.copy()]
     for _ in range(6):
         if places[-1].mask()[EOS] and draw.random() < 0.3:
@@ -448,7 +441,7 @@ def test_rollback_returns_to_an_earlier_place(compiler: GrammarCompiler, seed: i
 
 
 def test_rollback_over_the_end_of_a_finished_text(compiler: GrammarCompiler) -> None:
-    matcher = advance(compiler.compile(StructuredOutputs(regex="ab")), "a")
+    matcher = advance(start(compiler, StructuredOutputs(regex="ab")), "a")
     middle = matcher.copy()
     advance(matcher, "b").accept(EOS)
     matcher.rollback(1)
@@ -458,32 +451,24 @@ def test_rollback_over_the_end_of_a_finished_text(compiler: GrammarCompiler) -> 
 
 
 def test_copies_are_independent(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(StructuredOutputs(regex="ab"))
+    matcher = start(compiler, StructuredOutputs(regex="ab"))
     copy = matcher.copy()
     advance(copy, "ab").accept(EOS)
-    assert same_place(matcher, compiler.compile(StructuredOutputs(regex="ab")))
+    assert same_place(matcher, start(compiler, StructuredOutputs(regex="ab")))
     assert copy.copy().is_terminated()
 
 
-def test_same_grammar_is_compiled_once_and_the_cache_is_bounded(compiler: GrammarCompiler) -> None:
-    spec = StructuredOutputs(json={"const": 1})
-    made: list[str] = []
-    counting = GrammarCompiler(REAL)
-    original = counting._matcher_type
-
-    class Counting:
-        grammar_from_json_schema = staticmethod(original.grammar_from_json_schema)
-        grammar_from_regex = staticmethod(original.grammar_from_regex)
-
-        def __new__(cls, vocabulary: Any, grammar: str, *, log_level: int) -> Any:
-            made.append(grammar)
-            return original(vocabulary, grammar, log_level=log_level)
-
-    counting._matcher_type = Counting  # type: ignore[assignment]
-    for matcher in (counting.compile(spec), counting.compile(spec)):
-        assert advance(matcher, "1").is_terminated()
-    assert len(made) == 1
+def test_same_grammar_is_compiled_once_and_the_cache_is_bounded() -> None:
+    pytest.importorskip("llguidance")
+    compiler, spec = GrammarCompiler(REAL), StructuredOutputs(json={"const": 1})
+    compiled = compiler.begin(spec)
+    for _ in range(2):
+        matcher = compiler.matcher(compiled)
+        assert matcher.mask().shape == (REAL.vocab_size,) and advance(matcher, "1").is_terminated()
+    assert compiler.begin(spec) is compiled
+    known = weakref.ref(compiled)
+    del compiled
     for i in range(CACHED_GRAMMARS):
-        counting.compile(StructuredOutputs(regex=f"a{{{i + 1}}}"))
-    counting.compile(spec)
-    assert len(made) == CACHED_GRAMMARS + 2
+        assert known() is not None
+        start(compiler, StructuredOutputs(regex=f"a{{{i + 1}}}"))
+    assert known() is None

@@ -1,0 +1,75 @@
+"""Rules for the values of settings: of ``SamplingParams``, ``EngineConfig``, the drafters and the calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from dsv4lite.errors import InvalidRequestError, near_match, shown
+
+Rule = Callable[[Any], str]
+"""Returns what is wrong with a value, to be read after ``name=value``; empty if it is right."""
+INT32_MAX = 2**31 - 1
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number that a float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return False
+
+
+def is_unicode(value: str) -> bool:
+    """Whether a string can be encoded: it has no lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_token(value: object) -> bool:
+    """Whether a value can be a token id."""
+    return is_integer(value) and 0 <= value <= INT32_MAX
+
+
+def integer(least: int, most: int = INT32_MAX, *, optional: bool = False) -> Rule:
+    """An integer in a range."""
+
+    def problem(value: object) -> str:
+        if (value is None and optional) or (is_integer(value) and least <= value <= most):
+            return ""
+        limit = f"of at least {least}" if isinstance(value, int) and value < least else f"from {least} to {most}"
+        return f"must be an integer {limit}" + (", or None" if optional else "")
+
+    return problem
+
+
+def number(good: Callable[[float], bool], rule: str) -> Rule:
+    """A finite number for which ``good`` holds; ``rule`` says so."""
+    return lambda value: "" if is_number(value) and good(value) else f"must be a finite number{rule}"
+
+
+def one_of(*options: str) -> Rule:
+    """One of some names."""
+    return lambda value: "" if value in options else f"must be one of {options}{near_match(value, options)}"
+
+
+def boolean(value: object) -> str:
+    """``True`` or ``False``."""
+    return "" if isinstance(value, bool) else "must be True or False"
+
+
+def require(ok: bool, parameter: str, value: object, problem: str) -> None:
+    """Raise ``InvalidRequestError`` for the value of a parameter unless it is ``ok``."""
+    if not ok:
+        raise InvalidRequestError(f"{parameter}={shown(value)} {problem}", parameter=parameter, value=value)
