@@ -181,7 +181,7 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
     for kinds, kernel in (*products, (gemm_triton._WEIGHT_ONLY_TILES, "_float_kernel")):
         wanted = {gemm_triton.tile_for(kinds, most or 4096, chip) for most, _ in kinds}
         assert {(tile.rows, tile.outs, tile.num_warps) for tile in wanted} <= tiles("gemm.triton", kernel, *names)
-    blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.FEW, *experts_triton.BLOCKS)}
+    blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
     heads = (8, 16, 64, 128)

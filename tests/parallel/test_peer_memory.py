@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS
 from dsv4lite.parallel import peer_memory
 from dsv4lite.parallel.peer_memory import Driver, Refused, open_buffers
 
@@ -89,4 +89,4 @@ def test_nobody_has_buffers_on_several_machines(monkeypatch: pytest.MonkeyPatch)
 def test_memory_is_laid_out_as_the_kernel_wants_it() -> None:
     """The kernel waits for ever on a buffer filled with anything else; neither room knows the other."""
     assert peer_memory._NOTHING_YET == EMPTY & 0xFFFFFFFF
-    assert (peer_memory._BUFFERS, peer_memory._BLOCK) == (TURNS, EXPERT_COLUMNS)
+    assert (peer_memory._BUFFERS, peer_memory._BLOCK) == (TURNS, BLOCK)

@@ -18,7 +18,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
-from dsv4lite.kernels.experts.triton import Block, Work, down_tile, gate_up_tile
+from dsv4lite.kernels.experts.grouping_triton import Block
+from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -148,7 +149,7 @@ def _experts_kernel(
 
 def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     """Launch ``moe_decode_small``."""
-    _, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, held = given
+    _, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, held, _ = given
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
@@ -158,8 +159,8 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     if h_TI is None:  # of no channel
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
     slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done)
-    u, u_codes = work.room_for_u()
-    y = work.room_for_y(partial=held.partial)
+    u_codes = work.room(width, torch.uint8)
+    y = work.room(hidden, torch.float32 if held.partial else torch.bfloat16)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
@@ -169,7 +170,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
     _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
-        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes),
+        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u_codes),
         s,
         s_scales,
         w,
