@@ -33,7 +33,7 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies
 from dsv4lite.kernels.runs import place_runs
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
+from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, SampleInputs, sample_rows
 from dsv4lite.kernels.warmup import Specialization, recording
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
@@ -155,7 +155,7 @@ def _sampling() -> None:
     logits, one = _empty(rows, VOCABULARY), _empty(rows, dtype=torch.int32)
     space = RowSpace.allocate(rows, VOCABULARY, META)
     settings, last_token = _empty(slots + 1, NUM_COLUMNS, dtype=torch.float64), _empty(slots + 1, dtype=torch.int64)
-    sample_rows(logits, argmax_finite(logits), one, one, settings, last_token, space, EVERYTHING)
+    sample_rows(SampleInputs(logits, argmax_finite(logits), one, one, settings, last_token, space, EVERYTHING))
     token_logprobs(logits, _empty(rows, dtype=torch.int64), 5)
     argmax_finite(_empty(1, 61))
 
