@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling.rows import BEST, EVERYTHING, PIECE, RowMasks, RowSpace, SampleInputs, sample_rows, scored_values
+from dsv4lite.kernels.sampling.rows import BEST, EVERYTHING, PIECE, RowMasks, RowSpace, SampleInputs, row_bytes, sample_rows, scored_values
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
@@ -276,6 +276,7 @@ def test_ops_take_and_leave_the_same_tensors() -> None:
         values = scored_values(logits, logits.amax(1, keepdim=True), sampler.settings[:3], positions, space, torch.arange(3))
         found.append((out[:4], last_token, values.isfinite(), values.nan_to_num()))
         assert out[0, 0] >= V // 2 and out[0, 1] == CLOSE and values.isfinite().sum(1).tolist()[:2] == [4, 1]
+    assert sum(part.nbytes for part in space) == 3 * row_bytes(V)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
