@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling.rows import BEST, EVERYTHING, PIECE, RowMasks, RowSpace, SampleInputs, row_bytes, sample_rows, scored_values
+from dsv4lite.kernels.sampling.rows import (
+    BEST,
+    EVERYTHING,
+    PIECE,
+    RowMasks,
+    RowSpace,
+    SampleInputs,
+    row_bytes,
+    sample_rows,
+    scored_values,
+)
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
