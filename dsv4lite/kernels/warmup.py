@@ -130,7 +130,7 @@ class _Gate:
         if wanted is None:
             return JITFunction.run(kernel, *args, grid=grid, warmup=warmup, **options)
         twin = copy.copy(kernel)  # shares all but the compiling
-        del twin.run  # the gate, or we would come back here
+        del twin.run  # the gate, which would call itself
 
         def note(key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool) -> None:
             """Stand in for ``JITFunction._do_compile``."""
@@ -216,7 +216,7 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
     Args:
         wanted: From ``recording``.
         directory: Where compiled kernels are kept; made if need be.
-        progress: Told how many are ready, and of how many.
+        progress: Called with how many are ready, and of how many.
 
     Returns:
         How many are not ready.

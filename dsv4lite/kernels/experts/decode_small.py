@@ -65,7 +65,7 @@ class Held(NamedTuple):
     def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
         """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
         slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
-        # What lies before the first comes to lie behind the last.
+        # Slots before the first become the largest numbers.
         return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
 
 

@@ -226,26 +226,20 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     shared = triton.next_power_of_2(shared_groups) if inputs else 0
     sharers = min(max(shared, 1), most_sharers)
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    routing = (logits_TE, logits_TE if bias is None else bias, chosen_TK if table is None else table)
+    padding = (router.token_ids_T, router.token_ids_T if positions is None else positions)
+    copied = (*((chosen_TK,) * 2 if copies is None else copies[:2]), chosen_TK if load_E is None else load_E)
+    blocks = (groups.order, groups.owner, groups.count, groups.arrivals, done, ticket, groups.x_words)
     _prepare_kernel[(tokens + tokens * sharers,)](
-        logits_TE,
-        logits_TE if bias is None else bias,
-        chosen_TK if table is None else table,
-        router.token_ids_T,
-        router.token_ids_T if positions is None else positions,
-        *((chosen_TK,) * 2 if copies is None else copies[:2]),
-        chosen_TK if load_E is None else load_E,
+        *routing,
+        *padding,
+        *copied,
         h_TI,
         x_scales,
         chosen_TK,
         weight_TK,
         counters_of(device),
-        groups.order,
-        groups.owner,
-        groups.count,
-        groups.arrivals,
-        done,
-        ticket,
-        groups.x_words,
+        *blocks,
         s_codes,
         s_scales,
         tokens,

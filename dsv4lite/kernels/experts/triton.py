@@ -301,7 +301,7 @@ class Work:
     """Sizes of one call, and what its kernels hand to each other.
 
     Attributes:
-        native: The chip knows e4m3; the interpreter, too, goes the way of older chips, for its own rounding differs.
+        native: The chip knows e4m3; the interpreter widens codes as older chips do, for its own rounding differs.
         groups: Which pairs of token and expert each block has.
         u_words: Bits of the scales of ``u`` in the blocks' order, int32 [blocks, I / 128, rows].
     """

@@ -25,7 +25,7 @@ from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, fits
 
 _WARPS = 8
-_PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
+_PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
 
 
 @triton.jit

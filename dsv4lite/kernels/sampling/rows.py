@@ -236,7 +236,7 @@ def sample_rows(given: SampleInputs) -> Tensor:
     edited = _is_edited(lines, positions)
     if Needs.EDITS in needs and edited.any():
         rows = edited.nonzero()[:, 0]
-        space.edited[rows] = _edited_ref(logits, lines, positions, tokens, places, rows)
+        space.edited[rows] = _edited_logits(logits, lines, positions, tokens, places, rows)
         _put_best(space, rows)
         if masks is not None:
             apply_masks(space, masks)
@@ -246,7 +246,7 @@ def sample_rows(given: SampleInputs) -> Tensor:
     feasible = (top.abs() < float("inf"))[:, 0]
     drawn = (feasible & (lines[:, Column.TEMPERATURE] > 0)).nonzero()[:, 0]
     if needs & _DRAWN and len(drawn):
-        scaled = _truncated_ref(x[drawn], top[drawn], lines[drawn])
+        scaled = _truncated(x[drawn], top[drawn], lines[drawn])
         if Needs.SCORES in needs:
             state[drawn, State.CUT] = _last_rank(scaled)
         if scored is None:
@@ -256,7 +256,7 @@ def sample_rows(given: SampleInputs) -> Tensor:
     out[1], out[2] = finite, feasible
     if scored is None:
         out[0] = token_ids.clamp(0, vocab_size - 1)
-        _count_ref(out, slots, tokens, places, lines, last_token, vocab_size)
+        _count(out, slots, tokens, places, lines, last_token, vocab_size)
     else:
         out[0] = scored
         out[4].view(torch.float32).fill_(float("nan"))
@@ -328,7 +328,7 @@ def _put_best(space: RowSpace, rows: Tensor) -> None:
 _DRAWN = Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARCHES
 
 
-def _edited_ref(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+def _edited_logits(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """Return penalised and edited logits of some rows, float32 [M, V]."""
     x, lines, vocab_size = logits[rows], lines[rows], logits.shape[1]
     penalised, occurrences = _held(lines, Column.OCCURRENCES, vocab_size, torch.int32)
@@ -363,7 +363,7 @@ def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) ->
     return rows, torch.stack(found) if found else torch.empty(0, vocab_size, dtype=dtype, device=lines.device)
 
 
-def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
+def _truncated(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     """Apply temperature, ``min_p``, ``top_k`` and ``top_p`` to rows that are drawn."""
     scaled = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float())
     scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
@@ -377,9 +377,7 @@ def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     return scaled
 
 
-def _count_ref(
-    out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int
-) -> None:
+def _count(out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int) -> None:
     """Count and remember what rows have sampled, up to the first wrong draft of each sequence."""
     sampled, seen, at, counts = out[0].tolist(), tokens.tolist(), places.tolist(), False
     for row, (slot, address) in enumerate(zip(slots.tolist(), lines[:, Column.OCCURRENCES].tolist(), strict=True)):
