@@ -157,10 +157,7 @@ def keep_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
     """
     vocab_size = scaled.shape[-1]
     mass = top_p * _share(scaled).sum(dim=-1, keepdim=True)
-    # A nucleus is mostly small, so the CPU looks at more and more of the best tokens until they hold every row's. On a device the
-    # question whether they do would wait for all that is queued there, so it sorts everything at once.
-    width = min(64, vocab_size) if scaled.device.type == "cpu" else vocab_size
-    keys = _ranking_keys(scaled)
+    width, keys = min(64, vocab_size), _ranking_keys(scaled)  # a nucleus is mostly small: more and more of the best, until it fits
     while True:
         token_ids = _first(keys, width)
         values = scaled.gather(-1, token_ids)
