@@ -94,7 +94,7 @@ if ON_GPU:
 
 
 @pytest.mark.parametrize("fp4", [True, False])
-@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize("tokens", [1, 3, 21] if ON_GPU else [1, 21])
 @pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SHAPES)
 def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, top_k: int, tokens: int, fp4: bool) -> None:
     w13, w2 = experts(count, hidden, width, fp4=fp4)
