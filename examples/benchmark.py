@@ -204,7 +204,7 @@ def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
 def communication(kernels: list[dict[str, Any]]) -> float:
     """Return the seconds that kernels of collectives took."""
     return 1e-6 * sum(
-        row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_kernel", "gather_kernel", "scatter_kernel"))
+        row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_k", "all_gather_k", "reduce_scatter_k"))
     )
 
 

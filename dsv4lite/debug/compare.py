@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, sum_experts_ref
+from dsv4lite.kernels.experts import Tiles, sum_experts
 from dsv4lite.kernels.indexer import PAGE_TOKENS
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
@@ -56,7 +56,7 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
     if op == "route":
         return {"chosen": tensors[0], "weights": tensors[1]}
     if op == "moe_decode_small":
-        return {"chosen": tensors[0], "sums": sum_experts_ref(result)}
+        return {"chosen": tensors[0], "sums": sum_experts.reference(result)}
     if op == "choose_paged":
         return {"chosen": _choices(tensors[0], *arguments[2:4])}
     if op == "latent_norms":

@@ -106,17 +106,31 @@ class Wanted:
     specialization: Specialization
     install: Callable[[Any], None]
 
+    def load(self, directory: Path) -> bool:
+        """Install the kernel if the directory holds it; return whether it does."""
+        kernel = self.specialization.load(directory)
+        if kernel is not None:
+            self.install(kernel)
+        return kernel is not None
 
-class _Recorder:
-    """What one thread would compile; runs launches on twins of the kernels, which share all but the compiling."""
 
-    def __init__(self) -> None:
-        self.wanted: dict[tuple[str, str, str], Wanted] = {}
+class _Gate:
+    """Stands before a kernel's launches for good; those of a thread that records are only noted.
 
-    def launch(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Find out what a launch needs; launch nothing."""
-        twin = copy.copy(kernel)
-        del twin.run  # the gate, or we would come back here
+    Attributes:
+        recording: What each such thread would compile, by kernel and key.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.recording: dict[int, dict[tuple[str, str, str], Wanted]] = {}
+
+    def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel, wanted = self._kernel, self.recording.get(threading.get_ident())
+        if wanted is None:
+            return JITFunction.run(kernel, *args, grid=grid, warmup=warmup, **options)
+        twin = copy.copy(kernel)  # shares all but the compiling
+        del twin.run  # the gate, which would call itself
 
         def note(key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool) -> None:
             """Stand in for ``JITFunction._do_compile``."""
@@ -130,25 +144,11 @@ class _Recorder:
                 options=dict(vars(options)),
                 target=(target.backend, target.arch, target.warp_size),
             )
-            wanted = Wanted(specialization=specialization, install=lambda found: compiled.__setitem__(key, found))
-            self.wanted.setdefault((kernel.module, kernel.__name__, key), wanted)
+            one = Wanted(specialization=specialization, install=lambda found: compiled.__setitem__(key, found))
+            wanted.setdefault((kernel.module, kernel.__name__, key), one)
 
         twin._do_compile = note
-        twin.run(*args, grid=None, warmup=True, **options)
-
-
-class _Gate:
-    """Stands before a kernel's launches for good; those of a thread that records are only looked at."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self.recorders: dict[int, _Recorder] = {}
-
-    def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        recorder = self.recorders.get(threading.get_ident())
-        if recorder is None:
-            return JITFunction.run(self._kernel, *args, grid=grid, warmup=warmup, **options)
-        return recorder.launch(self._kernel, args, options)
+        return twin.run(*args, grid=None, warmup=True, **options)
 
 
 @contextmanager
@@ -157,18 +157,19 @@ def recording() -> Iterator[list[Wanted]]:
 
     What the kernels would have written stays unwritten. Float arithmetic on it is harmless, but no torch op may index by it.
     """
-    wanted: list[Wanted] = []
-    recorder, thread = _Recorder(), threading.get_ident()
+    found: list[Wanted] = []
+    wanted: dict[tuple[str, str, str], Wanted] = {}
+    thread = threading.get_ident()
     # One gate for each kernel, and never removed: several threads may come and go here at the same time.
     gates = [vars(kernel).setdefault("run", _Gate(kernel)) for kernel in _kernels()]
     for gate in gates:
-        gate.recorders[thread] = recorder
+        gate.recording[thread] = wanted
     try:
-        yield wanted
+        yield found
     finally:
         for gate in gates:
-            del gate.recorders[thread]
-    wanted += recorder.wanted.values()
+            del gate.recording[thread]
+    found += wanted.values()
 
 
 def triton_modules() -> list[str]:
@@ -215,22 +216,19 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
     Args:
         wanted: From ``recording``.
         directory: Where compiled kernels are kept; made if need be.
-        progress: Told how many are ready, and of how many.
+        progress: Called with how many are ready, and of how many.
 
     Returns:
         How many are not ready.
     """
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
-    missing = [one for one in wanted if not _install(one, directory)]
+    missing = [one for one in wanted if not one.load(directory)]
     loaded = len(wanted) - len(missing)
-    if not missing:
-        log.info("%d compiled kernels from %s in %.1f s", loaded, directory, time.monotonic() - started)
-        return 0
     left, complaint = set(range(len(missing))), ""
     try:
-        for index, error in _compile_apart([one.specialization for one in missing], directory):
-            if not error and _install(missing[index], directory):
+        for index, error in _compile_apart([one.specialization for one in missing], directory) if missing else ():
+            if not error and missing[index].load(directory):
                 left.discard(index)
                 if progress is not None:
                     progress(len(wanted) - len(left), len(wanted))
@@ -243,13 +241,6 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
     seconds, compiled = time.monotonic() - started, len(missing) - len(left)
     log.info("%d compiled kernels from %s, %d compiled into it, in %.1f s", loaded, directory, compiled, seconds)
     return len(left)
-
-
-def _install(wanted: Wanted, directory: Path) -> bool:
-    kernel = wanted.specialization.load(directory)
-    if kernel is not None:
-        wanted.install(kernel)
-    return kernel is not None
 
 
 def _compile_apart(specializations: Sequence[Specialization], directory: Path) -> Iterator[tuple[int, str]]:

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.exchange import TokenRows
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small, suits_decode_small
+from dsv4lite.kernels.peer_memory import TokenRows
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
@@ -56,8 +56,19 @@ class WideExperts(nn.Module):
 
         A slot that does not exist adds nothing.
         """
-        given = ExpertInputs(rows[0], None, slots_TK, weight_TK, self.w13.weight, self.w2.weight, self.limit, self.partial)
-        return experts_forward(given, shared_TD, row_tile=self.w13.row_tile, round_inputs=self.w13.rounds_input)
+        given = ExpertInputs(
+            rows[0],
+            None,
+            slots_TK,
+            weight_TK,
+            self.w13.weight,
+            self.w2.weight,
+            self.limit,
+            self.partial,
+            row_tile=self.w13.row_tile,
+            round_inputs=self.w13.rounds_input,
+        )
+        return experts_forward(given, shared_TD)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -316,8 +327,9 @@ class MoE(nn.Module):
         h_TI, logits_TE = self._first(x_TD, rounded)
         if suits_decode_small(len(x_TD), c.experts_per_token):
             down = (shared.w2.weight, shared.w2.scale)
-            given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, held)
-            parts = moe_decode_small(given, shared.w2.row_tile)
+            parts = moe_decode_small(
+                MoeInputs(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, held, shared.w2.row_tile)
+            )
             chosen_TK = parts.slots_TK
             if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
                 chosen_TK, _ = self._route(logits_TE, token_ids_T, positions_T)

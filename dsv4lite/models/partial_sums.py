@@ -7,9 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import EXPERT_COLUMNS, Inbox, all_reduce_experts, all_reduce_few, part_of_experts
-from dsv4lite.kernels.exchange import TokenRows, fits, gather_few, lengthened, scatter_few
 from dsv4lite.kernels.experts import ExpertSum
+from dsv4lite.kernels.peer_memory import (
+    BLOCK,
+    Inbox,
+    TokenRows,
+    all_gather,
+    all_reduce,
+    fits,
+    lengthened,
+    part_of_experts,
+    reduce_scatter,
+)
 from dsv4lite.parallel.mesh import Axis
 
 
@@ -24,7 +33,7 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     """
     inbox = _inbox(axis, part.numel())
     if inbox is not None:
-        return all_reduce_few(part.contiguous(), inbox, dtype, also)
+        return all_reduce(part.contiguous(), inbox, dtype, also)
     if axis.size == 1:
         return rounded_sum(part, also, dtype)
     if also is not None:
@@ -66,8 +75,8 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
     tokens, _, hidden = parts.outputs_TKD.shape
     inbox = _inbox(axis, tokens * hidden)
-    if inbox is not None and hidden % EXPERT_COLUMNS == 0:
-        return all_reduce_experts(parts, inbox, dtype)
+    if inbox is not None and hidden % BLOCK == 0:
+        return all_reduce(parts, inbox, dtype)
     return total(axis, part_of_experts(parts), dtype)
 
 
@@ -87,7 +96,7 @@ def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
     """
     inbox = _inbox(axis, 1)
     if inbox is not None and fits(inbox, count, rows.x_TD.shape[1]):
-        return gather_few(rows, inbox, count)
+        return all_gather(rows, inbox, count)
     return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
 
@@ -102,7 +111,7 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
     """
     count, inbox = len(parts.slots_TK) // axis.size, _inbox(axis, 1)
     if inbox is not None and fits(inbox, count, parts.outputs_TKD.shape[2]):
-        return scatter_few(parts, inbox, tokens, dtype)
+        return reduce_scatter(parts, inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
     begin = axis.rank * count
     return rounded_sum(sums_TD, None if parts.shared_TD is None else parts.shared_TD[begin : begin + tokens], dtype)

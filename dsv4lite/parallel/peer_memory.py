@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import EMPTY, EXPERT_COLUMNS, TURNS, Inbox
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -70,7 +70,7 @@ class PeerMemory:
             numbers: How many numbers of 32 bits each rank can send.
         """
         with torch.cuda.device(device):
-            calls = torch.zeros(-(-numbers // EXPERT_COLUMNS), dtype=torch.int64, device=device)  # and a context for the driver
+            calls = torch.zeros(-(-numbers // BLOCK), dtype=torch.int64, device=device)  # and a context for the driver
             found = open_buffers(store, rank, size, TURNS * size * numbers)
         if isinstance(found, str):
             log.info("ranks add up all parts with NCCL: their memory is closed to each other (%s)", found)

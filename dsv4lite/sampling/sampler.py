@@ -43,6 +43,7 @@ from dsv4lite.kernels.sampling.rows import (
     Needs,
     RowMasks,
     RowSpace,
+    SampleInputs,
     sample_rows,
     scored_values,
 )
@@ -279,11 +280,12 @@ class Sampler:
         positions: Tensor,
         last_token: Tensor,
         needs: Needs,
-        run: tuple[Tensor, Tensor] | None = None,
+        drafts: tuple[Tensor, Tensor] | None = None,
         masks: RowMasks | None = None,
     ) -> Tensor:
-        """Sample; see ``sample_rows``. Without ``masks`` nothing here asks the host, so that it can be captured."""
-        return sample_rows(logits, best, slots, positions, self.settings, last_token, self.space, needs, run, masks=masks)
+        """Sample; see ``SampleInputs``. Without ``masks`` nothing here asks the host, so that it can be captured."""
+        where = (slots, positions, self.settings, last_token, self.space)
+        return sample_rows(SampleInputs(logits, best, *where, needs, drafts, masks=masks))
 
     def warm_up(self, logits: Tensor) -> None:
         """Launch every kernel once on rows of padding, whose logits float32 [R, V] are arbitrary."""
@@ -337,13 +339,13 @@ class Sampler:
         first_rows = [0, *accumulate(1 + s.drafts for s in sequences)][:-1]
         masks, failures = self.rules(asked, sequences, first_rows)
         each = [(s, place) for s in sequences for place in range(1 + s.drafts)]
-        slots, positions, *run = self._columns(
+        slots, positions, *drafts = self._columns(
             [s.slot for s, _ in each],
             [_position(s) + place for s, place in each],
             [s.token_ids[place - s.drafts - 1] for s, place in each],
             [place for _, place in each],
         )
-        out = self.run(logits, best, slots, positions, last_token, asked.needs, (run[0], run[1]), masks)
+        out = self.run(logits, best, slots, positions, last_token, asked.needs, (drafts[0], drafts[1]), masks)
         return self.finish(out, logits, best, asked, sequences, first_rows, failures)
 
     def draft(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -362,7 +364,7 @@ class Sampler:
         """
         nowhere = torch.empty(len(self.drafting), dtype=torch.int64, device=logits.device)
         best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
-        return sample_rows(logits, best, slots, positions, self.drafting, nowhere, self.space, needs)[0].long()
+        return sample_rows(SampleInputs(logits, best, slots, positions, self.drafting, nowhere, self.space, needs))[0].long()
 
     def score(self, logits: Tensor, sequence: SequencePlan, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Score given tokens by the distributions that they would have been sampled from; they count as the sequence's output.
@@ -393,7 +395,7 @@ class Sampler:
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)
         needs = settings.needs & ~(Needs.DRAWS | Needs.NUCLEI)
         where = slots, positions, self.settings, nowhere, self.space
-        out = sample_rows(logits, best, *where, needs, (seen, places), given, masks)
+        out = sample_rows(SampleInputs(logits, best, *where, needs, (seen, places), given, masks))
         assert settings.line is not None
         if settings.line.occurrences is not None:
             settings.line.occurrences.index_add_(0, given, torch.ones_like(given))

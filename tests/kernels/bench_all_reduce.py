@@ -1,6 +1,6 @@
 """Times sums over ranks, float32 parts to bfloat16, by size: ``python tests/kernels/bench_all_reduce.py [ranks]``, a GPU each.
 
-NCCL's all-reduce with the rounding behind it beside ``all_reduce_few``; microseconds of one call within a CUDA graph of forty.
+NCCL's all-reduce with the rounding behind it beside ``all_reduce``; microseconds of one call within a CUDA graph of forty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import all_reduce_few
+from dsv4lite.kernels.peer_memory import all_reduce
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import PeerMemory
@@ -46,11 +46,11 @@ def main(rank: int, size: int, port: int) -> None:
     for kib in KIB:
         part = torch.randn(kib * 256, generator=torch.Generator().manual_seed(rank)).to(device)
         exact = mesh.tp.all_reduce(part.clone())
-        torch.testing.assert_close(all_reduce_few(part, inbox, torch.float32), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(all_reduce(part, inbox, torch.float32), exact, rtol=1e-5, atol=1e-5)
         part.zero_()
         alone = timed(lambda _, part=part: mesh.tp.all_reduce(part))  # type: ignore[misc]
         cast = timed(lambda _, part=part: mesh.tp.all_reduce(part).to(torch.bfloat16))  # type: ignore[misc]
-        ours = timed(lambda _, part=part: all_reduce_few(part, inbox, torch.bfloat16))  # type: ignore[misc]
+        ours = timed(lambda _, part=part: all_reduce(part, inbox, torch.bfloat16))  # type: ignore[misc]
         if rank == 0:
             print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
     barrier()

@@ -1,7 +1,7 @@
 """Times rows and sums of few tokens over ranks: ``python tests/kernels/bench_exchange.py [ranks]``, a GPU each.
 
 NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with the sums before and the rounding behind it, beside
-``gather_few`` and ``scatter_few``; V4-Flash's width, microseconds of one call within a CUDA graph of forty.
+``all_gather`` and ``reduce_scatter``; V4-Flash's width, microseconds of one call within a CUDA graph of forty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.multiprocessing as mp
 from timing import microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
 from dsv4lite.kernels.experts.decode_small import ExpertSum
+from dsv4lite.kernels.peer_memory import TokenRows, all_gather, reduce_scatter
 from dsv4lite.layout import Layout
 from dsv4lite.models.partial_sums import gather_rows, total_of_own
 from dsv4lite.parallel.mesh import Axis, Mesh
@@ -53,15 +53,15 @@ def main(rank: int, size: int, port: int) -> None:
         chosen = torch.randint(0, 256, (size * tokens, TOP_K), device=device)
         outputs = torch.randn(size * tokens, TOP_K, HIDDEN, device=device).bfloat16()
         parts = ExpertSum(chosen, outputs, torch.randn(size * tokens, HIDDEN, device=device).bfloat16(), 256 // size)
-        for theirs, ours in zip(gather_rows(nccl, rows, tokens), gather_few(rows, inbox, tokens), strict=True):
+        for theirs, ours in zip(gather_rows(nccl, rows, tokens), all_gather(rows, inbox, tokens), strict=True):
             assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
-        sums = [total_of_own(nccl, parts, tokens, x.dtype), scatter_few(parts, inbox, tokens, x.dtype)]
+        sums = [total_of_own(nccl, parts, tokens, x.dtype), reduce_scatter(parts, inbox, tokens, x.dtype)]
         torch.testing.assert_close(*sums, rtol=0 if size == 2 else 1e-2, atol=0 if size == 2 else 1e-2)
         times = [
             timed(lambda _, rows=rows, tokens=tokens: gather_rows(nccl, rows, tokens)),
-            timed(lambda _, rows=rows, tokens=tokens: gather_few(rows, inbox, tokens)),
+            timed(lambda _, rows=rows, tokens=tokens: all_gather(rows, inbox, tokens)),
             timed(lambda _, parts=parts, tokens=tokens: total_of_own(nccl, parts, tokens, torch.bfloat16)),
-            timed(lambda _, parts=parts, tokens=tokens: scatter_few(parts, inbox, tokens, torch.bfloat16)),
+            timed(lambda _, parts=parts, tokens=tokens: reduce_scatter(parts, inbox, tokens, torch.bfloat16)),
         ]
         if rank == 0:
             print(f"{tokens:>7}{times[0]:>14.2f}{times[1]:>8.2f}{times[2]:>14.2f}{times[3]:>8.2f}", flush=True)

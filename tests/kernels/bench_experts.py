@@ -10,34 +10,24 @@ import sys
 import torch
 from timing import BANDWIDTH, distance, microseconds
 
-from dsv4lite.kernels.experts import (
-    ExpertInputs,
-    ExpertSum,
-    Tiles,
-    experts_forward,
-    experts_outputs_ref,
-    scale_words,
-    sum_experts,
-    sum_experts_ref,
-)
-from dsv4lite.kernels.experts.triton import Block, experts_outputs_triton
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs, scale_words, sum_experts
+from dsv4lite.kernels.experts.grouping_triton import Block
+from dsv4lite.kernels.experts.triton import experts_outputs_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
 COPIES = 3
 SWEEP = tuple(
-    Block(rows=rows, tiles=tiles, num_warps=warps, num_stages=stages, max_registers=registers)
-    for rows, tiles, warps, stages, registers in (
-        (32, 2, 4, 4, None),
-        (64, 2, 4, 3, None),
-        (64, 2, 8, 3, 128),
-        (64, 2, 8, 4, 128),
-        (64, 4, 8, 3, None),
-        (64, 4, 16, 3, 128),
-        (64, 4, 16, 4, 128),
-        (128, 1, 4, 3, None),
-        (128, 2, 8, 3, None),
-        (128, 2, 16, 3, 128),
+    Block(rows=rows, tiles=tiles, num_warps=warps, num_stages=stages)
+    for rows, tiles, warps, stages in (
+        (32, 2, 4, 4),
+        (64, 2, 4, 3),
+        (64, 2, 8, 4),
+        (64, 4, 8, 3),
+        (64, 4, 16, 4),
+        (128, 1, 4, 3),
+        (128, 2, 8, 3),
+        (128, 2, 16, 3),
     )
 )
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048, 8192)
@@ -64,8 +54,8 @@ def main() -> None:
         error = 0.0
         if tokens <= 64:
             given = ExpertInputs(*x, chosen, weight, *layers[0], 10.0)
-            parts = ExpertSum(chosen, experts_outputs_ref(given), None, EXPERTS)
-            error = distance(experts_forward(given), sum_experts_ref(parts))
+            parts = ExpertSum(chosen, experts_outputs.reference(given), None, EXPERTS)
+            error = distance(experts_forward(given), sum_experts.reference(parts))
             assert error < 5e-3, error
 
         def run(i: int, block: Block | None = None, args: tuple = (*x, chosen, weight)) -> torch.Tensor:  # type: ignore[type-arg]

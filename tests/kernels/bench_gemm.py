@@ -20,7 +20,7 @@ from dsv4lite.kernels.gemm import float_linear_ref, fp8_linear_ref, fp8_weight_l
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.sampling import argmax_finite_ref
+from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.triton import argmax_finite_triton
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
@@ -103,10 +103,10 @@ def best_tokens(counts: list[int]) -> None:
     for rows in counts:
         if rows <= 512:
             copies = [torch.randn(rows, 129280, device="cuda") for _ in range(max(1, min(16, ROTATED // (rows * 517120))))]
-            for got, wanted in zip(argmax_finite_triton(copies[0]), argmax_finite_ref(copies[0]), strict=True):
+            for got, wanted in zip(argmax_finite_triton(copies[0]), argmax_finite.reference(copies[0]), strict=True):
                 assert torch.equal(got, wanted)
             ours = microseconds(lambda i, copies=copies: argmax_finite_triton(copies[i])[1], len(copies))
-            library = microseconds(lambda i, copies=copies: argmax_finite_ref(copies[i])[1], len(copies))
+            library = microseconds(lambda i, copies=copies: argmax_finite.reference(copies[i])[1], len(copies))
             rate = copies[0].nbytes / ours / 1e6
             print(f"{'argmax':<18}{rows:>6}{ours:>9.1f}{rate:>7.2f}   library {library:.1f}", flush=True)
 

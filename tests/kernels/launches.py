@@ -24,16 +24,15 @@ from dsv4lite.config import tiny_model
 from dsv4lite.engine.packing import padding
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels import dispatch, warmup
-from dsv4lite.kernels.all_reduce import Inbox, all_reduce_experts, all_reduce_few
-from dsv4lite.kernels.exchange import TokenRows, gather_few, scatter_few
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
+from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, reduce_scatter
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, sample_rows
+from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, SampleInputs, sample_rows
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.kernels.warmup import Specialization, recording
 from dsv4lite.models.deepseek_v4.config import parse_config
@@ -156,7 +155,7 @@ def _sampling() -> None:
     logits, one = _empty(rows, VOCABULARY), _empty(rows, dtype=torch.int32)
     space = RowSpace.allocate(rows, VOCABULARY, META)
     settings, last_token = _empty(slots + 1, NUM_COLUMNS, dtype=torch.float64), _empty(slots + 1, dtype=torch.int64)
-    sample_rows(logits, argmax_finite(logits), one, one, settings, last_token, space, EVERYTHING)
+    sample_rows(SampleInputs(logits, argmax_finite(logits), one, one, settings, last_token, space, EVERYTHING))
     token_logprobs(logits, _empty(rows, dtype=torch.int64), 5)
     argmax_finite(_empty(1, 61))
 
@@ -175,16 +174,16 @@ def _ranks() -> None:
         calls = _empty(1 << 12, dtype=torch.int64)
         inbox = Inbox(_empty(ranks + 1, dtype=torch.int64), calls, 0, 1 << 22)
         part, bf16 = _empty(tokens, hidden), _empty(tokens, hidden, dtype=torch.bfloat16)
-        all_reduce_few(part, inbox, torch.bfloat16, part)
-        all_reduce_few(part, inbox, torch.float32)
+        all_reduce(part, inbox, torch.bfloat16, part)
+        all_reduce(part, inbox, torch.float32)
         ids = _empty(tokens, dtype=torch.int64)
-        gather_few(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
+        all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
         for dtype in (torch.float32, torch.bfloat16):
             outputs = _empty(ranks * tokens, chosen, hidden, dtype=dtype)
             parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
-            all_reduce_experts(parts, inbox, torch.bfloat16)
-            scatter_few(parts, inbox, tokens, torch.bfloat16)
+            all_reduce(parts, inbox, torch.bfloat16)
+            reduce_scatter(parts, inbox, tokens, torch.bfloat16)
 
 
 def _products() -> None:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling import argmax_finite
-from dsv4lite.kernels.sampling.rows import BEST, EVERYTHING, PIECE, RowMasks, RowSpace, row_bytes, sample_rows_ref, scored_values
+from dsv4lite.kernels.sampling.rows import (
+    BEST,
+    EVERYTHING,
+    PIECE,
+    RowMasks,
+    RowSpace,
+    SampleInputs,
+    row_bytes,
+    sample_rows,
+    scored_values,
+)
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
@@ -36,8 +46,7 @@ Settings = Mapping[str, object]
 def kernels() -> Iterator[None]:
     """Run kernels, in the interpreter on a machine without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("dsv4lite.kernels.sampling", "dsv4lite.kernels.sampling.rows"):
-            patch.setattr(f"{module}.use_triton", lambda x: True)
+        patch.setattr("dsv4lite.kernels.dispatch.use_triton", lambda *_: True)
         yield
     assert not counters_of(DEVICE).any()
 
@@ -270,12 +279,14 @@ def test_ops_take_and_leave_the_same_tensors() -> None:
     forbidden[0, : V // 2], forbidden[1] = True, True
     masks = RowMasks(torch.tensor([0, 1]), forbidden, torch.tensor([-1, CLOSE]))
     found = []
-    for op in (sample_rows_triton, sample_rows_ref):
+    for op in (sample_rows_triton, sample_rows.reference):
         last_token, space = torch.zeros(len(sampler.settings), dtype=torch.int64), RowSpace.allocate(3, V, CPU)
-        out = op(logits, argmax_finite(logits), slots, positions, sampler.settings, last_token, space, asked.needs, masks=masks)
+        where = (slots, positions, sampler.settings, last_token, space)
+        out = op(SampleInputs(logits, argmax_finite(logits), *where, asked.needs, masks=masks))
         values = scored_values(logits, logits.amax(1, keepdim=True), sampler.settings[:3], positions, space, torch.arange(3))
         found.append((out[:4], last_token, values.isfinite(), values.nan_to_num()))
         assert out[0, 0] >= V // 2 and out[0, 1] == CLOSE and values.isfinite().sum(1).tolist()[:2] == [4, 1]
+    assert sum(part.nbytes for part in space) == 3 * row_bytes(V)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -302,11 +313,9 @@ def test_sequences_take_their_settings_to_another_slot() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "frequency_penalty": 0.4},
         {"top_p": 0.7, "min_p": 0.01, "logit_bias": {5: 3.0}, "logprobs": BEST + 3},
         {"top_k": 150, "min_tokens": 4, "allowed_token_ids": tuple(range(180))},
-        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4},
+        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4, "repetition_penalty": 1.3, "top_k": 9, "top_p": 0.8},
     ],
     ids=lambda each: ",".join(each),
 )
@@ -350,12 +359,6 @@ def test_score_of_a_row_that_failed_is_nan() -> None:
         values, *_ = both.samplers[0].score(rows.to(DEVICE), run, 3, (8, 9))
     others, *_ = both.samplers[1].score(rows, run, 3, (8, 9))
     assert values.isnan().tolist() == others.isnan().tolist() == [False, True]
-
-
-def test_space_is_as_large_as_it_says() -> None:
-    space = RowSpace.allocate(3, V, DEVICE)
-    parts = (space.edited, space.state, space.partial, space.peaks, space.candidates, space.single)
-    assert sum(part.nbytes for part in parts) == 3 * row_bytes(V)
 
 
 @pytest.mark.skipif(not CUDA, reason="takes minutes in the interpreter")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +16,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
-
-import dsv4lite.kernels  # noqa: E402
+import dsv4lite.kernels  # noqa: E402  only where there is Triton
+from dsv4lite.config import tiny_model  # noqa: E402
 from dsv4lite.engine import step_graphs  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.step_graphs import StepGraphs  # noqa: E402
@@ -23,32 +25,27 @@ from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.spans import place_spans  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
+from dsv4lite.models.deepseek_v4.batch import Batch, make_batch  # noqa: E402
+from dsv4lite.models.deepseek_v4.config import parse_config  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS  # noqa: E402
 from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
 from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
+from dsv4lite.state.paging import SequenceInput  # noqa: E402
 from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
+from dsv4lite.weights.quant import Numerics  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
+from tests.kernels.test_warmup import Hopper  # noqa: E402
 from tests.recorded import Recording, without_device  # noqa: E402
 
 CPU = torch.device("cpu")
 MAX_TOKENS, MAX_LENGTH = 700, 8192
+LONGEST = 8192
+COUNTS = (*range(1, 140, 9), *range(62, 68), 200, 256, 300, 511, 512, 513, 1000, 1025, 2047, 2048, 2049, 3001, 5000, 8191, 8192)
 SIZES = StateSizes(grow_pages=8, window_pages=8, slots=4, snapshots=1)
-
-
-class Hopper:
-    """A driver that knows its device by name only: whoever launches fails."""
-
-    def get_current_device(self) -> int:
-        return 96
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
 
 
 class Deaf:
@@ -70,7 +67,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda x: True)
+            monkeypatch.setattr(module, "use_triton", lambda *_: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
     monkeypatch.setattr(step_graphs, "place_spans", lambda *read: (place_spans(*read), place_spans.reference(*read))[1])
@@ -94,7 +91,7 @@ def runner_of(mesh: Mesh) -> Runner:
 
 
 def unwritten(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return what no launch has written: integers by which nobody may index."""
+    """Return what no launch has written: integers that are no indices."""
     out = torch.zeros(*args, **kwargs)
     return out.fill_(torch.iinfo(out.dtype).max) if out.dtype in (torch.int32, torch.int64) else out
 
@@ -115,8 +112,8 @@ def test_dry_run_of_draft_tokens_needs_nothing_that_kernels_write(monkeypatch: p
     assert sum(one.specialization.name == "_place_kernel" for one in wanted) >= 2
 
 
-def run_of(slot: int, start: int, tokens: int) -> SequencePlan:
-    """A run of some tokens of the sequence in a slot; what its pages are called is of no importance here."""
+def span_of(slot: int, start: int, tokens: int) -> SequencePlan:
+    """Return some scheduled tokens of the sequence in a slot, in any pages."""
     first, end = max(0, start - 127) // 64, start + tokens
     pages, window = (0,) * -(-end // 256), (0,) * ((end - 1) // 64 + 1 - first)
     return SequencePlan(slot, slot, start, (5,) * tokens, pages, first, window, True)
@@ -143,9 +140,67 @@ def test_steps_launch_what_warm_up_asked_for(layout: Layout, rank: int) -> None:
         runner.dry_run(MAX_TOKENS, MAX_LENGTH)
     known = {repr(one.specialization) for one in wanted}
     missing = []
-    for number, runs in enumerate(STEPS):
+    for number, spans in enumerate(STEPS):
         with recording() as launched:
-            runner.launch(StepPlan(step=number, sequences=tuple(run_of(*run) for run in runs)))
+            runner.launch(StepPlan(step=number, sequences=tuple(span_of(*span) for span in spans)))
         assert launched
-        missing += [(runs, one.specialization) for one in launched if repr(one.specialization) not in known]
+        missing += [(spans, one.specialization) for one in launched if repr(one.specialization) not in known]
     assert not missing
+
+
+# Numbers of tokens, of the shipped checkpoint.
+
+
+def shipped(*ratios: int) -> DeepseekV4:
+    """The shipped checkpoint's model with layers of some kinds, the first of which is hashed, and anything for weights."""
+    config = parse_config(json.loads((Path(tiny_model()) / "config.json").read_text()))
+    config = replace(config, num_hidden_layers=len(ratios), ratios=ratios, num_hash_layers=1, num_mtp_layers=0)
+    numerics = Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=True, device=CPU)
+    numerics = replace(numerics, resident_fp8=True, resident_experts="fp4", matrix_dtype=torch.bfloat16)
+    return DeepseekV4(config, numerics)
+
+
+def prompt_of(model: DeepseekV4, tokens: int) -> Batch:
+    """Return a step that reads the beginning of a prompt."""
+    pages, windows = -(-tokens // PAGE_TOKENS), -(-tokens // WINDOW_PAGE_TOKENS)
+    sequence = SequenceInput(
+        token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
+    )
+    return make_batch([sequence], model.rotary, CPU, deterministic=True)
+
+
+def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:
+    model = shipped(0, 4, 128, 0)
+    sizes = StateSizes(grow_pages=LONGEST // PAGE_TOKENS + 1, window_pages=1, slots=1, snapshots=0)
+    cache = StateCache.allocate(model.state_spec, sizes, CPU)
+    runner = Runner(model, cache, None)
+    with recording() as wanted:
+        runner.dry_run(LONGEST, LONGEST)
+    ready = {repr(one.specialization) for one in wanted}
+    assert len(ready) > 40
+    late: dict[str, int] = {}
+    for tokens in COUNTS:
+        with recording() as wanted:
+            model(prompt_of(model, tokens), cache.layers)
+        for one in wanted:
+            if repr(one.specialization) not in ready:
+                late.setdefault(one.specialization.name, tokens)
+    assert late == {}
+
+
+def test_brief_passes_launch_what_whole_ones_do() -> None:
+    model = shipped(0, *(0, 4, 128) * 4)
+    sizes = StateSizes(grow_pages=2, window_pages=1, slots=1, snapshots=0)
+    cache = StateCache.allocate(model.state_spec, sizes, CPU)
+    ran: list[int] = []
+    for number, block in enumerate(model.layers):
+        block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    for tokens in (1, 9, 40, 300):
+        found = []
+        for brief in (True, False):
+            with recording() as wanted, model.brief() if brief else nullcontext():
+                model(prompt_of(model, tokens), cache.layers)
+            found.append({repr(one.specialization) for one in wanted})
+        assert found[0] == found[1]
+        assert ran == [*range(7), *range(len(model.layers))]
+        ran.clear()

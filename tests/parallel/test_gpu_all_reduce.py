@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import Inbox, all_reduce_few, all_reduce_few_ref
+from dsv4lite.kernels.peer_memory import Inbox, all_reduce, all_reduce_ref
 from dsv4lite.parallel.peer_memory import PeerMemory
 
 pytestmark = pytest.mark.gpu
@@ -41,17 +41,17 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
     for seed, count in enumerate(COUNTS * 3):
         parts = parts_of(size, count, seed)
         for dtype in (torch.float32, torch.bfloat16):
-            if not right(all_reduce_few(parts[rank].cuda(), inbox, dtype), parts, dtype):
+            if not right(all_reduce(parts[rank].cuda(), inbox, dtype), parts, dtype):
                 wrong.append(("launch", count, str(dtype)))
     parts = [parts_of(size, count, 99) for count in COUNTS]
     inputs = [each[rank].cuda() for each in parts]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for x in inputs:
-            all_reduce_few(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
+            all_reduce(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outputs = [all_reduce_few(x, inbox, torch.float32, x) for x in inputs]
+            outputs = [all_reduce(x, inbox, torch.float32, x) for x in inputs]
         for replay in range(200):
             factor = 1.0 + replay % 7
             for x, each in zip(inputs, parts, strict=True):
@@ -63,7 +63,7 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
         stream.synchronize()
     answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
     if rank == 0:  # one more sum, for which the others never come
-        all_reduce_few(inputs[0], inbox, torch.float32)
+        all_reduce(inputs[0], inbox, torch.float32)
         ended = torch.cuda.Event()
         ended.record()
         time.sleep(0.5)
@@ -75,7 +75,7 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
 
 
 def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
-    expected = all_reduce_few_ref(parts, dtype)
+    expected = all_reduce_ref(parts, dtype)
     if len(parts) == 2:
         return torch.equal(found.cpu(), expected)
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -97,7 +97,7 @@ def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_reduce_few_is_right_in_launches_and_replays_and_ends_when_it_is_abandoned(size: int) -> None:
+def test_all_reduce_is_right_in_launches_and_replays_and_ends_when_it_is_abandoned(size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     found = {rank: (wrong, outputs) for rank, wrong, outputs in on_gpus(sums, size, size + 1)}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.exchange import TokenRows, gather_few, gather_few_ref, scatter_few, scatter_few_ref
 from dsv4lite.kernels.experts import ExpertSum
+from dsv4lite.kernels.peer_memory import TokenRows, all_gather, all_gather_ref, reduce_scatter, reduce_scatter_ref
 from tests.parallel.test_gpu_all_reduce import on_gpus, opened
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def same(a: TokenRows, b: TokenRows) -> bool:
 
 
 def right(found: Tensor, parts: list[ExpertSum], rank: int) -> bool:
-    expected = scatter_few_ref(parts, rank, len(found), torch.bfloat16)
+    expected = reduce_scatter_ref(parts, rank, len(found), torch.bfloat16)
     if len(parts) == 2:
         return torch.equal(found.cpu(), expected)
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
@@ -60,9 +60,9 @@ def exchanges(rank: int, size: int, port: int, answers: Any) -> None:
     given = [([rows_of(n, 8 * seed + r) for r, n in enumerate(own)], parts_of(size, most, seed)) for own, most, seed in cases]
     for _ in range(3):
         for (own, most, _), (rows, parts) in zip(cases, given, strict=True):
-            if not same(gather_few(on_device(rows[rank]), inbox, most), gather_few_ref(rows, most)):
+            if not same(all_gather(on_device(rows[rank]), inbox, most), all_gather_ref(rows, most)):
                 wrong.append(("gather", own, most))
-            if not right(scatter_few(on_device(parts[rank]), inbox, own[rank], torch.bfloat16), parts, rank):
+            if not right(reduce_scatter(on_device(parts[rank]), inbox, own[rank], torch.bfloat16), parts, rank):
                 wrong.append(("scatter", own, most))
     inputs = [(on_device(rows[rank]), on_device(parts[rank])) for rows, parts in given]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -70,7 +70,7 @@ def exchanges(rank: int, size: int, port: int, answers: Any) -> None:
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [
-                (gather_few(rows, inbox, most), scatter_few(parts, inbox, own[rank], torch.bfloat16))
+                (all_gather(rows, inbox, most), reduce_scatter(parts, inbox, own[rank], torch.bfloat16))
                 for (rows, parts), (own, most, _) in zip(inputs, cases, strict=True)
             ]
         for replay in range(100):
@@ -84,12 +84,12 @@ def exchanges(rank: int, size: int, port: int, answers: Any) -> None:
                 for (found, sums), (hosts, parts), (_, most, _) in zip(outputs, given, cases, strict=True):
                     moved = [rows._replace(token_ids_T=rows.token_ids_T + replay) for rows in hosts]
                     scaled = [each._replace(outputs_TKD=each.outputs_TKD * (1 + replay // 25)) for each in parts]
-                    if not same(found, gather_few_ref(moved, most)) or not right(sums, scaled, rank):
+                    if not same(found, all_gather_ref(moved, most)) or not right(sums, scaled, rank):
                         wrong.append(("replay", replay, most))
         stream.synchronize()
     answers.put((rank, wrong, []))
     if rank == 0:  # one more, for which the others never come
-        gather_few(inputs[0][0], inbox, 1)
+        all_gather(inputs[0][0], inbox, 1)
         ended = torch.cuda.Event()
         ended.record()
         time.sleep(0.5)

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import (
     FP8_GROUP,
@@ -217,6 +217,9 @@ class ExpertInputs(NamedTuple):
         w2: [E, D, I].
         limit: Of the activation.
         partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
+        row_tile: As for ``gemm.matmul_rows``, with unquantized weights; the kernels do without.
+        round_inputs: With unquantized weights, both products see their inputs rounded to FP8, 1x128, as quantized models do: by the
+            reference only.
     """
 
     x: Tensor
@@ -227,12 +230,21 @@ class ExpertInputs(NamedTuple):
     w2: Tiles | Tensor
     limit: float
     partial: bool = False
+    row_tile: int | None = None
+    round_inputs: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """``(E, D, I)``."""
         count, hidden, width = self.w2.shape
         return count, hidden, width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of each expert's result."""
+        if self.partial:
+            return torch.float32
+        return torch.bfloat16 if isinstance(self.w2, Tiles) else self.x.dtype
 
 
 class ExpertSum(NamedTuple):
@@ -251,61 +263,24 @@ class ExpertSum(NamedTuple):
     experts: int
 
 
-def experts_forward(
-    given: ExpertInputs, shared_TD: Tensor | None = None, *, row_tile: int | None = None, round_inputs: bool = False
-) -> Tensor:
+def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Tensor:
     """Run every token through its experts and sum, see ``experts_outputs`` and ``sum_experts``."""
-    outputs_TKD = experts_outputs(given, row_tile=row_tile, round_inputs=round_inputs)
-    return sum_experts(ExpertSum(given.slots_TK, outputs_TKD, shared_TD, given.sizes[0]))
+    return sum_experts(ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, given.sizes[0]))
 
 
-def experts_outputs(given: ExpertInputs, *, row_tile: int | None = None, round_inputs: bool = False) -> Tensor:
-    """Return each expert's result, [T, K, D] in the activations' dtype, float32 if ``partial``; anything without an expert.
-
-    Args:
-        given: Inputs, routes and weights.
-        row_tile: As for ``gemm.matmul_rows``, with unquantized weights; the kernels do without.
-        round_inputs: With unquantized weights, both products see their inputs rounded to FP8, 1x128, as quantized models do: by the
-            reference only.
-    """
-    if use_triton(given.x) and not round_inputs:
-        if isinstance(given.w2, Tiles):
-            from dsv4lite.kernels.experts.triton import experts_outputs_triton
-
-            return experts_outputs_triton(given)
-        from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
-
-        return unquantized_outputs_triton(given)
-    outputs_TKD = experts_outputs_ref(given, row_tile=row_tile, round_inputs=round_inputs)
-    if given.partial:
-        return outputs_TKD
-    return outputs_TKD.to(torch.bfloat16 if isinstance(given.w2, Tiles) else given.x.dtype)
-
-
-def experts_outputs_ref(given: ExpertInputs, *, row_tile: int | None = None, round_inputs: bool = False) -> Tensor:
-    """See ``experts_outputs``: expert by expert, float32 [T, K, D], zero without an expert."""
-    if isinstance(given.w2, Tiles):
-        x_TD, one = _quantized_expert(given)
-    else:
-        x_TD, one = _unquantized_expert(given, row_tile, round_inputs)
-    (tokens, top_k), (count, hidden, _), slots_TK = given.slots_TK.shape, given.sizes, given.slots_TK
-    if tokens == 1:  # launching costs more than the arithmetic
-        weights_K1, nothing_1D = given.weight_TK.T, given.weight_TK.new_zeros(1, hidden)
-        chosen = enumerate(slots_TK[0].tolist())
-        return torch.stack([one(e, x_TD, weights_K1[k : k + 1]) if e < count else nothing_1D for k, e in chosen], 1)
-    order = slots_TK.flatten().argsort(stable=True)
-    counts = torch.bincount(slots_TK.flatten(), minlength=count + 1).tolist()
-    weights, inputs = given.weight_TK.flatten()[order, None], x_TD[order // top_k]
-    parts, begin = [], 0
-    for expert, rows in enumerate(counts[:count]):
-        if rows:
-            part = slice(begin, begin + rows)
-            parts.append(one(expert, inputs[part], weights[part]))
-            begin += rows
-    parts.append(given.weight_TK.new_zeros(counts[count], hidden))
+@op("experts.triton:experts_outputs_triton", suits=lambda given: not given.round_inputs)
+def experts_outputs(given: ExpertInputs) -> Tensor:
+    """Return each expert's result, [T, K, D] in ``given.dtype``: zero without an expert, or from a kernel anything."""
+    x_TD, one = _quantized_expert(given) if isinstance(given.w2, Tiles) else _unquantized_expert(given)
+    (tokens, top_k), (count, hidden, _), slots_N = given.slots_TK.shape, given.sizes, given.slots_TK.flatten()
+    order = slots_N.argsort(stable=True)
+    counts = torch.bincount(slots_N, minlength=count + 1).tolist()
+    rows = zip(x_TD[order // top_k].split(counts), given.weight_TK.flatten()[order, None].split(counts), strict=True)
+    parts = [one(expert, *part) for expert, part in enumerate(rows) if expert < count and counts[expert]]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return torch.cat(parts)[back].view(tokens, top_k, hidden)
+    parts.append(given.weight_TK.new_zeros(counts[count], hidden))
+    return torch.cat(parts)[back].view(tokens, top_k, hidden).to(given.dtype)
 
 
 Expert = Callable[[int, Tensor, Tensor], Tensor]
@@ -320,42 +295,31 @@ def _quantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
     def one(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
         gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
         u = (swiglu(gate, up, given.limit) * weight_N1).bfloat16()
-        y = round_fp8(u, FP8_GROUP).float() @ w2.dequantize(expert).T
-        return y if given.partial else y.bfloat16().float()
+        return round_fp8(u, FP8_GROUP).float() @ w2.dequantize(expert).T
 
     return dequantize_fp8(given.x, given.x_scales, FP8_GROUP), one
 
 
-def _unquantized_expert(given: ExpertInputs, row_tile: int | None, round_inputs: bool) -> tuple[Tensor, Expert]:
+def _unquantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
     """Return the same of unquantized weights."""
-    w13, w2, dtype = given.w13, given.w2, given.x.dtype
+    w13, w2, dtype, row_tile = given.w13, given.w2, given.x.dtype, given.row_tile
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor)
-    width, limit = w2.shape[2], given.limit
+    width, wide = w2.shape[2], torch.float32 if given.partial else w2.dtype
 
     def as_input(x: Tensor) -> Tensor:
-        return (round_fp8(x, FP8_GROUP) if round_inputs else x).to(w2.dtype)
+        return (round_fp8(x, FP8_GROUP) if given.round_inputs else x).to(w2.dtype)
 
     def one(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
         h_NI = matmul_rows(x, w13[expert], row_tile).to(dtype)
-        u_NI = as_input((swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype))
-        if given.partial:
-            return matmul_rows(u_NI.float(), w2[expert].float(), row_tile)
-        return matmul_rows(u_NI, w2[expert], row_tile).to(dtype).float()
+        u_NI = as_input((swiglu(h_NI[:, :width], h_NI[:, width:], given.limit) * weight_N1).to(dtype))
+        return matmul_rows(u_NI.to(wide), w2[expert].to(wide), row_tile).float()
 
     return as_input(given.x), one
 
 
+@op("experts.triton:combine_triton", suits=lambda parts: not parts.outputs_TKD.requires_grad)
 def sum_experts(parts: ExpertSum) -> Tensor:
     """Return the sum, [T, D] in the dtype of the shared expert's result, or float32 without that."""
-    if use_triton(parts.outputs_TKD):
-        from dsv4lite.kernels.experts.triton import combine_triton
-
-        return combine_triton(parts)
-    return sum_experts_ref(parts)
-
-
-def sum_experts_ref(parts: ExpertSum) -> Tensor:
-    """See ``sum_experts``."""
     found_TK1 = (parts.slots_TK < parts.experts)[..., None]
     outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
     total = outputs[:, 0]

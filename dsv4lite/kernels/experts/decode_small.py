@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs_ref
+from dsv4lite.kernels.dispatch import op
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs
 from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
 from dsv4lite.kernels.routing import Copies, route_ref, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize_ref
@@ -65,7 +65,7 @@ class Held(NamedTuple):
     def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
         """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
         slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
-        # What lies before the first comes to lie behind the last.
+        # Slots before the first become the largest numbers.
         return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
 
 
@@ -86,6 +86,7 @@ class MoeInputs(NamedTuple):
         w13, w2: Routed experts.
         limit: Of the activations.
         held: What ``w13``, ``w2`` and the shared expert are, if not whole.
+        row_tile: As for ``fp8_linear``.
     """
 
     logits_TE: Tensor
@@ -99,19 +100,12 @@ class MoeInputs(NamedTuple):
     w2: Tiles
     limit: float
     held: Held = Held()
+    row_tile: int | None = None
 
 
-def moe_decode_small(given: MoeInputs, row_tile: int | None = None) -> ExpertSum:
-    """Run few tokens through their experts; ``row_tile`` is as for ``fp8_linear``."""
-    if use_triton(given.x_codes):
-        from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
-
-        return moe_decode_small_triton(given)
-    return moe_decode_small_ref(given, row_tile)
-
-
-def moe_decode_small_ref(given: MoeInputs, row_tile: int | None = None) -> ExpertSum:
-    """See ``moe_decode_small``."""
+@op("experts.decode_small_triton:moe_decode_small_triton")
+def moe_decode_small(given: MoeInputs) -> ExpertSum:
+    """Run few tokens through their experts."""
     router, held, experts = given.router, given.held, given.w2.shape[0]
     chosen_TK, weight_TK = route_ref(
         given.logits_TE,
@@ -126,10 +120,7 @@ def moe_decode_small_ref(given: MoeInputs, row_tile: int | None = None) -> Exper
     if given.h_TI is not None:
         dtype = torch.float32 if held.shared_partial else given.h_TI.dtype
         activated = swiglu_quantize_ref(given.h_TI, given.limit)
-        shared_TD = fp8_linear_ref(*activated, given.shared_codes, given.shared_scales, dtype, row_tile)
+        shared_TD = fp8_linear_ref(*activated, given.shared_codes, given.shared_scales, dtype, given.row_tile)
     slots_TK = held.own_slots(chosen_TK, experts)
-    routed = ExpertInputs(
-        given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, partial=held.partial
-    )
-    outputs_TKD = experts_outputs_ref(routed)
-    return ExpertSum(slots_TK, outputs_TKD if held.partial else outputs_TKD.bfloat16(), shared_TD, experts)
+    routed = ExpertInputs(given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, held.partial)
+    return ExpertSum(slots_TK, experts_outputs.reference(routed), shared_TD, experts)

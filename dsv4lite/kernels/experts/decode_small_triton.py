@@ -4,8 +4,8 @@
     experts    the routed experts' first product (``triton.py``), the shared expert's second, the routed ones' second
 
 Each part does what its kernel for many tokens does, in the same order. Programs of the second product wait for those of the first
-one that compute their expert's block. These have smaller numbers and wait for no other, and chips start programs in the order of
-their numbers (CUB's look-back scans rely on the same): so the launch ends however few programs run at a time.
+one that compute their expert's block. A program's number is a ticket that it takes when it starts, so that those it waits for have
+started, and these wait for no other: the launch ends however few programs run at a time, in whatever order the chip starts them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
-from dsv4lite.kernels.experts.triton import Block, Work, down_tile, gate_up_tile
+from dsv4lite.kernels.experts.grouping_triton import Block
+from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -60,7 +61,7 @@ def _group_rows(
 @triton.jit(do_not_specialize=["tokens", "most", "first"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
-    chosen, weights, routed, order, owner, blocks, arrivals, done, x_words, s_codes, s_scales,
+    chosen, weights, routed, order, owner, blocks, arrivals, done, ticket, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit, first,
     EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
@@ -105,6 +106,8 @@ def _prepare_kernel(
         if SHARED > 0:
             group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
             swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+        if program == tokens:
+            tl.store(ticket, 0)
         if part == 0:
             column = tl.arange(0, COLUMNS_TILE)
             scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
@@ -122,13 +125,13 @@ def _prepare_kernel(
 def _experts_kernel(
     x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
-    u_numbers, w2_codes, w2_scales, y, done, gate_up_programs, shared_programs,
+    u_numbers, w2_codes, w2_scales, y, done, ticket, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
-    program = tl.program_id(0)
+    program = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     if program < gate_up_programs:
         gate_up_tile(
             program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
@@ -148,18 +151,18 @@ def _experts_kernel(
 
 def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     """Launch ``moe_decode_small``."""
-    _, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, held = given
+    _, router, x_codes, x_scales, h_TI, shared_codes, shared_scales, w13, w2, limit, held, _ = given
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, _ONE_TOKEN if tokens == 1 else _MORE_TOKENS, by_token=True)
-    done = torch.empty(work.groups.most, dtype=torch.int32, device=x_codes.device)
+    done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.most, 1))
     shared = h_TI is not None
     if h_TI is None:  # of no channel
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
-    slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done)
-    u, u_codes = work.room_for_u()
-    y = work.room_for_y(partial=held.partial)
+    slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done, ticket)
+    u_codes = work.room(width, torch.uint8)
+    y = work.room(hidden, torch.float32 if held.partial else torch.bfloat16)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
@@ -169,7 +172,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
     _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
-        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u, u_codes),
+        *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u_codes),
         s,
         s_scales,
         w,
@@ -185,6 +188,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         w2.scales,
         y,
         done,
+        ticket,
         work.gate_up_programs,
         shared_programs,
         TOP_K=router.top_k,
@@ -200,7 +204,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     return ExpertSum(slots_TK, y.view(tokens, router.top_k, hidden), shared_TD if shared else None, experts)
 
 
-def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route and group; return slots, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
     logits_TE, router, x_scales, limit, held = given.logits_TE, given.router, given.x_scales, given.limit, given.held
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
@@ -222,25 +226,20 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor) -> tuple[
     shared = triton.next_power_of_2(shared_groups) if inputs else 0
     sharers = min(max(shared, 1), most_sharers)
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
+    routing = (logits_TE, logits_TE if bias is None else bias, chosen_TK if table is None else table)
+    padding = (router.token_ids_T, router.token_ids_T if positions is None else positions)
+    copied = (*((chosen_TK,) * 2 if copies is None else copies[:2]), chosen_TK if load_E is None else load_E)
+    blocks = (groups.order, groups.owner, groups.count, groups.arrivals, done, ticket, groups.x_words)
     _prepare_kernel[(tokens + tokens * sharers,)](
-        logits_TE,
-        logits_TE if bias is None else bias,
-        chosen_TK if table is None else table,
-        router.token_ids_T,
-        router.token_ids_T if positions is None else positions,
-        *((chosen_TK,) * 2 if copies is None else copies[:2]),
-        chosen_TK if load_E is None else load_E,
+        *routing,
+        *padding,
+        *copied,
         h_TI,
         x_scales,
         chosen_TK,
         weight_TK,
         counters_of(device),
-        groups.order,
-        groups.owner,
-        groups.count,
-        groups.arrivals,
-        done,
-        groups.x_words,
+        *blocks,
         s_codes,
         s_scales,
         tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -19,6 +20,44 @@ _SCAN_CHUNKS = (64, 1024)
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
     """Return the most blocks that any routing needs."""
     return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """How one program multiplies.
+
+    Attributes:
+        rows: Tokens of one block.
+        tiles: Tiles of 64 weight rows.
+        num_stages: Of the weight stream.
+        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
+    """
+
+    rows: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+    unroll: int = 1
+
+    def unroll_of(self, fp4: bool, native: bool) -> int:
+        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
+        return self.unroll if fp4 and native else 1
+
+
+Blocks = tuple[tuple[int | None, Block], ...]
+
+
+def block_for(pairs: int, experts: int, few: Blocks, many: Blocks) -> Block:
+    """Return how to multiply, from the numbers of pairs and of experts alone.
+
+    Args:
+        pairs: Of token and expert.
+        experts: How many there are.
+        few: By the most pairs.
+        many: By the most pairs of each expert; the last has no limit.
+    """
+    found = [block for most, block in few if most is None or pairs <= most]
+    return found[0] if found else next(block for most, block in many if most is None or pairs <= most * experts)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -104,46 +143,40 @@ class Groups:
 
     Attributes:
         pairs: Of token and expert.
-        rows: Of a block.
-        most: Blocks that any routing needs.
         order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
         owner, count: Expert of each block [most], and how many there are [1].
         arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero; of quantized experts.
         x_words: Bits of the scales of inputs, int32: in the blocks' order [most, D / 128, rows], or by token [T, D / 128].
-        by_token: They are.
     """
 
     pairs: int
-    rows: int
-    most: int
     order: Tensor
     owner: Tensor
     count: Tensor
     arrivals: Tensor
     x_words: Tensor
-    by_token: bool
 
     @classmethod
     def allocate(
-        cls, tokens: int, top_k: int, experts: int, hidden: int, width: int, rows: int, device: torch.device, *, by_token: bool
+        cls, tokens: int, top_k: int, experts: int, sizes: tuple[int, int], rows: int, device: torch.device, *, by_token: bool
     ) -> Groups:
-        pairs = tokens * top_k
+        """Allocate for any routing; ``sizes`` are ``(D, I)``, zeros if experts are not quantized."""
+        pairs, (columns, groups) = tokens * top_k, (size // FP8_GROUP for size in sizes)
         most = most_blocks(pairs, experts, rows)
-
-        def words(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
+        empty = partial(torch.empty, dtype=torch.int32, device=device)
         return cls(
             pairs=pairs,
-            rows=rows,
-            most=most,
-            order=words(most, rows),
-            owner=words(most),
-            count=words(1),
-            arrivals=words(most, width // FP8_GROUP),
-            x_words=words(tokens, hidden // FP8_GROUP) if by_token else words(most, hidden // FP8_GROUP, rows),
-            by_token=by_token,
+            order=empty(most, rows),
+            owner=empty(most),
+            count=empty(1),
+            arrivals=empty(most, groups),
+            x_words=empty(tokens, columns) if by_token else empty(most, columns, rows),
         )
+
+    @property
+    def most(self) -> int:
+        """Blocks that any routing needs."""
+        return len(self.order)
 
 
 def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups: Groups) -> None:
@@ -155,7 +188,6 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         experts: How many there are.
         groups: To fill.
     """
-    assert not groups.by_token
     bins = triton.next_power_of_2(experts + 1)
     counts, counted = groups.count, groups.pairs >= COUNT_FROM
     if counted:
@@ -188,7 +220,7 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         COLUMNS_TILE=triton.next_power_of_2(columns),
         GROUPS=hidden_groups,
         GROUPS_TILE=triton.next_power_of_2(hidden_groups),
-        ROWS=groups.rows,
+        ROWS=groups.order.shape[1],
         CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
         COUNTED=counted,
         SCALED=x_scales is not None,

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
-from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton
+from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.pdl import let_successor_in
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
@@ -29,34 +30,8 @@ from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_
 _SUM_BLOCK = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """How one program multiplies.
-
-    Attributes:
-        rows: Tokens of one block.
-        tiles: Tiles of 64 weight rows.
-        num_stages: Of the weight stream.
-        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
-        max_registers: Per thread, where more would halve the programs on a multiprocessor.
-    """
-
-    rows: int
-    tiles: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    unroll: int = 1
-
-    def unroll_of(self, fp4: bool, native: bool) -> int:
-        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
-        return self.unroll if fp4 and native else 1
-
-
-Blocks = tuple[tuple[int | None, Block], ...]
-
 # By the most pairs of token and expert there are: few need many programs.
-FEW: Blocks = (
+DECODE_BLOCKS: Blocks = (
     (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
     (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
     (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
@@ -68,12 +43,6 @@ BLOCKS: Blocks = (
     (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
     (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
-
-
-def block_for(pairs: int, experts: int, few: Blocks = FEW, many: Blocks = BLOCKS) -> Block:
-    """Return how to multiply, from the numbers of pairs and of experts alone."""
-    found = [block for most, block in few if most is None or pairs <= most]
-    return found[0] if found else next(block for most, block in many if most is None or pairs <= most * experts)
 
 
 @triton.jit
@@ -289,6 +258,20 @@ def _down_kernel(
 
 
 @triton.jit
+def sum_of_token(
+    y, chosen, token, column, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return columns of the sum over a token's experts, float32 [BLOCK]."""
+    # Reference: total = total + outputs[:, k]
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+        total += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _combine_kernel(
     y,
     chosen,
@@ -304,12 +287,7 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    # Reference: total = total + outputs[:, k]
-    total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(0, TOP_K):
-        pair = token * TOP_K + k
-        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
-        total += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
+    total = sum_of_token(y, chosen, token, column, EXPERTS, HIDDEN, TOP_K, BLOCK)
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
@@ -323,7 +301,7 @@ class Work:
     """Sizes of one call, and what its kernels hand to each other.
 
     Attributes:
-        native: The chip knows e4m3; the interpreter, too, goes the way of older chips, for its own rounding differs.
+        native: The chip knows e4m3; the interpreter widens codes as older chips do, for its own rounding differs.
         groups: Which pairs of token and expert each block has.
         u_words: Bits of the scales of ``u`` in the blocks' order, int32 [blocks, I / 128, rows].
     """
@@ -341,8 +319,8 @@ class Work:
     def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: Block | None = None, *, by_token: bool = False) -> Work:
         """Make room for the pairs of some tokens; inputs have their scales by token, or in the blocks' order."""
         (experts, hidden, width), device = w2.shape, w2.codes.device
-        block = block or block_for(tokens * top_k, experts)
-        groups = Groups.allocate(tokens, top_k, experts, hidden, width, block.rows, device, by_token=by_token)
+        block = block or block_for(tokens * top_k, experts, DECODE_BLOCKS, BLOCKS)
+        groups = Groups.allocate(tokens, top_k, experts, (hidden, width), block.rows, device, by_token=by_token)
         return cls(
             block=block,
             experts=experts,
@@ -364,59 +342,22 @@ class Work:
         """How many programs the second product has."""
         return self.groups.most * (self.hidden // TILE_ROWS // self.block.tiles)
 
-    def room_for_u(self) -> tuple[Tensor, Tensor]:
-        """Return places for ``u``, bfloat16 [pairs, I], and for its codes, uint8."""
-        shape, device = (self.groups.pairs, self.width), self.u_words.device
-        return torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(shape, dtype=torch.uint8, device=device)
-
-    def room_for_y(self, *, partial: bool) -> Tensor:
-        """Return a place for each pair's result, or part of it, [pairs, D]."""
-        dtype = torch.float32 if partial else torch.bfloat16
-        return torch.empty(self.groups.pairs, self.hidden, dtype=dtype, device=self.u_words.device)
+    def room(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return a place for a row of each pair, [pairs, columns]."""
+        return torch.empty(self.groups.pairs, columns, dtype=dtype, device=self.u_words.device)
 
     def numbers(self, codes: Tensor) -> Tensor:
         """Return codes as the products read them."""
         return codes.view(torch.float8_e4m3fn if self.native else torch.uint8)
 
     def gate_up_arguments(
-        self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u: Tensor, u_codes: Tensor
+        self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u_codes: Tensor
     ) -> tuple[Tensor | int | float, ...]:
-        """Return what ``gate_up_tile`` takes after its number; scales of ``u`` go to ``u_words``."""
-        groups = self.groups
-        return (
-            self.numbers(x_codes),
-            groups.x_words,
-            w13.codes,
-            w13.scales,
-            groups.order,
-            groups.owner,
-            groups.count,
-            weight_TK,
-            u,
-            u_codes,
-            self.u_words,
-            groups.arrivals,
-            groups.pairs,
-            limit,
-        )
-
-    def down(self, u_codes: Tensor, w2: Tiles, *, partial: bool = False) -> Tensor:
-        """Launch the second product; return each pair's result [pairs, D]: nothing where there is no expert."""
-        groups = self.groups
-        y = self.room_for_y(partial=partial)
-        _down_kernel[(self.down_programs,)](
-            self.numbers(u_codes),
-            self.u_words,
-            w2.codes,
-            w2.scales,
-            groups.order,
-            groups.owner,
-            groups.count,
-            y,
-            groups.pairs,
-            **self.constants(w2),
-        )
-        return y
+        """Return what ``gate_up_tile`` takes after its number; codes of ``u`` go to ``u_codes``, their scales to ``u_words``."""
+        groups, u = self.groups, self.room(self.width, torch.bfloat16)
+        blocks = (groups.order, groups.owner, groups.count)
+        places = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
+        return (self.numbers(x_codes), groups.x_words, w13.codes, w13.scales, *blocks, *places)
 
     def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
         """Return how both products are compiled and launched."""
@@ -431,28 +372,33 @@ class Work:
             "NATIVE": self.native,
             "num_warps": self.block.num_warps,
             "num_stages": self.block.num_stages,
-            "maxnreg": self.block.max_registers,
             "enable_fp_fusion": True,
         }
 
 
 def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
-    """Launch ``experts_outputs`` of quantized weights; ``block`` is for measurements."""
+    """Launch ``experts_outputs``; ``block`` is for measurements."""
+    if not isinstance(given.w2, Tiles):
+        return unquantized_outputs_triton(given, block=block)
     (tokens, hidden), top_k, (experts, _, width) = given.x.shape, given.slots_TK.shape[1], given.sizes
-    assert isinstance(given.w13, Tiles) and isinstance(given.w2, Tiles) and given.x_scales is not None
-    assert given.w13.shape == (experts, 2 * width, hidden) and given.sizes[1] == hidden, (given.w13.shape, given.sizes)
-    assert hidden % FP8_GROUP == width % FP8_GROUP == 0 and given.w13.fp4 == given.w2.fp4
+    w13, w2, shape = given.w13, given.w2, (tokens, top_k, hidden)
+    assert isinstance(w13, Tiles) and given.x_scales is not None
+    assert w13.shape == (experts, 2 * width, hidden) and given.sizes[1] == hidden, (w13.shape, given.sizes)
+    assert hidden % FP8_GROUP == width % FP8_GROUP == 0 and w13.fp4 == w2.fp4
     assert given.x.dtype == torch.float8_e4m3fn and given.x.is_contiguous() and given.x_scales.is_contiguous()
     assert given.slots_TK.dtype == torch.int64 and given.slots_TK.is_contiguous() and given.weight_TK.is_contiguous()
     if tokens == 0:
-        return torch.empty(0, top_k, hidden, dtype=torch.float32 if given.partial else torch.bfloat16, device=given.x.device)
-    work = Work.allocate(tokens, top_k, given.w2, block)
-    group_triton(given.slots_TK, given.x_scales, experts, work.groups)
-    u, u_codes = work.room_for_u()
-    arguments = work.gate_up_arguments(given.x, given.weight_TK, given.w13, given.limit, u, u_codes)
-    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=work.top_k, **work.constants(given.w13))
-    del u, arguments
-    return work.down(u_codes, given.w2, partial=given.partial).view(tokens, top_k, hidden)
+        return torch.empty(shape, dtype=given.dtype, device=given.x.device)
+    work = Work.allocate(tokens, top_k, w2, block)
+    groups, u_codes = work.groups, work.room(width, torch.uint8)
+    group_triton(given.slots_TK, given.x_scales, experts, groups)
+    arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
+    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=top_k, **work.constants(w13))
+    del arguments  # with ``u``, whose memory the results may take
+    y, blocks = work.room(hidden, given.dtype), (groups.order, groups.owner, groups.count)
+    down = (work.numbers(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
+    _down_kernel[(work.down_programs,)](*down, **work.constants(w2))
+    return y.view(shape)
 
 
 def combine_triton(parts: ExpertSum) -> Tensor:

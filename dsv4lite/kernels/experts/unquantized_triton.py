@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton
-from dsv4lite.kernels.experts.triton import Block, Blocks, block_for
+from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
 from dsv4lite.kernels.rows.triton import rounded
 
 OUTS = 64
@@ -111,11 +110,11 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: Block | None = Non
     assert x.dtype == w13.dtype == w2.dtype and x.dtype in (torch.bfloat16, torch.float32), x.dtype
     assert given.slots_TK.is_contiguous() and given.weight_TK.is_contiguous() and given.weight_TK.dtype == torch.float32
     pairs, device = tokens * top_k, x.device
-    y = torch.empty(tokens, top_k, hidden, dtype=torch.float32 if given.partial else x.dtype, device=device)
+    y = torch.empty(tokens, top_k, hidden, dtype=given.dtype, device=device)
     if tokens == 0:
         return y
     block = block or block_for(pairs, experts, (), UNQUANTIZED_BLOCKS)
-    groups = Groups.allocate(tokens, top_k, experts, 0, 0, block.rows, device, by_token=False)
+    groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
     work, most = (groups.order, groups.owner, groups.count), groups.most

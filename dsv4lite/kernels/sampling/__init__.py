@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 
 _MULTIPLIER_1 = 0x21F0AAAD
 _MULTIPLIER_2 = 0x735A2D97
@@ -30,12 +30,7 @@ _FIXED_POINT = float(2**40)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
-def argmax_finite_ref(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``argmax_finite``."""
-    top, token_ids = logits.max(dim=-1, keepdim=True)  # a NaN wins over every number
-    return top, token_ids.squeeze(-1), (top.abs() < float("inf")).squeeze(-1)
-
-
+@op("sampling.triton:argmax_finite_triton")
 def argmax_finite(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the best token of each row and whether the row can be sampled from at all.
 
@@ -46,11 +41,8 @@ def argmax_finite(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         The largest logit, float32 [R, 1]; its lowest token id, int64 [R]; and bool [R], false where a logit is NaN or +inf or all
         are -inf (the other two are then meaningless, but the id is still one of the vocabulary).
     """
-    if use_triton(logits):
-        from dsv4lite.kernels.sampling.triton import argmax_finite_triton
-
-        return argmax_finite_triton(logits)
-    return argmax_finite_ref(logits)
+    top, token_ids = logits.max(dim=-1, keepdim=True)  # a NaN wins over every number
+    return top, token_ids.squeeze(-1), (top.abs() < float("inf")).squeeze(-1)
 
 
 def penalize(
@@ -165,10 +157,7 @@ def keep_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
     """
     vocab_size = scaled.shape[-1]
     mass = top_p * _share(scaled).sum(dim=-1, keepdim=True)
-    # A nucleus is mostly small, so the CPU looks at more and more of the best tokens until they hold every row's. On a device the
-    # question whether they do would wait for all that is queued there, so it sorts everything at once.
-    width = min(64, vocab_size) if scaled.device.type == "cpu" else vocab_size
-    keys = _ranking_keys(scaled)
+    width, keys = min(64, vocab_size), _ranking_keys(scaled)  # a nucleus is mostly small: more and more of the best, until it fits
     while True:
         token_ids = _first(keys, width)
         values = scaled.gather(-1, token_ids)
@@ -247,6 +236,7 @@ def draw(scaled: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
     return (scaled - log_exponential(random_bits(streams, positions, scaled.shape[-1]))).argmax(dim=-1)
 
 
+@op("sampling.triton:token_logprobs_triton")
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Score given tokens, and list the best ones beside them.
 
@@ -259,17 +249,6 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
         Log-probabilities of the tokens, float32 [T]; their ranks, int32 [T], 1 plus the number of strictly more probable tokens;
         the best tokens, int32 [T, k], equal ones by token id; and their log-probabilities, float32 [T, k].
     """
-    if use_triton(logits):
-        from dsv4lite.kernels.sampling.triton import token_logprobs_triton
-
-        values, ranks, top, log_sums = token_logprobs_triton(logits, token_ids)
-        best = best_tokens(logits, k)
-        return values, ranks, best.to(torch.int32), logits.gather(-1, best) - top - log_sums
-    return token_logprobs_ref(logits, token_ids, k)
-
-
-def token_logprobs_ref(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``token_logprobs``."""
     token_ids = token_ids.unsqueeze(-1)
     logprobs = torch.log_softmax(logits, dim=-1)
     ranks = (logits > logits.gather(-1, token_ids)).sum(dim=-1, dtype=torch.int32).add_(1)

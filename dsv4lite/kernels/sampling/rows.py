@@ -26,14 +26,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4lite.kernels import sampling
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 
 BEST = 128
 """The largest ``top_k`` that is found by gathering, and most best tokens that ``sample_rows`` lists; see ``scored_values``."""
@@ -147,8 +146,7 @@ class RowMasks(NamedTuple):
     forced: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowSpace:
+class RowSpace(NamedTuple):
     """Where up to R rows are worked on; valid from ``sample_rows`` until the next call.
 
     Attributes:
@@ -184,29 +182,16 @@ class RowSpace:
 
 def row_bytes(vocab_size: int) -> int:
     """Return the bytes of one row of a ``RowSpace``."""
-    pieces = -(-vocab_size // PIECE)
-    return 4 * vocab_size + 8 * (STATE_COLUMNS + 2 * pieces + CANDIDATES) + 4 * (pieces * GROUPS + 1)
+    return sum(part.nbytes for part in RowSpace.allocate(1, vocab_size, torch.device("meta")))
 
 
-def sample_rows(
-    logits: Tensor,
-    best: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    positions: Tensor,
-    settings: Tensor,
-    last_token: Tensor,
-    space: RowSpace,
-    needs: Needs,
-    run: tuple[Tensor, Tensor] | None = None,
-    given: Tensor | None = None,
-    masks: RowMasks | None = None,
-) -> Tensor:
-    """Sample one token for each row, and count it.
+class SampleInputs(NamedTuple):
+    """What ``sample_rows`` takes.
 
-    A sequence may have several rows, one after the other: each is sampled as if the tokens of those before it were their drafts,
+    A sequence may have several rows, one after the other: each is sampled as if the tokens of those before it were its drafts,
     and only rows up to the first wrong draft are counted and remembered.
 
-    Args:
+    Attributes:
         logits: float32 [R, V], contiguous; not modified.
         best: Of these, from ``sampling.argmax_finite``.
         slots: int32 [R]; -1 for padding.
@@ -215,45 +200,43 @@ def sample_rows(
         last_token: int64 [S + 1], where the tokens are remembered.
         space: For at least R rows.
         needs: What the rows ask for.
-        run: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which behind a sequence's first
+        drafts: Where a sequence has several rows, int32 [R] twice: the token that each row saw last, which after a sequence's first
             row is the draft of what the row before samples; and the row's place in its sequence, 0, 1, 2, …
-        given: int32 [R], tokens to score instead of sampled ones. Nothing is drawn, counted or remembered: leave ``DRAWS`` and
+        scored: int32 [R], tokens to score instead of sampled ones. Nothing is drawn, counted or remembered: leave ``DRAWS`` and
             ``NUCLEI`` out of ``needs``. The score of a row that failed is NaN.
         masks: What the host forbids or forces in this step; ``EDITS`` must be in ``needs``.
+    """
+
+    logits: Tensor
+    best: tuple[Tensor, Tensor, Tensor]
+    slots: Tensor
+    positions: Tensor
+    settings: Tensor
+    last_token: Tensor
+    space: RowSpace
+    needs: Needs
+    drafts: tuple[Tensor, Tensor] | None = None
+    scored: Tensor | None = None
+    masks: RowMasks | None = None
+
+
+@op("sampling.rows_triton:sample_rows_triton")
+def sample_rows(given: SampleInputs) -> Tensor:
+    """Sample one token for each row, and count it. The reference reads settings' tensors by address: all are on the CPU.
 
     Returns:
         int32 [HEADER + 2 BEST, R]: token, whether the logits are finite, whether settings leave a token, the token's rank and its
         log-probability (as bits); then id and log-probability (as bits) of each best token. Lines that no row asked for are
         undefined, and so is the token of a row that failed, but for being one of the vocabulary.
     """
-    if use_triton(logits):
-        from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton
-
-        return sample_rows_triton(logits, best, slots, positions, settings, last_token, space, needs, run, given, masks)
-    return sample_rows_ref(logits, best, slots, positions, settings, last_token, space, needs, run, given, masks)
-
-
-def sample_rows_ref(
-    logits: Tensor,
-    best: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    positions: Tensor,
-    settings: Tensor,
-    last_token: Tensor,
-    space: RowSpace,
-    needs: Needs,
-    run: tuple[Tensor, Tensor] | None = None,
-    given: Tensor | None = None,
-    masks: RowMasks | None = None,
-) -> Tensor:
-    """See ``sample_rows``; all tensors are on the CPU."""
-    top, token_ids, finite = best
+    logits, (top, token_ids, finite), slots, positions, settings, last_token, space, needs, drafts, scored, masks = given
+    vocab_size = logits.shape[1]
     lines, state = settings[slots.long()], space.state[: len(logits)]
-    x, tokens, places = logits, *((slots, torch.zeros_like(slots)) if run is None else run)
+    x, tokens, places = logits, *((slots, torch.zeros_like(slots)) if drafts is None else drafts)
     edited = _is_edited(lines, positions)
     if Needs.EDITS in needs and edited.any():
         rows = edited.nonzero()[:, 0]
-        space.edited[rows] = _edited_ref(logits, lines, positions, tokens, places, rows)
+        space.edited[rows] = _edited_logits(logits, lines, positions, tokens, places, rows)
         _put_best(space, rows)
         if masks is not None:
             apply_masks(space, masks)
@@ -263,25 +246,25 @@ def sample_rows_ref(
     feasible = (top.abs() < float("inf"))[:, 0]
     drawn = (feasible & (lines[:, Column.TEMPERATURE] > 0)).nonzero()[:, 0]
     if needs & _DRAWN and len(drawn):
-        scaled = _truncated_ref(x[drawn], top[drawn], lines[drawn])
+        scaled = _truncated(x[drawn], top[drawn], lines[drawn])
         if Needs.SCORES in needs:
             state[drawn, State.CUT] = _last_rank(scaled)
-        if given is None:
+        if scored is None:
             streams = lines[drawn, Column.STREAM : Column.STREAM + 2].int()
             token_ids = token_ids.index_copy(0, drawn, sampling.draw(scaled, streams, positions[drawn] + 1))
     out = torch.zeros(HEADER + 2 * BEST, len(logits), dtype=torch.int32, device=logits.device)
     out[1], out[2] = finite, feasible
-    if given is None:
-        out[0] = token_ids.clamp(0, logits.shape[1] - 1)
-        _count_ref(out, slots, tokens, places, lines, last_token, logits.shape[1])
+    if scored is None:
+        out[0] = token_ids.clamp(0, vocab_size - 1)
+        _count(out, slots, tokens, places, lines, last_token, vocab_size)
     else:
-        out[0] = given
+        out[0] = scored
         out[4].view(torch.float32).fill_(float("nan"))
     if Needs.SCORES in needs:
         usable = torch.where(lines[:, Column.PROCESSED] == 0, finite, feasible)
         rows = (usable & (lines[:, Column.NUM_LOGPROBS] >= 0)).nonzero()[:, 0]
         k = int(lines[rows, Column.NUM_LOGPROBS].max()) if len(rows) else 0
-        values = scored_values(logits, best[0], lines[rows], positions[rows], space, rows)
+        values = scored_values(logits, given.best[0], lines[rows], positions[rows], space, rows)
         logprobs, ranks, top_ids, top_values = sampling.token_logprobs(values, out[0, rows].long(), k)
         out[3, rows], out[4, rows] = ranks, logprobs.view(torch.int32)
         out[HEADER : HEADER + 2 * k : 2, rows] = top_ids.t()
@@ -345,7 +328,7 @@ def _put_best(space: RowSpace, rows: Tensor) -> None:
 _DRAWN = Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARCHES
 
 
-def _edited_ref(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+def _edited_logits(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """Return penalised and edited logits of some rows, float32 [M, V]."""
     x, lines, vocab_size = logits[rows], lines[rows], logits.shape[1]
     penalised, occurrences = _held(lines, Column.OCCURRENCES, vocab_size, torch.int32)
@@ -380,7 +363,7 @@ def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) ->
     return rows, torch.stack(found) if found else torch.empty(0, vocab_size, dtype=dtype, device=lines.device)
 
 
-def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
+def _truncated(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     """Apply temperature, ``min_p``, ``top_k`` and ``top_p`` to rows that are drawn."""
     scaled = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float())
     scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
@@ -394,9 +377,7 @@ def _truncated_ref(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     return scaled
 
 
-def _count_ref(
-    out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int
-) -> None:
+def _count(out: Tensor, slots: Tensor, tokens: Tensor, places: Tensor, lines: Tensor, last_token: Tensor, vocab_size: int) -> None:
     """Count and remember what rows have sampled, up to the first wrong draft of each sequence."""
     sampled, seen, at, counts = out[0].tolist(), tokens.tolist(), places.tolist(), False
     for row, (slot, address) in enumerate(zip(slots.tolist(), lines[:, Column.OCCURRENCES].tolist(), strict=True)):

@@ -25,39 +25,27 @@ from dsv4lite.kernels.sampling.rows import (
     STATE_COLUMNS,
     Column,
     Needs,
-    RowMasks,
-    RowSpace,
+    SampleInputs,
     State,
     apply_masks,
 )
-from dsv4lite.kernels.sampling.triton import arrive, ascending, log_of_shares, share
+from dsv4lite.kernels.sampling.triton import arrive, ascending, best_key, best_token, log_of_shares, share, total_of
 
 ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; rows without a winner by then are searched
 _NUM_WARPS = 8
 _SEARCH_BLOCK = 4096
 
-_TEMPERATURE = tl.constexpr(int(Column.TEMPERATURE))
-_LOG_MIN_P = tl.constexpr(int(Column.LOG_MIN_P))
-_TOP_K = tl.constexpr(int(Column.TOP_K))
-_TOP_P = tl.constexpr(int(Column.TOP_P))
-_REPETITION = tl.constexpr(int(Column.REPETITION))
-_FREQUENCY = tl.constexpr(int(Column.FREQUENCY))
-_PRESENCE = tl.constexpr(int(Column.PRESENCE))
-_OCCURRENCES = tl.constexpr(int(Column.OCCURRENCES))
-_EDITS = tl.constexpr(int(Column.EDITS))
-_STOPS = tl.constexpr(int(Column.STOPS))
-_NUM_STOPS = tl.constexpr(int(Column.NUM_STOPS))
-_STOPS_FROM = tl.constexpr(int(Column.STOPS_FROM))
-_STREAM = tl.constexpr(int(Column.STREAM))
-_NUM_LOGPROBS = tl.constexpr(int(Column.NUM_LOGPROBS))
-_PROCESSED = tl.constexpr(int(Column.PROCESSED))
+_TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE, _OCCURRENCES, *_OTHERS = map(
+    tl.constexpr, map(int, Column)
+)
+_EDITS, _STOPS, _NUM_STOPS, _STOPS_FROM, _STREAM, _NUM_LOGPROBS, _PROCESSED = _OTHERS
 _COLUMNS = tl.constexpr(NUM_COLUMNS)
 _BEST = tl.constexpr(BEST)
 _CANDIDATES = tl.constexpr(CANDIDATES)
 _GROUPS = tl.constexpr(GROUPS)
 _HEADER = tl.constexpr(HEADER)
 _TOGETHER = tl.constexpr(16)  # candidates that all others are compared with at a time
-_TOP, _TOP_ID, _DRAWN, _LIMIT, _TOTAL, _CUT, _REACH, _COUNT, _LOG_SUM = (tl.constexpr(int(column)) for column in State)
+_TOP, _TOP_ID, _DRAWN, _LIMIT, _TOTAL, _CUT, _REACH, _COUNT, _LOG_SUM = map(tl.constexpr, map(int, State))
 _STATE = tl.constexpr(STATE_COLUMNS)
 _DONE = tl.constexpr(-1)
 _ID_BITS = tl.constexpr(ID_BITS)
@@ -196,13 +184,9 @@ def _edit_kernel(
             x = tl.where(token == tl.load(stops + i), float("-inf"), x)
     tl.store(edited + row * vocabulary + token, x, mask=live)
     # Reference: argmax_finite
-    number = tl.where(x == x, ascending(x), 0x7FFFFFFF)
-    key = (number.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-    tl.store(partial + row * 2 * pieces + tl.program_id(1), tl.max(key, 0))
+    tl.store(partial + row * 2 * pieces + tl.program_id(1), best_key(x, token))
     if arrive(arrivals, row, pieces):
-        at = tl.arange(0, PIECES)
-        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NO_KEY, cache_modifier=".cg")
-        token_id = 0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF)
+        token_id = best_token(partial + row * 2 * pieces, pieces, PIECES)
         best = tl.load(edited + row * vocabulary + token_id, cache_modifier=".cg")
         tl.store(state + row * _STATE + _TOP, best.to(tl.int32, bitcast=True))
         tl.store(state + row * _STATE + _TOP_ID, token_id)
@@ -264,15 +248,12 @@ def _race_kernel(
     if top_p < 1:
         tl.store(place + pieces, tl.sum(tl.where(inside, share(scaled), 0), 0))
     if arrive(arrivals, row, pieces):
-        at = tl.arange(0, PIECES)
-        every = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=_NO_KEY, cache_modifier=".cg")
-        winner = tl.minimum(0x7FFFFFFF - (tl.max(every, 0) & 0x7FFFFFFF), vocabulary - 1)
+        winner = tl.minimum(best_token(partial + row * 2 * pieces, pieces, PIECES), vocabulary - 1)
         mine = state + row * _STATE
         if top_p == 1:
             tl.store(mine + _DRAWN, winner)
         else:
-            shares = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
-            mass = tl.sum(shares, 0)
+            mass = total_of(partial + (row * 2 + 1) * pieces, pieces, PIECES)
             next_limit = _rank(_scaled(tl.load(logits + begin + winner), top, temperature, log_min_p), winner)
             if FIRST:
                 tl.store(mine + _TOTAL, mass)
@@ -559,31 +540,17 @@ def _score_kernel(
     tl.store(mine, tl.sum(share(x - top), 0))
     tl.store(mine + pieces, tl.sum((x > sampled).to(tl.int64), 0))
     if arrive(arrivals, row, pieces):
-        at = tl.arange(0, PIECES)
-        shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
-        better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
-        log_sum = log_of_shares(tl.sum(shares, 0))
-        tl.store(out + 3 * rows + row, (1 + tl.sum(better, 0)).to(tl.int32))
+        log_sum = log_of_shares(total_of(partial + row * 2 * pieces, pieces, PIECES))
+        tl.store(out + 3 * rows + row, (1 + total_of(partial + (row * 2 + 1) * pieces, pieces, PIECES)).to(tl.int32))
         tl.store(out + 4 * rows + row, (sampled - top - log_sum).to(tl.int32, bitcast=True))
         tl.store(state + row * _STATE + _LOG_SUM, log_sum.to(tl.int32, bitcast=True))
 
 
-def sample_rows_triton(
-    logits: Tensor,
-    best: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    positions: Tensor,
-    settings: Tensor,
-    last_token: Tensor,
-    space: RowSpace,
-    needs: Needs,
-    run: tuple[Tensor, Tensor] | None = None,
-    given: Tensor | None = None,
-    masks: RowMasks | None = None,
-) -> Tensor:
-    """See ``rows.sample_rows``."""
+def sample_rows_triton(given: SampleInputs) -> Tensor:
+    """Launch ``sample_rows``."""
+    logits, (top, best_ids, finite), slots, positions, settings, last_token, space, needs, drafts, scored, masks = given
     (rows, vocabulary), device = logits.shape, logits.device
-    tokens, places = (slots, space.single) if run is None else run  # of single rows no kernel reads what they saw
+    tokens, places = (slots, space.single) if drafts is None else drafts  # of single rows no kernel reads what they saw
     assert tokens.dtype == places.dtype == torch.int32 and tokens.is_contiguous() and places.is_contiguous()
     assert logits.dtype == torch.float32 and logits.is_contiguous() and rows <= min(len(space.state), COUNTERS), logits.shape
     assert slots.dtype == positions.dtype == torch.int32 and slots.is_contiguous() and positions.is_contiguous()
@@ -591,7 +558,6 @@ def sample_rows_triton(
     out = torch.empty(HEADER + 2 * BEST, rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
-    top, best_ids, finite = best
     pieces, last = triton.cdiv(vocabulary, PIECE), len(settings) - 1
     assert (space.edited.data_ptr() - logits.data_ptr()) % 16 == 0
     common = (slots, positions, settings, space.state)
@@ -621,11 +587,11 @@ def sample_rows_triton(
     if needs & (Needs.SEARCHES | Needs.NUCLEI):
         block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocabulary))
         _search_kernel[(rows,)](*source, *common, last, vocabulary, BLOCK=block, num_warps=16, enable_fp_fusion=False)
-    if given is None:
+    if scored is None:
         ending = (top, best_ids, finite.view(torch.uint8), *placed, last_token, out, last, rows, vocabulary)
         _finish_kernel[(rows,)](*ending, num_warps=1, enable_fp_fusion=False)
     else:
-        out[0] = given
+        out[0] = scored
         out[4].view(torch.float32).fill_(float("nan"))
     if Needs.SCORES in needs:
         _score_kernel[grid](*source, *common, space.partial, out, arrivals, last, vocabulary, pieces, rows, **shape, **options)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.gemm.triton import COUNTERS, counters_of
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
+from dsv4lite.kernels.sampling import best_tokens
 
 PIECE = 2048  # logits of one program
 _NUM_WARPS = 4
@@ -38,6 +39,29 @@ def arrive(arrivals, row, pieces):
 
 
 @triton.jit
+def best_key(value, token):
+    """Return the largest key of some logits: larger for the better token, and of equal ones for the lowest id."""
+    # Reference: top, token_ids = logits.max(dim=-1, keepdim=True): -0.0 equals 0.0, and a NaN wins over every number
+    ordered = tl.where(value == value, ascending(value), 0x7FFFFFFF)
+    return tl.max((ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64), axis=0)
+
+
+@triton.jit
+def best_token(keys, pieces, PIECES: tl.constexpr):
+    """Return the token of the largest of a row's keys, one for each piece."""
+    piece = tl.arange(0, PIECES)
+    every = tl.load(keys + piece, mask=piece < pieces, other=-0x8000000000000000, cache_modifier=".cg")
+    return 0x7FFFFFFF - (tl.max(every, axis=0) & 0x7FFFFFFF)
+
+
+@triton.jit
+def total_of(partial, pieces, PIECES: tl.constexpr):
+    """Return the sum of a row's integers, one for each piece."""
+    piece = tl.arange(0, PIECES)
+    return tl.sum(tl.load(partial + piece, mask=piece < pieces, other=0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
 def _argmax_kernel(
     logits,
     keys,
@@ -55,14 +79,9 @@ def _argmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
-    # top, token_ids = logits.max(dim=-1, keepdim=True): -0.0 equals 0.0, and a NaN wins over every number
-    ordered = tl.where(value == value, ascending(value), 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-    tl.store(keys + row * pieces + tl.program_id(1), tl.max(key, axis=0))
+    tl.store(keys + row * pieces + tl.program_id(1), best_key(value, token))
     if arrive(arrivals, row, pieces):
-        piece = tl.arange(0, PIECES)
-        every = tl.load(keys + row * pieces + piece, mask=piece < pieces, other=-0x8000000000000000, cache_modifier=".cg")
-        token_id = 0x7FFFFFFF - (tl.max(every, axis=0) & 0x7FFFFFFF)
+        token_id = best_token(keys + row * pieces, pieces, PIECES)
         best = tl.load(logits + row * row_stride + token_id)
         tl.store(top + row, best)
         tl.store(token_ids + row, token_id)
@@ -108,13 +127,10 @@ def _score_kernel(
     tl.store(mine, tl.sum(share(value - best), 0))
     tl.store(mine + pieces, tl.sum((value > own).to(tl.int64), 0))
     if arrive(arrivals, row, pieces):
-        at = tl.arange(0, PIECES)
-        shares = tl.load(partial + row * 2 * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
-        better = tl.load(partial + (row * 2 + 1) * pieces + at, mask=at < pieces, other=0, cache_modifier=".cg")
         # Reference: log_softmax(logits)[token_ids], (logits > logits[token_ids]).sum(-1) + 1
-        log_sum = log_of_shares(tl.sum(shares, 0))
+        log_sum = log_of_shares(total_of(partial + row * 2 * pieces, pieces, PIECES))
         tl.store(logprobs + row, own - best - log_sum)
-        tl.store(ranks + row, (1 + tl.sum(better, 0)).to(tl.int32))
+        tl.store(ranks + row, (1 + total_of(partial + (row * 2 + 1) * pieces, pieces, PIECES)).to(tl.int32))
         tl.store(log_sums + row, log_sum)
 
 
@@ -148,12 +164,8 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top, token_ids, finite
 
 
-def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities and ranks of given tokens, as ``sampling.token_logprobs`` does, and what makes those of others.
-
-    Returns:
-        float32 [T]; int32 [T]; largest logits float32 [T, 1] and logarithms of the sums [T, 1]: a logit less both, in this order.
-    """
+def token_logprobs_triton(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``sampling.token_logprobs``."""
     rows, vocabulary = logits.shape
     top, _, _ = argmax_finite_triton(logits)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -179,4 +191,5 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Te
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
-    return logprobs, ranks, top, log_sums[:, None]
+    best = best_tokens(logits, k)
+    return logprobs, ranks, best.to(torch.int32), logits.gather(-1, best) - top - log_sums[:, None]

@@ -1,9 +1,15 @@
-"""Kernels of ``gather_few`` and ``scatter_few``: each rank writes into the memory of the others and waits for its own to fill.
+"""Kernels of collectives: each rank writes into the memory of all, and waits until its own has what the peers have sent.
 
-A number travels with the count of its call in one word of 64 bits, which is written and read as a whole: it is there when the count
-is. So any bits may be sent, and nothing has to be cleared. One program sends and receives one block of numbers, which is its own in
-every call, and counts its calls: they take the buffers in turn. Peers fill a buffer again when they have this rank's block of a
-later call, that is, when this kernel has ended.
+``all_reduce``: consumers poll the value itself: buffers hold ``EMPTY`` before. So no program waits until a write is confirmed, and
+none sends a flag after it. A program clears the buffer of its last call, which the peers fill two calls later, when they have this
+rank's part of the call between, that is, when this kernel has ended.
+
+``all_gather`` and ``reduce_scatter``: a number travels with the count of its call in one word of 64 bits, which is written and read
+as a whole: it is there when the count is. So any bits may be sent, and nothing has to be cleared. Peers fill a buffer again when
+they have this rank's block of a later call, that is, when this kernel has ended.
+
+One program sends and receives one block of numbers, which is its own in every call, whatever the call's size, and counts its calls:
+they take the ``TURNS`` buffers in turn. A program waits for the same program of its peers, never for one of its own grid.
 """
 
 from __future__ import annotations
@@ -13,13 +19,109 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.all_reduce import TURNS, Inbox
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.exchange import BLOCK, TokenRows, fits
 from dsv4lite.kernels.experts import ExpertSum
+from dsv4lite.kernels.experts.triton import sum_of_token
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, fits
 
 _WARPS = 8
-_PATIENCE = 1 << 12  # looks at what has arrived between two at the host's word, which is far away
+_PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
+
+
+@triton.jit
+def _still_missing(missing, looks, addresses, RANKS: tl.constexpr, PATIENCE: tl.constexpr):
+    """Return how many numbers have not arrived, or 0 once the host has ended the wait."""
+    if looks % PATIENCE == 0:
+        abandoned = tl.load(tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32)), volatile=True)
+        missing = tl.where(abandoned != 0, 0, missing)
+    return missing
+
+
+@triton.jit
+def _store_sum(out, at, total, inside, NATIVE: tl.constexpr):
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out + at, total, mask=inside)
+    else:
+        tl.store(out + at, to_bf16(total, NATIVE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_kernel(
+    part, chosen, also, out, addresses, calls, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr, EMPTY: tl.constexpr,
+    TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    call = tl.load(calls + block)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if TOP_K == 0:
+        x = tl.load(part + at, mask=inside, other=0.0)
+    else:  # a block is of one token
+        column = block * BLOCK % HIDDEN + tl.arange(0, BLOCK)
+        x = sum_of_token(part, chosen, (block * BLOCK // HIDDEN).to(tl.int64), column, EXPERTS, HIDDEN, TOP_K, BLOCK)
+    if ADDED:
+        x += tl.load(also + at, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits)
+    turn = (call % TURNS).to(tl.int32)
+    before = ((call + TURNS - 1) % TURNS).to(tl.int32)
+    for peer in tl.static_range(RANKS):
+        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(theirs + (turn * RANKS + rank) * numbers + at, bits, mask=inside)
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    place = tl.arange(0, RANKS)[:, None] * numbers + at[None, :]
+    tl.store(own + before * RANKS * numbers + place, tl.full((RANKS, BLOCK), EMPTY, tl.int32))
+    source = own + turn * RANKS * numbers + place
+    wanted = tl.broadcast_to(inside[None, :], (RANKS, BLOCK))
+    arrived = tl.load(source, mask=wanted, other=0, volatile=True)
+    missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
+    looks = 0
+    while missing > 0:
+        arrived = tl.load(source, mask=wanted, other=0, volatile=True)
+        missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
+        looks += 1
+        missing = _still_missing(missing, looks, addresses, RANKS, PATIENCE)
+    total = tl.sum(arrived.to(tl.float32, bitcast=True), axis=0)
+    _store_sum(out, at, total, inside, NATIVE)
+    tl.store(calls + block, call + 1)
+
+
+def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
+    """Launch ``all_reduce``."""
+    chosen, sizes = None, {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}
+    if isinstance(part, ExpertSum):
+        assert also is None and part.outputs_TKD.shape[2] % BLOCK == 0, part.outputs_TKD.shape
+        sizes = {"TOP_K": part.outputs_TKD.shape[1], "EXPERTS": part.experts, "HIDDEN": part.outputs_TKD.shape[2]}
+        chosen, part, also, _ = part
+        shape = part[:, 0].shape
+    else:
+        assert part.dtype == torch.float32 and (also is None or also.shape == part.shape), part.dtype
+        shape = part.shape
+    assert part.is_contiguous() and (also is None or also.is_contiguous()) and 0 < shape.numel() <= inbox.numbers, shape
+    assert dtype in (torch.bfloat16, torch.float32), dtype
+    out = torch.empty(shape, dtype=dtype, device=part.device)
+    all_reduce_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+        part,
+        part if chosen is None else chosen,
+        part if also is None else also,
+        out,
+        inbox.addresses,
+        inbox.calls,
+        out.numel(),
+        inbox.rank,
+        inbox.numbers,
+        RANKS=len(inbox.addresses) - 1,
+        BLOCK=BLOCK,
+        ADDED=also is not None,
+        NATIVE=native_e4m3(part),
+        EMPTY=EMPTY,
+        TURNS=TURNS,
+        PATIENCE=_PATIENCE,
+        **sizes,
+        num_warps=_WARPS,
+    )
+    return out
 
 
 @triton.jit
@@ -51,14 +153,12 @@ def _receive(
         words = tl.load(source, volatile=True)
         missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
         looks += 1
-        if looks % PATIENCE == 0:
-            abandoned = tl.load(tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32)), volatile=True)
-            missing = tl.where(abandoned != 0, 0, missing)
+        missing = _still_missing(missing, looks, addresses, RANKS, PATIENCE)
     return words.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tokens", "count", "rank", "blocks"])
-def gather_kernel(
+def all_gather_kernel(
     x, codes, scales, ids, positions, all_x, all_codes, all_scales, all_ids, all_positions, addresses, calls,
     tokens, count, rank, blocks, RANKS: tl.constexpr, X: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
@@ -93,7 +193,7 @@ def gather_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "count", "rank", "blocks"])
-def scatter_kernel(
+def reduce_scatter_kernel(
     y, chosen, shared, out, addresses, calls, tokens, count, rank, blocks, RANKS: tl.constexpr, TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     NATIVE: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
@@ -104,28 +204,19 @@ def scatter_kernel(
     call = tl.load(calls + program) + 1
     for i in tl.static_range(RANKS):
         peer = (rank + 1 + i) % RANKS  # itself last
-        token = peer * count + row
-        # Reference: total = total + outputs[:, k]
-        part = tl.zeros((BLOCK,), tl.float32)
-        for k in tl.static_range(TOP_K):
-            pair = token * TOP_K + k
-            end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
-            part += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
+        part = sum_of_token(y, chosen, peer * count + row, column, EXPERTS, HIDDEN, TOP_K, BLOCK)
         _send(addresses, peer, rank, blocks, program, call, part.to(tl.int32, bitcast=True), RANKS, BLOCK, TURNS)
     found = _receive(addresses, rank, blocks, program, call, RANKS, BLOCK, TURNS, PATIENCE)
     total = tl.sum(found.to(tl.float32, bitcast=True), axis=0)
     inside = column < tl.where(row < tokens, HIDDEN, 0)
     if SHARED:
         total += tl.load(shared + (rank * count + row) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out + row * HIDDEN + column, total, mask=inside)
-    else:
-        tl.store(out + row * HIDDEN + column, to_bf16(total, NATIVE), mask=inside)
+    _store_sum(out, row * HIDDEN + column, total, inside, NATIVE)
     tl.store(calls + program, call)
 
 
-def gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
-    """Launch ``gather_few``."""
+def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
+    """Launch ``all_gather``."""
     tokens, hidden = rows.x_TD.shape
     ranks = len(inbox.addresses) - 1
     assert 0 < tokens <= count and hidden % 4 == 0 and fits(inbox, count, hidden), (tokens, count, hidden)
@@ -137,7 +228,7 @@ def gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     every = TokenRows(*(torch.empty(ranks * count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device) for tensor in rows))
     scales = rows.scales.shape[1]
     parts = triton.cdiv(hidden // 2 + hidden // 4 + scales + 2, BLOCK)
-    gather_kernel[(count * parts,)](
+    all_gather_kernel[(count * parts,)](
         *_as_sent(rows),
         *_as_sent(every),
         inbox.addresses,
@@ -163,8 +254,8 @@ def _as_sent(rows: TokenRows) -> tuple[Tensor, ...]:
     return rows.x_TD.view(torch.int32), rows.codes.view(torch.int32), *rows[2:]
 
 
-def scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Launch ``scatter_few``."""
+def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Launch ``reduce_scatter``."""
     outputs, shared, (every, top_k, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
     ranks = len(inbox.addresses) - 1
     count, pieces = every // ranks, triton.cdiv(hidden, BLOCK)
@@ -172,7 +263,7 @@ def scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dty
     assert outputs.is_contiguous() and parts.slots_TK.is_contiguous() and (shared is None or shared.is_contiguous())
     assert dtype in (torch.bfloat16, torch.float32), dtype
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
-    scatter_kernel[(count * pieces,)](
+    reduce_scatter_kernel[(count * pieces,)](
         outputs,
         parts.slots_TK,
         outputs if shared is None else shared,
