@@ -21,8 +21,9 @@ from dsv4lite.kernels.hc import HcMix, hc_expand, hc_split, hc_sums, weighted_su
 from dsv4lite.kernels.indexer import index_scores
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.kernels.routing import silu, softplus
+from dsv4lite.kernels.routing import softplus
 from dsv4lite.kernels.sampling import token_logprobs
+from dsv4lite.kernels.swiglu import silu
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import SMALL, opened, write_model
 from tests.golden import TINY, tiny_ids, tiny_model

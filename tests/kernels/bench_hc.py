@@ -25,9 +25,9 @@ from dsv4lite.kernels.hc import (
 )
 from dsv4lite.kernels.hc import triton as hc_triton
 from dsv4lite.kernels.hc.triton import Tile, collapse_triton, leave_enter_triton
-from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
-from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
-from dsv4lite.kernels.routing import route, route_ref
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import Router, route
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
 EPS = 1e-6
@@ -67,14 +67,14 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
     codes, scales = rounded
     expected, expected_mix = hc_collapse_ref(left[small], sums[:, small], weights[0], norm, settings)
     collapse_error = max(distance(entered[small], expected), distance(mixed.comb[small], expected_mix.comb))
-    wanted_codes, wanted_scales = quantize_fp8_ref(entered, 128)
+    wanted_codes, wanted_scales = quantize_fp8.reference(entered, 128)
     assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(scales, wanted_scales)
     got_codes, got_scales = quantize_fp8(ys[0], 128)
-    wanted_codes, wanted_scales = quantize_fp8_ref(ys[0], 128)
+    wanted_codes, wanted_scales = quantize_fp8.reference(ys[0], 128)
     assert torch.equal(got_codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(got_scales, wanted_scales)
     logits = [torch.randn(tokens, 256, device="cuda") for _ in range(copies)]
-    bias = torch.randn(256, device="cuda")
-    routed, wanted_routed = route(logits[0], 6, 1.5, bias_E=bias), route_ref(logits[0], 6, 1.5, bias_E=bias)
+    router = Router(6, 1.5, torch.randn(256, device="cuda"))
+    routed, wanted_routed = route(logits[0], router), route.reference(logits[0], router)
     assert torch.equal(routed[0], wanted_routed[0])
     head_error = distance(
         hc_head(streams[0], heads[0], eps=EPS, norm_eps=EPS)[small], hc_head_ref(few, heads[0], eps=EPS, norm_eps=EPS)
@@ -103,10 +103,10 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
             lambda i: rms_norm(ys[i], norm, EPS),
             copies,
             2 * row,
-            distance(rms_norm(ys[0], norm, EPS), rms_norm_ref(ys[0], norm, EPS)),
+            distance(rms_norm(ys[0], norm, EPS), rms_norm.reference(ys[0], norm, EPS)),
         ),
         "quantize_fp8": (lambda i: quantize_fp8(ys[i], 128), copies, row + row // 2, 0.0),
-        "route": (lambda i: route(logits[i], 6, 1.5, bias_E=bias), copies, tokens * 1096, distance(routed[1], wanted_routed[1])),
+        "route": (lambda i: route(logits[i], router), copies, tokens * 1096, distance(routed[1], wanted_routed[1])),
     }
 
 

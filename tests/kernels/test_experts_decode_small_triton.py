@@ -12,11 +12,10 @@ from dsv4lite.kernels.experts.decode_small import (
     DECODE_SMALL_TOKENS,
     Held,
     MoeInputs,
-    Router,
     moe_decode_small_ref,
     suits_decode_small,
 )
-from dsv4lite.kernels.routing import Copies
+from dsv4lite.kernels.routing import Copies, Router
 from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, forward, generator, inputs, poison
 
 pytest.importorskip("triton")
@@ -71,8 +70,7 @@ def case(
 
 def one_by_one(given: MoeInputs) -> tuple[Tensor, Tensor]:
     """What a launch for each part gives: the experts, and the sum."""
-    router, ids = given.router, None if given.router.table_VK is None else given.router.token_ids_T
-    routes = route_triton(given.logits_TE, router.top_k, router.scale, router.bias_E, router.table_VK, ids, router.positions_T)
+    routes = route_triton(given.logits_TE, given.router)
     shared = fp8_linear_triton(*swiglu_quantize_triton(given.h_TI, given.limit), given.shared_codes, given.shared_scales)
     return routes[0], forward(given.x_codes, given.x_scales, *routes, given.w13, given.w2, given.limit, shared=shared)
 

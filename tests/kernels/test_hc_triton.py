@@ -24,8 +24,8 @@ from dsv4lite.kernels.hc import (
     hc_project,
     hc_sums,
 )
-from dsv4lite.kernels.norm import rms_norm_ref
-from dsv4lite.kernels.quantize import quantize_fp8_ref
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
@@ -90,7 +90,7 @@ def assert_rounded(got: Tensor, expected: Tensor, units: int = 1) -> None:
 
 def assert_quantized(entered: Tensor, rounded: tuple[Tensor, Tensor] | None) -> None:
     assert rounded is not None
-    codes, scales = quantize_fp8_ref(entered, 128)
+    codes, scales = quantize_fp8.reference(entered, 128)
     assert torch.equal(rounded[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(rounded[1], scales)
 
 
@@ -265,7 +265,7 @@ def test_head_of_few_tokens_agrees_with_the_reference() -> None:
     x, w = streams_of(2, width), weights_of(width, head=True)
     got = enter_triton(x, None, w, norm_of(width), HcSettings(0, EPS, EPS), quantize=False)
     assert not counters_of(x.device).any() and got.rounded is None and not any(tensor.numel() for tensor in got.mix)
-    assert_rounded(got.x_TD, rms_norm_ref(hc_head_ref(x, w, eps=EPS, norm_eps=EPS), norm_of(width), EPS), units=2)
+    assert_rounded(got.x_TD, rms_norm.reference(hc_head_ref(x, w, eps=EPS, norm_eps=EPS), norm_of(width), EPS), units=2)
 
 
 def test_few_tokens_without_a_pending_output_keep_their_streams_and_zeros_arrive() -> None:

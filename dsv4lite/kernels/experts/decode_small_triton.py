@@ -75,7 +75,7 @@ def _prepare_kernel(
         token = program + tl.arange(0, 1)
         ids, weight, place = route_rows(
             token.to(tl.int64), token < tokens, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
         )  # fmt: skip
         used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
         at = token[:, None] * TOP_K + place
@@ -208,7 +208,9 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor) -> tuple[
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
-    assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    assert (
+        router.token_ids_T is not None and router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    )
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
     assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
     load_E = None if copies is None else copies.load_E

@@ -25,7 +25,7 @@ from torch.nn.functional import linear as _linear
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8, quantize_fp8_ref
+from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8
 
 ROW_TILE = 16
 PAIR_ROWS = 16  # at most, of two products in one launch
@@ -144,7 +144,7 @@ def fp8_weight_linear_quantize_ref(
     x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``fp8_weight_linear_quantize``."""
-    return quantize_fp8_ref(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
+    return quantize_fp8.reference(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
 def fp8_weight_linear_quantize(

@@ -27,8 +27,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import multiprocessors_of, use_triton
 from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.gemm import matmul_rows
-from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
-from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8_ref
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 
 SCALAR_TOKENS = 2
 KERNEL_STREAMS = 4
@@ -182,7 +182,7 @@ def hc_collapse_ref(
     """Return a sub-layer's normed input [T, D] and the mix for its output, from partial sums of the projection."""
     projected = hc_normalise(sums, weights.fn.shape[1], settings.norm_eps)
     pre, post, comb = hc_split(projected, weights.base, weights.scale, settings.iters, settings.eps, exact=exact)
-    return rms_norm_ref(weighted_sum(streams_TND, pre), norm_weight, settings.norm_eps), HcMix(post, comb)
+    return rms_norm.reference(weighted_sum(streams_TND, pre), norm_weight, settings.norm_eps), HcMix(post, comb)
 
 
 def hc_enter_ref(
@@ -200,7 +200,7 @@ def hc_enter_ref(
         streams_TND = hc_expand_ref(_whole(pending[0]), streams_TND, pending[1])
     sums = hc_sums(streams_TND, weights.fn, row_tile)
     x_TD, mix = hc_collapse_ref(streams_TND, sums, weights, norm_weight, settings, exact=row_tile is not None)
-    return HcEntered(streams_TND, x_TD, quantize_fp8_ref(x_TD, FP8_GROUP) if quantize else None, mix)
+    return HcEntered(streams_TND, x_TD, quantize_fp8.reference(x_TD, FP8_GROUP) if quantize else None, mix)
 
 
 def hc_enter(
