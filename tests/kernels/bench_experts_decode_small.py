@@ -50,7 +50,7 @@ def main() -> None:
 
         def alone(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h) -> Tensor:  # type: ignore[type-arg]
             chosen = route_triton(logits, router)
-            added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i])
+            added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i], row_tile=1)
             return experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT), added)
 
         def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]

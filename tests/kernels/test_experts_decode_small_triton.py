@@ -71,7 +71,9 @@ def case(
 def one_by_one(given: MoeInputs) -> tuple[Tensor, Tensor]:
     """What a launch for each part gives: the experts, and the sum."""
     routes = route_triton(given.logits_TE, given.router)
-    shared = fp8_linear_triton(*swiglu_quantize_triton(given.h_TI, given.limit), given.shared_codes, given.shared_scales)
+    shared = fp8_linear_triton(
+        *swiglu_quantize_triton(given.h_TI, given.limit), given.shared_codes, given.shared_scales, row_tile=1
+    )
     return routes[0], forward(given.x_codes, given.x_scales, *routes, given.w13, given.w2, given.limit, shared=shared)
 
 

@@ -29,7 +29,7 @@ from dsv4lite.kernels.quantize import quantize_fp8
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm.triton import COUNTERS, counters_of
+from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.hc import general_triton
 from dsv4lite.kernels.hc import triton as hc_triton
 from dsv4lite.kernels.hc.decode_small_triton import enter_triton, room_of, sizes_of

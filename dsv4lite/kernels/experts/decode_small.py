@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import use_triton
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs_ref
-from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
+from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
@@ -98,7 +98,7 @@ def moe_decode_small_ref(given: MoeInputs, row_tile: int | None = None) -> Exper
     if given.h_TI is not None:
         dtype = torch.float32 if held.shared_partial else given.h_TI.dtype
         activated = swiglu_quantize.reference(given.h_TI, given.limit)
-        shared_TD = fp8_linear_ref(*activated, given.shared_codes, given.shared_scales, dtype, row_tile)
+        shared_TD = fp8_linear.reference(*activated, given.shared_codes, given.shared_scales, dtype, row_tile)
     slots_TK = held.own_slots(chosen_TK, experts)
     routed = ExpertInputs(
         given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, partial=held.partial

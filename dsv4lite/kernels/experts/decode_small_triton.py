@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.triton import Block, Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
-from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
+from dsv4lite.kernels.gemm.triton import GROUPED_TILES, product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import route_rows
@@ -135,7 +136,7 @@ def _experts_kernel(
             HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
-        fp8_tile(
+        product_tile(
             program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
             M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
         )  # fmt: skip

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
-from dsv4lite.kernels.gemm.triton import counters_of
 from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcMix, HcSettings, HcWeights, Output
 from dsv4lite.kernels.hc.triton import (
     PARTS_OF_SUM,
