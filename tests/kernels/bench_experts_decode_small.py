@@ -15,7 +15,7 @@ from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, experts_forward
 from dsv4lite.kernels.experts.decode_small import MoeInputs
 from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
 from dsv4lite.kernels.gemm.triton import fp8_linear_triton
-from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights
+from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights
 from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Router
@@ -57,7 +57,7 @@ def main() -> None:
             return moe_decode_small_triton(MoeInputs(logits, router, *x, h, *shared[i], *layers[i], LIMIT))
 
         def enter(y: Tensor | ExpertSum, streams: Tensor = streams, mix: HcMix = mix) -> tuple[Tensor, ...]:
-            return enter_triton(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True)[:2]
+            return enter_triton(HcInputs(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True))[:2]
 
         for i in range(COPIES):
             assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"

@@ -95,9 +95,11 @@ def _row_kernel(
         # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
         y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         let_successor_in()
+        at = fp8_out + first + tl.arange(0, OUTS)
         if fp8_out.dtype.element_ty == tl.bfloat16:
-            y = to_bf16(y, GPU)
-        tl.store(fp8_out + first + tl.arange(0, OUTS), y)
+            tl.store(at, to_bf16(y, GPU))
+        else:
+            tl.store(at, y)
 
 
 @triton.jit

@@ -247,9 +247,10 @@ def product_tile(
     """
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
-    g = pn // tiles_n
+    g = 0 if FP8_X else pn // tiles_n
+    pn = pn if FP8_X else pn % tiles_n
     rm = pm * BM + tl.arange(0, BM)
-    rn = pn % tiles_n * BN + tl.arange(0, BN)
+    rn = pn * BN + tl.arange(0, BN)
     rk = tl.arange(0, 128)
     if EVEN_K:  # the compiler sees that rows are aligned
         K = blocks * 128
@@ -323,7 +324,7 @@ def product_tile(
     if QUANTIZED:
         TILES: tl.constexpr = 128 // BN
         block = pid // TILES
-        column = pn % tiles_n // TILES * 128
+        column = pn // TILES * 128
         _finish_block(
             acc, parts, out, scales + block, arrivals + block, split, rm, rn, column, M, N, N * groups,
             SWAP, SPLITS, TILES, NATIVE, GPU,
