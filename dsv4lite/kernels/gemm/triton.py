@@ -233,6 +233,31 @@ def _finish_block(
 
 # The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit
+def _add_product(
+    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr
+):  # fmt: skip
+    """Return ``acc`` and the product of 128 inputs of some rows, ``a``, and of some weights, ``b``, with their scales."""
+    if FP8_X:
+        if CODES:
+            a, b, sx = _e4m3_to_fp16(a), _e4m3_to_fp16(b), sx * 65536.0
+        product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
+        if SCALE_ROWS == 128:
+            acc += product * ((sx * sw)[None, :] if SWAP else (sx * sw)[:, None])
+        else:
+            acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
+    else:
+        if SCALE_ROWS:
+            b = _e4m3_pairs_to_bf16(b, GPU) if b.shape[1] == 64 else e4m3_to_bf16(b, GPU)
+        if not GPU:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        if SCALE_ROWS:
+            acc += tl.dot(b, tl.trans(a)) * sw[:, None] if SWAP else tl.dot(a, tl.trans(b)) * sw[None, :]
+        else:
+            acc = tl.dot(b, tl.trans(a), acc) if SWAP else tl.dot(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
 def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
@@ -241,9 +266,8 @@ def product_tile(
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
-    Inputs are FP8 (FP8_X, with scales ``xs``; of one group), or bfloat16 with strides. Weights are FP8, with scales ``ws`` for
-    every SCALE_ROWS rows, or, if these are 0, bfloat16. CODES are FP8 operands on a chip without e4m3. QUANTIZED gives codes and
-    ``scales`` of the results, of one tile of rows.
+    Inputs are FP8 (FP8_X) of one group, or bfloat16; weights are FP8, with a scale for SCALE_ROWS rows, or bfloat16, if that is 0.
+    CODES are FP8 operands on a chip without e4m3. QUANTIZED gives codes and ``scales`` of the results, of one tile of rows.
     """
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
@@ -255,8 +279,7 @@ def product_tile(
     if EVEN_K:  # the compiler sees that rows are aligned
         K = blocks * 128
         x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
-    if FP8_X:
-        x_row = K
+    x_row = K if FP8_X else x_row
     # Rows beyond the end are not stored; with few rows they are not read either, or all programs would wait for the same lines.
     here = (rm < M)[:, None]
     m = tl.minimum(rm, M - 1)
@@ -290,28 +313,14 @@ def product_tile(
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
             b = tl.load(wp + kb * 128, mask=inside, other=0.0)
         ahead = tl.minimum(kb + 1, blocks - 1)
-        if SCALE_ROWS:
-            sw = e8m0(next_sw)
-            next_sw = tl.load(wsp + ahead)
+        sx, sw = 0, 0
         if FP8_X:
             sx = e8m0(next_sx)
             next_sx = tl.load(xsp + ahead)
-            if CODES:
-                a, b, sx = _e4m3_to_fp16(a), _e4m3_to_fp16(b), sx * 65536.0
-            product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
-            if SCALE_ROWS == 128:
-                acc += product * ((sx * sw)[None, :] if SWAP else (sx * sw)[:, None])
-            else:
-                acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
-        else:
-            if SCALE_ROWS:
-                b = _e4m3_pairs_to_bf16(b, GPU) if PAIRS == 2 else e4m3_to_bf16(b, GPU)
-            if not GPU:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            if SCALE_ROWS:
-                acc += tl.dot(b, tl.trans(a)) * sw[:, None] if SWAP else tl.dot(a, tl.trans(b)) * sw[None, :]
-            else:
-                acc = tl.dot(b, tl.trans(a), acc) if SWAP else tl.dot(a, tl.trans(b), acc)
+        if SCALE_ROWS:
+            sw = e8m0(next_sw)
+            next_sw = tl.load(wsp + ahead)
+        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
         if FOLD:  # noqa: SIM102  decided when compiled; the other when run
             if (kb + 1) % part == 0:
                 total += acc
@@ -323,10 +332,8 @@ def product_tile(
     out += g * N
     if QUANTIZED:
         TILES: tl.constexpr = 128 // BN
-        block = pid // TILES
-        column = pn // TILES * 128
         _finish_block(
-            acc, parts, out, scales + block, arrivals + block, split, rm, rn, column, M, N, N * groups,
+            acc, parts, out, scales + pid // TILES, arrivals + pid // TILES, split, rm, rn, pn // TILES * 128, M, N, N * groups,
             SWAP, SPLITS, TILES, NATIVE, GPU,
         )  # fmt: skip
     else:
