@@ -18,6 +18,13 @@ def native_e4m3(x: Tensor) -> bool:
 
 
 @triton.jit
+def e8m0(byte):
+    """Return what scale bytes stand for: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fp8_scale_bits(y):
     """Return the float32 bits of the scale of each row of ``y``, float32 [rows, group]: int32 [rows]."""
     # scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)

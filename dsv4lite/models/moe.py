@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, can_tile, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small, suits_decode_small
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, suits_decode_small
 from dsv4lite.kernels.peer_memory import TokenRows
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.routing import Copies, route, take_copies
+from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import MoEConfig
 from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
@@ -219,7 +219,7 @@ class MoE(nn.Module):
         logits_TE = gate()
         shared_TD = self.shared(h_TI, x_TD.dtype)
         del h_TI
-        chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
+        chosen_TK, weight_TK = route(logits_TE, self._router(token_ids_T, positions_T))
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
         return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
@@ -236,7 +236,7 @@ class MoE(nn.Module):
         most_tokens: int | None,
     ) -> Tensor:
         """Do what ``forward`` does with other ranks: the shared expert's products run while rows travel there, and back."""
-        chosen_TK, weight_TK = self._route(linear(x_TD, self.gate, torch.float32), token_ids_T, positions_T)
+        chosen_TK, weight_TK = route(linear(x_TD, self.gate, torch.float32), self._router(token_ids_T, positions_T))
         if routed_TK is not None:
             routed_TK.copy_(chosen_TK)
         run_experts = dispatch.start(rows, chosen_TK if self.map is None else self.map(chosen_TK), weight_TK, most_tokens)
@@ -261,17 +261,9 @@ class MoE(nn.Module):
             return h_TI, gate()
         return None, linear(x_TD, self.gate, torch.float32)
 
-    def _route(self, logits_TE: Tensor, token_ids_T: Tensor, positions_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return experts [T, K], and their weights."""
-        return route(
-            logits_TE,
-            self.config.experts_per_token,
-            self.config.route_scale,
-            bias_E=self.bias,
-            chosen_TK=self.tid2eid,
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-        )
+    def _router(self, token_ids_T: Tensor, positions_T: Tensor | None) -> Router:
+        c = self.config
+        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
 
     def _briefly(
         self,
@@ -316,7 +308,7 @@ class MoE(nn.Module):
         """Run this rank's experts; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
         c, shared, experts = self.config, self.shared, self.experts
         assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
-        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
+        router = self._router(token_ids_T, positions_T)
         held = Held(
             partial=experts.partial,
             shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
@@ -332,10 +324,10 @@ class MoE(nn.Module):
             )
             chosen_TK = parts.slots_TK
             if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
-                chosen_TK, _ = self._route(logits_TE, token_ids_T, positions_T)
+                chosen_TK, _ = route(logits_TE, router)
         else:
             shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
-            chosen_TK, weight_TK = self._route(logits_TE, token_ids_T, positions_T)
+            chosen_TK, weight_TK = route(logits_TE, router)
             slots_TK = held.own_slots(chosen_TK, experts.count)
             parts = ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
         if routed_TK is not None:

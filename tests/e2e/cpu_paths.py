@@ -17,12 +17,13 @@ from torch import Tensor
 from dsv4lite.device import own_thread
 from dsv4lite.kernels.attention import sparse_attention
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
-from dsv4lite.kernels.hc import HcMix, hc_expand, hc_split, hc_sums, weighted_sum
+from dsv4lite.kernels.hc import HcMix, hc_expand, hc_project, hc_split, weighted_sum
 from dsv4lite.kernels.indexer import index_scores
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.rope import rope_angles
-from dsv4lite.kernels.routing import silu, softplus
+from dsv4lite.kernels.routing import softplus
 from dsv4lite.kernels.sampling import token_logprobs
+from dsv4lite.kernels.swiglu import silu
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import SMALL, opened, write_model
 from tests.golden import TINY, tiny_ids, tiny_model
@@ -70,7 +71,7 @@ def ops() -> Iterator[tuple[str, Tensor]]:
         ), "keys that others need"
     for streams, width in ((2, 20), (4, 100), (4, 8200)):
         fn, state, read = random(streams * (streams + 2), streams * width), random(TOKENS, streams, width), random(TOKENS, streams)
-        yield from on_parts("streams' sums", lambda x, w=fn: hc_sums(x, w, ROW_TILE)[0], state)
+        yield from on_parts("streams projected", lambda x, w=fn: hc_project(x, w, 1e-6, ROW_TILE), state)
         yield from on_parts("streams read", weighted_sum, state, read)
         mix = random(TOKENS, streams, streams)
         yield from on_parts(

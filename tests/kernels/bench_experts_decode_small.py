@@ -12,12 +12,13 @@ from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, experts_forward
-from dsv4lite.kernels.experts.decode_small import MoeInputs, Router
+from dsv4lite.kernels.experts.decode_small import MoeInputs
 from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
 from dsv4lite.kernels.gemm.triton import fp8_linear_triton
-from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights
+from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights
 from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import Router
 from dsv4lite.kernels.routing.triton import route_triton
 from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
 
@@ -48,19 +49,19 @@ def main() -> None:
         router = Router(TOP_K, 1.5, torch.rand(EXPERTS, device="cuda"), None, ids, ids)
 
         def alone(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h) -> Tensor:  # type: ignore[type-arg]
-            chosen = route_triton(logits, TOP_K, router.scale, router.bias_E, None, None, router.positions_T)
-            added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i])
+            chosen = route_triton(logits, router)
+            added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i], row_tile=1)
             return experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT), added)
 
         def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]
             return moe_decode_small_triton(MoeInputs(logits, router, *x, h, *shared[i], *layers[i], LIMIT))
 
         def enter(y: Tensor | ExpertSum, streams: Tensor = streams, mix: HcMix = mix) -> tuple[Tensor, ...]:
-            return enter_triton(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True)[:2]
+            return enter_triton(HcInputs(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True))[:2]
 
         for i in range(COPIES):
             assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"
-        chosen = route_triton(logits, TOP_K, 1.5, router.bias_E)
+        chosen = route_triton(logits, router._replace(positions_T=None))
         times = [
             microseconds(op, COPIES)
             for op in (

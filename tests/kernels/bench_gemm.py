@@ -16,7 +16,7 @@ import torch
 from timing import BANDWIDTH, ROTATED, distance, microseconds
 from torch import Tensor
 
-from dsv4lite.kernels.gemm import float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
+from dsv4lite.kernels.gemm import LIBRARY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -38,7 +38,7 @@ def codes_of(*shape: int) -> tuple[Tensor, Tensor]:
     return codes, torch.randint(118, 123, blocks, device="cuda", dtype=torch.uint8)
 
 
-def case(kind: str, shape: tuple[int, ...], rows: int, any_order: bool) -> tuple[Product, int, float, float]:
+def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> tuple[Product, int, float, float]:
     """Return a product, how many copies of its weights there are, the bytes it must move, and its error."""
     size = 2 if kind == "plain" else 1
     count = size * torch.Size(shape).numel()
@@ -48,25 +48,25 @@ def case(kind: str, shape: tuple[int, ...], rows: int, any_order: bool) -> tuple
         w = [(torch.randn(1, *shape, device="cuda") / 64).bfloat16() for _ in range(copies)]
 
         def plain(i: int) -> Tensor:
-            return float_linear_triton(x, w[i], torch.float32, any_order=any_order)
+            return float_linear_triton(x, w[i], torch.float32, row_tile=row_tile)
 
-        error = distance(plain(0), float_linear_ref(x, w[0], torch.float32))
+        error = distance(plain(0), float_linear.reference(x, w[0], torch.float32))
         return plain, copies, count + 2 * x.numel() + 4 * rows * shape[0], error
     weights = [codes_of(*shape) for _ in range(copies)]
     if kind == "grouped":
         x = torch.randn(rows, shape[0], shape[-1], device="cuda").bfloat16()
 
         def grouped(i: int) -> Tensor:
-            return fp8_weight_linear_triton(x, *weights[i], any_order=any_order)
+            return fp8_weight_linear_triton(x, *weights[i], row_tile=row_tile)
 
-        error = distance(grouped(0), fp8_weight_linear_ref(x, *weights[0]))
+        error = distance(grouped(0), fp8_weight_linear.reference(x, *weights[0]))
         return grouped, copies, count + 2 * x.numel() + 2 * rows * shape[0] * shape[1], error
     codes, scales = quantize_fp8(torch.randn(rows, shape[-1], device="cuda"), 128)
 
     def fp8(i: int) -> Tensor:
-        return fp8_linear_triton(codes, scales, *weights[i])
+        return fp8_linear_triton(codes, scales, *weights[i], row_tile=row_tile)
 
-    error = distance(fp8(0), fp8_linear_ref(codes, scales, *weights[0]))
+    error = distance(fp8(0), fp8_linear.reference(codes, scales, *weights[0]))
     return fp8, copies, count + codes.numel() + 2 * rows * shape[0], error
 
 
@@ -79,20 +79,20 @@ def main() -> None:
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
     counts = [int(rows) for rows in options.rows.split(",")]
-    print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'floor':>7}{'TFLOP/s':>9}{'error':>10}")
+    print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
     for kind, shapes in (("fp8", FP8), ("grouped", GROUPED), ("plain", PLAIN)):
         for (name, shape), rows in itertools.product(shapes.items(), counts):
             if (only and name not in only) or (name == "head" and rows > 128):
                 continue
-            for any_order in (False, True) if rows > gemm_triton.LIBRARY_ROWS and kind != "fp8" else (False,):
-                product, copies, moved, error = case(kind, shape, rows, any_order)
+            for row_tile in (ROW_TILE, None) if rows > LIBRARY_ROWS and kind != "fp8" else (ROW_TILE,):
+                product, copies, moved, error = case(kind, shape, rows, row_tile)
                 assert error < 5e-3, (name, rows, error)
                 us = microseconds(product, copies)
                 operations = 2 * rows * torch.Size(shape).numel()
                 rate = moved / us * 1e6
-                speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
-                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'  library' if any_order else ''}", flush=True)
-                if options.sweep and not any_order:
+                speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
+                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'' if row_tile else '  library'}", flush=True)
+                if options.sweep and row_tile:
                     sweep(product, copies, rows, outs=torch.Size(shape[:-1]).numel(), blocks=shape[-1] // 128)
     if not only or "argmax" in only:
         best_tokens(counts)

@@ -12,22 +12,12 @@ from collections.abc import Callable
 import torch
 from timing import BANDWIDTH, ROTATED, distance, microseconds
 
-from dsv4lite.kernels.hc import (
-    HcMix,
-    HcSettings,
-    HcWeights,
-    hc_collapse_ref,
-    hc_expand_ref,
-    hc_head,
-    hc_head_ref,
-    hc_normalise,
-    hc_sums,
-)
-from dsv4lite.kernels.hc import triton as hc_triton
-from dsv4lite.kernels.hc.triton import Tile, collapse_triton, leave_enter_triton
-from dsv4lite.kernels.norm import rms_norm, rms_norm_ref
-from dsv4lite.kernels.quantize import quantize_fp8, quantize_fp8_ref
-from dsv4lite.kernels.routing import route, route_ref
+from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, hc_enter, hc_expand
+from dsv4lite.kernels.hc import prefill_triton as hc_triton
+from dsv4lite.kernels.hc.prefill_triton import Tile, collapse_triton, leave_enter_triton
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.routing import Router, route
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
 EPS = 1e-6
@@ -56,29 +46,28 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
     settings = HcSettings(20, EPS, EPS)
     small = slice(0, 256)
 
-    few, few_mix = streams[0][small], HcMix(mix.post[small], mix.comb[small])
     left, sums = leave_enter_triton(streams[0], (ys[0], mix), weights[0].fn, None)
-    wanted = hc_expand_ref(ys[0][small], few, few_mix)
-    wanted_sums = hc_sums(wanted, weights[0].fn)
-    projected = hc_normalise(sums[:, small], 4 * width, EPS)
-    leave_error = max(distance(left[small], wanted), distance(projected, hc_normalise(wanted_sums, 4 * width, EPS)))
-    entered, rounded, mixed = collapse_triton(left, sums, weights[0], norm, settings, quantize=True)
-    assert rounded is not None
-    codes, scales = rounded
-    expected, expected_mix = hc_collapse_ref(left[small], sums[:, small], weights[0], norm, settings)
-    collapse_error = max(distance(entered[small], expected), distance(mixed.comb[small], expected_mix.comb))
-    wanted_codes, wanted_scales = quantize_fp8_ref(entered, 128)
+    wanted = hc_expand.reference(ys[0][small], streams[0][small], HcMix(mix.post[small], mix.comb[small]))
+    leave_error = distance(left[small], wanted)
+    inputs = [HcInputs(x, None, w, norm, settings, quantize=True) for x, w in zip(streams, weights, strict=True)]
+    head_inputs = [HcInputs(x, None, w, None, settings) for x, w in zip(streams, heads, strict=True)]
+    entered = collapse_triton(left, sums, inputs[0])
+    assert entered.rounded is not None and entered.mix is not None
+    codes, scales = entered.rounded
+    expected = hc_enter.reference(inputs[0]._replace(streams_TND=left[small]))
+    assert expected.mix is not None
+    collapse_error = max(distance(entered.x_TD[small], expected.x_TD), distance(entered.mix.comb[small], expected.mix.comb))
+    wanted_codes, wanted_scales = quantize_fp8.reference(entered.x_TD, 128)
     assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(scales, wanted_scales)
     got_codes, got_scales = quantize_fp8(ys[0], 128)
-    wanted_codes, wanted_scales = quantize_fp8_ref(ys[0], 128)
+    wanted_codes, wanted_scales = quantize_fp8.reference(ys[0], 128)
     assert torch.equal(got_codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(got_scales, wanted_scales)
     logits = [torch.randn(tokens, 256, device="cuda") for _ in range(copies)]
-    bias = torch.randn(256, device="cuda")
-    routed, wanted_routed = route(logits[0], 6, 1.5, bias_E=bias), route_ref(logits[0], 6, 1.5, bias_E=bias)
+    router = Router(6, 1.5, torch.randn(256, device="cuda"))
+    routed, wanted_routed = route(logits[0], router), route.reference(logits[0], router)
     assert torch.equal(routed[0], wanted_routed[0])
-    head_error = distance(
-        hc_head(streams[0], heads[0], eps=EPS, norm_eps=EPS)[small], hc_head_ref(few, heads[0], eps=EPS, norm_eps=EPS)
-    )
+    few = head_inputs[0]._replace(streams_TND=streams[0][small])
+    head_error = distance(hc_enter(head_inputs[0]).x_TD[small], hc_enter.reference(few).x_TD)
     row = 2 * tokens * width
     return {
         "leave_enter": (
@@ -88,13 +77,13 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
             leave_error,
         ),
         "collapse_quantize": (
-            lambda i: collapse_triton(streams[i], sums, weights[i], norm, settings, quantize=True),
+            lambda i: collapse_triton(streams[i], sums, inputs[i]),
             copies,
             5 * row + row // 2,
             collapse_error,
         ),
         "head": (
-            lambda i: hc_head(streams[i], heads[i], eps=EPS, norm_eps=EPS),
+            lambda i: hc_enter(head_inputs[i]),
             copies,
             9 * row + heads[0].fn.numel() * 4,
             head_error,
@@ -103,10 +92,10 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
             lambda i: rms_norm(ys[i], norm, EPS),
             copies,
             2 * row,
-            distance(rms_norm(ys[0], norm, EPS), rms_norm_ref(ys[0], norm, EPS)),
+            distance(rms_norm(ys[0], norm, EPS), rms_norm.reference(ys[0], norm, EPS)),
         ),
         "quantize_fp8": (lambda i: quantize_fp8(ys[i], 128), copies, row + row // 2, 0.0),
-        "route": (lambda i: route(logits[i], 6, 1.5, bias_E=bias), copies, tokens * 1096, distance(routed[1], wanted_routed[1])),
+        "route": (lambda i: route(logits[i], router), copies, tokens * 1096, distance(routed[1], wanted_routed[1])),
     }
 
 

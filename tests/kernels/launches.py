@@ -25,12 +25,12 @@ from dsv4lite.engine.packing import padding
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels import dispatch, warmup
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, Router, moe_decode_small
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, reduce_scatter
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.routing import Copies
+from dsv4lite.kernels.routing import Copies, Router
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, SampleInputs, sample_rows
 from dsv4lite.kernels.spans import place_spans

@@ -78,6 +78,14 @@ def chosen(every: list[Specialization], most: int) -> list[Specialization]:
     return [every[at] for at in sorted({last - round(i * last / gaps) for i in range(most)})]
 
 
+def by_operands(every: list[Specialization]) -> list[list[Specialization]]:
+    """Return specializations by what they multiply: products of FP8 are compiled to another kernel than those of bfloat16."""
+    kinds: dict[object, list[Specialization]] = {}
+    for one in every:
+        kinds.setdefault(constants_of(one).get("FP8_X"), []).append(one)
+    return list(kinds.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """What came of a specialization.
@@ -137,7 +145,11 @@ def work(request: pytest.FixtureRequest) -> Iterator[Work]:
                 for one in specializations:
                     found.setdefault(Case(one.module, one.name, chip), []).append(one)
             compiling = {
-                case: [pool.submit(compile_one, one) for one in chosen(found[case], MOST[case.capability])]
+                case: [
+                    pool.submit(compile_one, one)
+                    for kind in by_operands(found[case])
+                    for one in chosen(kind, MOST[case.capability])
+                ]
                 for case in sorted(wanted & found.keys(), key=str)
             }
             yield Work(found, compiling)
@@ -176,10 +188,11 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         return {tuple(one[name] for name in names) for one in every}
 
     names = ("BM", "BN", "num_warps")
-    products = [(gemm_triton._FP8_TILES, "_fp8_kernel"), (gemm_triton._PLAIN_TILES, "_float_kernel")]
-    for kinds, kernel in (*products, (gemm_triton._WEIGHT_ONLY_TILES, "_float_kernel")):
+    products = tiles("gemm.triton", "_product_kernel", *names, "FP8_X", "SCALE_ROWS")
+    unquantized_tiles = ((gemm_triton._WEIGHT_ONLY_TILES, False, 128), (gemm_triton._UNQUANTIZED_TILES, False, 0))
+    for kinds, *operands in ((gemm_triton._FP8_TILES, True, 128), *unquantized_tiles):
         wanted = {gemm_triton.tile_for(kinds, most or 4096, chip) for most, _ in kinds}
-        assert {(tile.rows, tile.outs, tile.num_warps) for tile in wanted} <= tiles("gemm.triton", kernel, *names)
+        assert {(tile.rows, tile.outs, tile.num_warps, *operands) for tile in wanted} <= products
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")

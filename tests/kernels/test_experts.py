@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertInputs, Tiles, can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
-from dsv4lite.kernels.routing import swiglu
+from dsv4lite.kernels.swiglu import swiglu
 
 
 def forward(*given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False) -> Tensor:

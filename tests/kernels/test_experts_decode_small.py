@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, scale_words, sum_experts
-from dsv4lite.kernels.experts.decode_small import MoeInputs, Router, moe_decode_small
+from dsv4lite.kernels.experts.decode_small import MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import fp8_linear
 from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.routing import route
+from dsv4lite.kernels.routing import Router, route
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
 TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 6, 256, 128, 3
@@ -32,15 +32,7 @@ def test_sum_is_that_of_each_part_by_itself() -> None:
         Router(TOP_K, 2.0, None, torch.rand(9, EXPERTS).topk(TOP_K).indices, ids, None),
     ):
         parts = moe_decode_small(MoeInputs(logits, router, *rounded, h, *shared, w13, w2, 10.0))
-        chosen, weights = route(
-            logits,
-            TOP_K,
-            router.scale,
-            bias_E=router.bias_E,
-            chosen_TK=router.table_VK,
-            token_ids_T=ids,
-            positions_T=router.positions_T,
-        )
+        chosen, weights = route(logits, router)
         added = fp8_linear(*swiglu_quantize(h, 10.0), *shared)
         assert torch.equal(parts.slots_TK, chosen) and torch.equal(parts.shared_TD, added)
         expected = experts_forward(ExpertInputs(*rounded, chosen, weights, w13, w2, 10.0), added)

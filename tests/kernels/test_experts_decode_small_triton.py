@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles, sum_experts
-from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, Held, MoeInputs, Router, moe_decode_small, suits_decode_small
-from dsv4lite.kernels.routing import Copies
+from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, Held, MoeInputs, moe_decode_small, suits_decode_small
+from dsv4lite.kernels.routing import Copies, Router
 from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, forward, generator, inputs, poison
 
 pytest.importorskip("triton")
@@ -63,9 +63,10 @@ def case(
 
 def one_by_one(given: MoeInputs) -> tuple[Tensor, Tensor]:
     """What a launch for each part gives: the experts, and the sum."""
-    router, ids = given.router, None if given.router.table_VK is None else given.router.token_ids_T
-    routes = route_triton(given.logits_TE, router.top_k, router.scale, router.bias_E, router.table_VK, ids, router.positions_T)
-    shared = fp8_linear_triton(*swiglu_quantize_triton(given.h_TI, given.limit), given.shared_codes, given.shared_scales)
+    routes = route_triton(given.logits_TE, given.router)
+    shared = fp8_linear_triton(
+        *swiglu_quantize_triton(given.h_TI, given.limit), given.shared_codes, given.shared_scales, row_tile=1
+    )
     return routes[0], forward(given.x_codes, given.x_scales, *routes, given.w13, given.w2, given.limit, shared=shared)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the matrix products against their references."""
+"""The kernels of the matrix products against their references; single rows in any order are in ``test_gemm_decode_1_triton``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.gemm import dequantize_fp8_rows, float_linear_ref, fp8_linear_ref, fp8_weight_linear_ref
+from dsv4lite.kernels.gemm import (
+    LIBRARY_ROWS,
+    PAIR_ROWS,
+    ROW_TILE,
+    dequantize_fp8_rows,
+    float_linear,
+    fp8_linear,
+    fp8_weight_linear,
+)
 from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
+from tests.kernels.tensors import DEVICE, fp8_weights, random
+from tests.kernels.tensors import ON_GPU as CUDA
 
 triton = pytest.importorskip("triton")
 
+from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
-    LIBRARY_ROWS,
     SPLIT_MAX_ROWS,
-    counters_of,
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_quantize_triton,
     fp8_weight_linear_triton,
+    pair_linear_triton,
     room_for,
     splits_of,
     tile_for,
@@ -28,8 +38,6 @@ from dsv4lite.kernels.gemm.triton import (  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 # V4-Flash: wq_a and wkv, wq_b with the indexer's, wo_b; rows of a decode step, of a large batch, of a prefill.
 REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
 REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
@@ -37,19 +45,6 @@ SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (
 FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300)] + (REAL if CUDA else [])
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
 GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if CUDA else [])
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def weights(*shape: int, per_row: bool, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Return codes and scale bytes that differ from block to block."""
-    codes = random(*shape, seed=seed).to(torch.float8_e4m3fn)
-    rows, blocks = codes.flatten(0, -2).shape[0], -(-shape[-1] // 128)
-    generator = torch.Generator().manual_seed(seed)
-    scales = torch.randint(117, 124, (rows if per_row else -(-rows // 128), blocks), generator=generator, dtype=torch.uint8)
-    return codes, scales.to(DEVICE)
 
 
 def close(got: Tensor, wanted: Tensor, unrounded: Tensor, absolute: Tensor, share: float) -> None:
@@ -68,37 +63,37 @@ def magnitudes(codes: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "outs", "inputs"), FP8_SHAPES)
 def test_fp8_linear_agrees(rows: int, outs: int, inputs: int, per_row: bool) -> None:
     x_codes, x_scales = quantize_fp8(random(rows, inputs), 128)
-    w_codes, w_scales = weights(outs, inputs, per_row=per_row)
-    exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
-    absolute = fp8_linear_ref(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
+    w_codes, w_scales = fp8_weights(outs, inputs, per_row=per_row)
+    exact = fp8_linear.reference(x_codes, x_scales, w_codes, w_scales, torch.float32)
+    absolute = fp8_linear.reference(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
-        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype), exact.to(dtype), exact, absolute, 2**-10)
+        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype, ROW_TILE), exact.to(dtype), exact, absolute, 2**-10)
 
 
-@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("row_tile", [None, ROW_TILE])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("rows", "groups", "outs", "inputs"), GROUPED_SHAPES)
-def test_fp8_weight_linear_agrees(rows: int, groups: int, outs: int, inputs: int, per_row: bool, any_order: bool) -> None:
+def test_fp8_weight_linear_agrees(rows: int, groups: int, outs: int, inputs: int, per_row: bool, row_tile: int | None) -> None:
     x = random(rows, groups, inputs).bfloat16()
-    w_codes, w_scales = weights(groups, outs, inputs, per_row=per_row)
-    exact = fp8_weight_linear_ref(x.float(), w_codes, w_scales)
-    absolute = fp8_weight_linear_ref(x.float().abs(), magnitudes(w_codes), w_scales)
-    close(fp8_weight_linear_triton(x, w_codes, w_scales, any_order=any_order), exact.bfloat16(), exact, absolute, 2**-16)
+    w_codes, w_scales = fp8_weights(groups, outs, inputs, per_row=per_row)
+    exact = fp8_weight_linear.reference(x.float(), w_codes, w_scales)
+    absolute = fp8_weight_linear.reference(x.float().abs(), magnitudes(w_codes), w_scales)
+    close(fp8_weight_linear_triton(x, w_codes, w_scales, row_tile=row_tile), exact.bfloat16(), exact, absolute, 2**-16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "groups", "outs", "inputs"), [*GROUPED_SHAPES, (0, 1, 5, 128), (3, 1, 64, 2048)])
 def test_float_linear_agrees(rows: int, groups: int, outs: int, inputs: int, dtype: torch.dtype) -> None:
     x, w = random(rows, groups, inputs).bfloat16(), random(groups, outs, inputs, seed=1).bfloat16()
-    exact, absolute = float_linear_ref(x, w, torch.float32), float_linear_ref(x.abs(), w.abs(), torch.float32)
-    for any_order in (False, True):
-        close(float_linear_triton(x, w, dtype, any_order=any_order), exact.to(dtype), exact, absolute, 2**-16)
+    exact, absolute = float_linear.reference(x, w, torch.float32), float_linear.reference(x.abs(), w.abs(), torch.float32)
+    for row_tile in (None, ROW_TILE):
+        close(float_linear_triton(x, w, dtype, row_tile=row_tile), exact.to(dtype), exact, absolute, 2**-16)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("groups", "outs", "inputs"), [(1, 3, 128), (2, 70, 130), (2, 9, 1100)])
 def test_widened_weights_are_exact(groups: int, outs: int, inputs: int, per_row: bool) -> None:
-    codes, scales = weights(groups, outs, inputs, per_row=per_row)
+    codes, scales = fp8_weights(groups, outs, inputs, per_row=per_row)
     assert torch.equal(widen_triton(codes, scales).float(), dequantize_fp8_rows(codes, scales))
 
 
@@ -106,12 +101,12 @@ def test_widened_weights_are_exact(groups: int, outs: int, inputs: int, per_row:
 def test_library_takes_many_rows_of_groups_as_they_lie(dtype: torch.dtype) -> None:
     rows, groups, outs, inputs = LIBRARY_ROWS + 3, 2, 24, 128
     x = random(rows, groups, 2 * inputs).bfloat16()[..., :inputs]
-    codes, scales = weights(groups, outs, inputs, per_row=True)
+    codes, scales = fp8_weights(groups, outs, inputs, per_row=True)
     wide = widen_triton(codes, scales)
-    exact, absolute = float_linear_ref(x, wide, torch.float32), float_linear_ref(x.abs(), wide.abs(), torch.float32)
-    close(float_linear_triton(x, wide, dtype, any_order=True), exact.to(dtype), exact, absolute, 2**-16)
+    exact, absolute = float_linear.reference(x, wide, torch.float32), float_linear.reference(x.abs(), wide.abs(), torch.float32)
+    close(float_linear_triton(x, wide, dtype), exact.to(dtype), exact, absolute, 2**-16)
     if dtype == x.dtype:
-        close(fp8_weight_linear_triton(x, codes, scales, any_order=True), exact.to(dtype), exact, absolute, 2**-16)
+        close(fp8_weight_linear_triton(x, codes, scales), exact.to(dtype), exact, absolute, 2**-16)
 
 
 def test_every_code_counts() -> None:
@@ -123,22 +118,17 @@ def test_every_code_counts() -> None:
     w[:, 5] = numbers
     w_scales = torch.full((len(codes), 1), 127, dtype=torch.uint8, device=DEVICE)
     x_codes, x_scales = quantize_fp8(torch.ones(1, inputs, device=DEVICE), 128)
-    assert torch.equal(fp8_linear_triton(x_codes, x_scales, w, w_scales, torch.float32)[0], numbers.float())
+    assert torch.equal(fp8_linear_triton(x_codes, x_scales, w, w_scales, torch.float32, ROW_TILE)[0], numbers.float())
     ones = torch.ones(1, 1, inputs, dtype=torch.bfloat16, device=DEVICE)
     assert torch.equal(fp8_weight_linear_triton(ones, w[None], w_scales)[0, 0], numbers.bfloat16())
 
 
-def test_codes_are_widened_alike_without_fp8_units() -> None:
-    """The integer way, for chips older than FP8, through the kernel itself."""
-    x_codes, x_scales = quantize_fp8(random(5, 256), 128)
-    w_codes, w_scales = weights(70, 256, per_row=False)
-    out, unused = torch.full((5, 70), float("nan"), device=DEVICE), torch.empty(0, device=DEVICE)
-    gemm_triton._fp8_kernel[(2, 1)](
-        x_codes.view(torch.uint8), x_scales, w_codes.view(torch.uint8), w_scales, unused, out, unused, 5, 70, 256, 2, 2,
-        BM=16, BN=64, SCALE_ROWS=128, EVEN_K=True, SWAP=True, FOLD=False, SPLITS=1, CODES=True, GROUPED=8, enable_fp_fusion=True,
-    )  # fmt: skip
-    exact = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, torch.float32)
-    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
+def test_codes_are_widened_alike_without_fp8_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By integer arithmetic, for chips older than FP8."""
+    monkeypatch.setattr(gemm_triton, "capability_of", lambda device: 80)
+    given = (*quantize_fp8(random(5, 256), 128), *fp8_weights(70, 256))
+    got, exact = fp8_linear_triton(*given, torch.float32), fp8_linear.reference(*given, torch.float32)
+    torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_row_does_not_depend_on_the_others() -> None:
@@ -146,13 +136,13 @@ def test_row_does_not_depend_on_the_others() -> None:
     outs, inputs = 72, 1100
     assert splits_of(outs, 9) > 1
     x = random(SPLIT_MAX_ROWS + 2, inputs)
-    w_codes, w_scales = weights(outs, inputs, per_row=True)
+    w_codes, w_scales = fp8_weights(outs, inputs, per_row=True)
     plain = random(1, outs, inputs, seed=2).bfloat16()
     codes, scales = quantize_fp8(x, 128)
     wide = x.bfloat16()[:, None]
 
     def products(rows: int) -> tuple[Tensor, ...]:
-        fp8 = fp8_linear_triton(codes[:rows], scales[:rows], w_codes, w_scales, torch.float32)
+        fp8 = fp8_linear_triton(codes[:rows], scales[:rows], w_codes, w_scales, torch.float32, ROW_TILE)
         half = fp8_weight_linear_triton(wide[:rows], w_codes[None], w_scales)
         return fp8, half, float_linear_triton(wide[:rows], plain, torch.float32)
 
@@ -173,8 +163,8 @@ def test_row_does_not_depend_on_the_others() -> None:
 )
 def test_products_quantize_what_they_make(rows: int, groups: int, outs: int, inputs: int, per_row: bool) -> None:
     x = random(rows, groups, inputs).bfloat16()
-    w_codes, w_scales = weights(groups, outs, inputs, per_row=per_row)
-    codes, scales = fp8_weight_linear_quantize_triton(x, w_codes, w_scales)
+    w_codes, w_scales = fp8_weights(groups, outs, inputs, per_row=per_row)
+    codes, scales = fp8_weight_linear_quantize_triton(x, w_codes, w_scales, ROW_TILE)
     plain = fp8_weight_linear_triton(x, w_codes, w_scales).flatten(1)
     wanted, wanted_scales = quantize_fp8(plain, 128)
     assert codes.shape == wanted.shape and codes.dtype == wanted.dtype and scales.shape == wanted_scales.shape
@@ -186,10 +176,21 @@ def test_products_quantize_what_they_make(rows: int, groups: int, outs: int, inp
         assert ((got - plain.float()).abs() <= 2**-4 * plain.float().abs() + 2**-8 * plain.float().abs().max()).all()
 
 
-def test_counters_are_zero_after_a_product() -> None:
-    x, w = random(40, 1, 1024).bfloat16(), random(1, 70, 1024, seed=1).bfloat16()
-    assert splits_of(70, 8) == 2
-    assert torch.equal(float_linear_triton(x, w, torch.float32), float_linear_triton(x, w, torch.float32))
+# Rows, results in FP8 and others, inputs: one or several parts of each. V4-Flash: the hidden layer of the shared expert and the
+# router, latents and the inputs of both kinds of compressors.
+PAIRS = [(1, 70, 130, 1100), (5, 65, 40, 256), (PAIR_ROWS, 24, 70, 1024), (3, 130, 3, 60)]
+REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16)]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "fp8_outs", "outs", "inputs"), PAIRS + (REAL_PAIRS if CUDA else []))
+def test_pair_has_the_bits_of_products_alone(rows: int, fp8_outs: int, outs: int, inputs: int, per_row: bool) -> None:
+    x, w = random(rows, inputs).bfloat16(), random(outs, inputs, seed=3).bfloat16()
+    given = (*quantize_fp8(x, 128), *fp8_weights(fp8_outs, inputs, per_row=per_row))
+    for _ in range(2):  # the second finds the counters as the first has left them
+        quantized, unquantized = pair_linear_triton(x, *given, w, ROW_TILE)
+        assert torch.equal(quantized, fp8_linear_triton(*given, row_tile=ROW_TILE))
+        assert torch.equal(unquantized, float_linear_triton(x[:, None], w[None], torch.float32)[:, 0])
     assert not counters_of(DEVICE).any()
 
 
@@ -205,8 +206,8 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     for outs in range(1, 20_000):
         if splits_of(outs, 1 << 20) > 1:
             most = outs  # tiles of results, if every group has one result
-            assert -(-SPLIT_MAX_ROWS // 16) * most <= gemm_triton.COUNTERS
-    assert min(tile.rows for _, tile in gemm_triton._FP8_TILES + gemm_triton._PLAIN_TILES) == 16
+            assert -(-SPLIT_MAX_ROWS // 16) * most <= COUNTERS
+    assert min(tile.rows for _, tile in gemm_triton._FP8_TILES + gemm_triton._UNQUANTIZED_TILES) == 16
 
 
 @pytest.mark.skipif(not CUDA, reason="streams")
@@ -243,7 +244,7 @@ def test_product_in_parts_can_be_captured_after_one_on_the_same_stream() -> None
 
 def test_nan_stays_in_its_row() -> None:
     x = random(20, 256)
-    w_codes, w_scales = weights(24, 256, per_row=False)
+    w_codes, w_scales = fp8_weights(24, 256)
     clean = fp8_linear_triton(*quantize_fp8(x, 128), w_codes, w_scales)
     x[7, 200] = float("nan")
     got = fp8_linear_triton(*quantize_fp8(x, 128), w_codes, w_scales)
@@ -262,7 +263,7 @@ def test_slices_of_wider_tensors_are_taken_as_they_are() -> None:
 def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int) -> None:
     for tiles, x_bytes, w_bytes in (
         (gemm_triton._FP8_TILES, 1, 1),
-        (gemm_triton._PLAIN_TILES, 2, 2),
+        (gemm_triton._UNQUANTIZED_TILES, 2, 2),
         (gemm_triton._WEIGHT_ONLY_TILES, 2, 1),
     ):
         tile = tile_for(tiles, rows, capability)

@@ -52,7 +52,7 @@ def test_steps_of_few_tokens_are_launched_early() -> None:
     assert found >= {
         "_enter_kernel",
         "_latent_kernel",
-        "_fp8_kernel",
+        "_product_kernel",
         "_decode_kernel",
         "_merge_kernel",
         "_prepare_kernel",

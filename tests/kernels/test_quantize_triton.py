@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.quantize import quantize_fp8_ref
+from dsv4lite.kernels.quantize import quantize_fp8
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
 
-pytestmark = pytest.mark.kernel
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Fill what is not initialised with NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 
 
 def numbers(*shape: int, spread: float = 6.0) -> Tensor:
@@ -37,14 +25,12 @@ def numbers(*shape: int, spread: float = 6.0) -> Tensor:
 
 
 def assert_same(x: Tensor, group: int) -> None:
-    (codes, scales), (wanted, wanted_scales) = quantize_fp8_triton(x, group), quantize_fp8_ref(x, group)
+    (codes, scales), (wanted, wanted_scales) = quantize_fp8_triton(x, group), quantize_fp8.reference(x, group)
     assert codes.dtype == wanted.dtype and codes.shape == wanted.shape and torch.equal(scales, wanted_scales)
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
 
-SHAPES = [(0, 128), (3, 2, 384), (2, 150), (1, 2500)]
-if ON_GPU:
-    SHAPES += [(63, 4096), (257, 7168), (8192, 1024)]
+SHAPES = [(0, 128), (3, 2, 384), (2, 150), (1, 2500)] + ([(63, 4096), (257, 7168), (8192, 1024)] if ON_GPU else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

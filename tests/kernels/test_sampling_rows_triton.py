@@ -29,7 +29,7 @@ from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm.triton import counters_of  # noqa: E402
+from dsv4lite.kernels.counters import counters_of  # noqa: E402
 from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel

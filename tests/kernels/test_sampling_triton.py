@@ -12,7 +12,7 @@ from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.gemm.triton import counters_of  # noqa: E402
+from dsv4lite.kernels.counters import counters_of  # noqa: E402
 from dsv4lite.kernels.sampling.triton import PIECE, argmax_finite_triton, token_logprobs_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel

@@ -67,7 +67,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda *_: True)
+            monkeypatch.setattr(module, "use_triton", lambda *given: True)
     monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
     monkeypatch.setattr(step_graphs, "place_spans", lambda *read: (place_spans(*read), place_spans.reference(*read))[1])

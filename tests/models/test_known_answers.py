@@ -22,7 +22,7 @@ from dsv4lite.kernels.quantize import (
     round_fp8,
 )
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.routing import route, softplus
+from dsv4lite.kernels.routing import Router, route, softplus
 from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.weights.quant import linear
@@ -282,7 +282,7 @@ def test_third_layer_pools_and_routes_as_published(model: DeepseekV4, trace: Tra
     with torch.no_grad():
         logits = linear(trace.tensors["2.ffn.in"][-1:], ffn.gate, torch.float32)
         assert_values(softplus(logits).sqrt()[0], floats("0.23552 0.54539 1.14200 0.41400 0.69623 0.66535"))
-        chosen, weights = route(logits, TINY.experts_per_token, TINY.route_scale, bias_E=ffn.bias)
+        chosen, weights = route(logits, Router(TINY.experts_per_token, TINY.route_scale, ffn.bias))
     assert chosen[0].tolist() == [1, 2]
     assert_values(weights[0], [0.48482, 1.01518])
     assert_values(trace.tensors["2.ffn.out"][-1, :5], floats("0.17598 -0.21233 -0.13241 0.08827 0.26519"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4lite.kernels.quantize import dequantize_matrix, round_fp8
-from dsv4lite.kernels.routing import swiglu
+from dsv4lite.kernels.swiglu import swiglu
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.dummy import dummy_tensors

@@ -88,7 +88,7 @@ OPEN_KEYWORDS = {
 }
 # Caches that outlive an engine, and why.
 CACHES = {
-    "kernels.gemm.triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
+    "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
 MAX_PACKAGE_LINES = 34_881

@@ -51,7 +51,7 @@ from dsv4lite.kernels.quantize import (
     round_fp8,
     unpack_fp4,
 )
-from dsv4lite.kernels.routing import swiglu
+from dsv4lite.kernels.swiglu import swiglu
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 HALF_ROWS = TILE_ROWS // 2

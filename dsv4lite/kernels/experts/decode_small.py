@@ -19,32 +19,12 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs
-from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear_ref
-from dsv4lite.kernels.routing import Copies, route_ref, take_copies
-from dsv4lite.kernels.swiglu import swiglu_quantize_ref
+from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear
+from dsv4lite.kernels.routing import Copies, Router, route, take_copies
+from dsv4lite.kernels.swiglu import swiglu_quantize
 
 DECODE_SMALL_TOKENS = PAIR_ROWS
 _MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
-
-
-class Router(NamedTuple):
-    """How experts are chosen: the arguments of ``route`` that are the same in every step, and where a step's tokens are.
-
-    Attributes:
-        top_k: Experts per token.
-        scale: Of their weights.
-        bias_E: For the selection, float32.
-        table_VK: Experts of every token id, int64, instead of a selection.
-        token_ids_T: The tokens' ids.
-        positions_T: Negative for padding.
-    """
-
-    top_k: int
-    scale: float
-    bias_E: Tensor | None
-    table_VK: Tensor | None
-    token_ids_T: Tensor
-    positions_T: Tensor | None
 
 
 class Held(NamedTuple):
@@ -107,20 +87,12 @@ class MoeInputs(NamedTuple):
 def moe_decode_small(given: MoeInputs) -> ExpertSum:
     """Run few tokens through their experts."""
     router, held, experts = given.router, given.held, given.w2.shape[0]
-    chosen_TK, weight_TK = route_ref(
-        given.logits_TE,
-        router.top_k,
-        router.scale,
-        bias_E=router.bias_E,
-        chosen_TK=router.table_VK,
-        token_ids_T=None if router.table_VK is None else router.token_ids_T,
-        positions_T=router.positions_T,
-    )
+    chosen_TK, weight_TK = route.reference(given.logits_TE, router)
     shared_TD: Tensor | None = None
     if given.h_TI is not None:
         dtype = torch.float32 if held.shared_partial else given.h_TI.dtype
-        activated = swiglu_quantize_ref(given.h_TI, given.limit)
-        shared_TD = fp8_linear_ref(*activated, given.shared_codes, given.shared_scales, dtype, given.row_tile)
+        activated = swiglu_quantize.reference(given.h_TI, given.limit)
+        shared_TD = fp8_linear.reference(*activated, given.shared_codes, given.shared_scales, dtype, given.row_tile)
     slots_TK = held.own_slots(chosen_TK, experts)
     routed = ExpertInputs(given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, held.partial)
     return ExpertSum(slots_TK, experts_outputs.reference(routed), shared_TD, experts)

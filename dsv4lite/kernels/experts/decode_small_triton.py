@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import Block
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
-from dsv4lite.kernels.gemm.triton import GROUPED_TILES, counters_of, fp8_tile, splits_of
+from dsv4lite.kernels.gemm.triton import GROUPED_TILES, product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import route_rows
@@ -76,7 +77,7 @@ def _prepare_kernel(
         token = program + tl.arange(0, 1)
         ids, weight, place = route_rows(
             token.to(tl.int64), token < tokens, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, True, PADDED, GPU,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
         )  # fmt: skip
         used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
         at = token[:, None] * TOP_K + place
@@ -138,7 +139,7 @@ def _experts_kernel(
             HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
-        fp8_tile(
+        product_tile(
             program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
             M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
         )  # fmt: skip
@@ -212,7 +213,9 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
-    assert router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    assert (
+        router.token_ids_T is not None and router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
+    )
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
     assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
     load_E = None if copies is None else copies.load_E

@@ -116,7 +116,7 @@ def _quantize_last(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
 ):  # fmt: skip
     """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them; count it in ``done``."""
-    # Reference: u = dequantize_fp8(*quantize_fp8_ref(u, GROUP), GROUP)
+    # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
     tl.debug_barrier()  # all threads have written when one of them says so
     arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
     if arrived == SHARERS - 1:

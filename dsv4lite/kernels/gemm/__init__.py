@@ -7,7 +7,7 @@ products of many rows are the library's on every device, and single rows have ke
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
-    float_linear        y = x @ w.T                                      both plain
+    float_linear        y = x @ w.T                                      both unquantized
     fp8_weight_linear_quantize    the second, its results quantized as a row
     pair_linear         the first and the last, of the same rows         one launch where these are few
 
@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.functional import linear as _linear
 from torch.nn.functional import pad
 
-from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8, quantize_fp8_ref
+from dsv4lite.kernels.dispatch import op
+from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8
 
 ROW_TILE = 16
 PAIR_ROWS = 16  # at most, of two products in one launch
-QUANTIZED_ROWS = 16  # at most, of a product whose kernel quantizes what it makes
-LIBRARY_ROWS = 512  # above, kernels leave plain products to the library if any order of summation will do
+QUANTIZED_ROWS = 16  # at most, of a product whose kernel quantizes its results
+LIBRARY_ROWS = 512  # above, kernels leave unquantized products to the library if any order of summation will do
 
 
 def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tensor:
@@ -70,19 +70,11 @@ def dequantize_fp8_rows(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     return (flat.float() * per_row.repeat_interleave(FP8_GROUP, 1)[:, :columns]).view(w_codes.shape)
 
 
-def fp8_linear_ref(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    w_codes: Tensor,
-    w_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    row_tile: int | None = None,
-) -> Tensor:
-    """See ``fp8_linear``: dequantize both, multiply in float32, round once."""
-    x = dequantize_fp8(x_codes, x_scales, FP8_GROUP)
-    return matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales), row_tile).to(dtype)
+def _is_bf16(x: Tensor, *_: object, **__: object) -> bool:
+    return x.dtype == torch.bfloat16
 
 
+@op("gemm.triton:fp8_linear_triton")
 def fp8_linear(
     x_codes: Tensor,
     x_scales: Tensor,
@@ -99,54 +91,38 @@ def fp8_linear(
         w_codes: float8_e4m3fn [N, K].
         w_scales: uint8 [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)], e8m0.
         dtype: Of the result.
-        row_tile: As for ``matmul_rows``; the kernel does without.
+        row_tile: As for ``matmul_rows``; to kernels any number means the same.
 
     Returns:
         [M, N].
     """
-    if use_triton(x_codes):
-        from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, takes_fp8
-        from dsv4lite.kernels.gemm.triton import fp8_linear_triton
-
-        if row_tile is None and takes_fp8(x_codes, w_codes, w_scales):
-            return fp8_row(x_codes, x_scales, w_codes, w_scales, dtype)
-        return fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype)
-    return fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, dtype, row_tile)
+    x = dequantize_fp8(x_codes, x_scales, FP8_GROUP)
+    return matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales), row_tile).to(dtype)
 
 
-def fp8_weight_linear_ref(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
-    """See ``fp8_weight_linear``: dequantize the weights, multiply in float32, round once."""
+@op("gemm.triton:fp8_weight_linear_triton", suits=_is_bf16)
+def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
+    """Multiply each group's unquantized inputs by its quantized weights.
+
+    Args:
+        x_MGK: Float [M, G, K]; the kernel takes bfloat16.
+        w_codes: float8_e4m3fn [G, N, K].
+        w_scales: uint8 e8m0, of the rows [G * N] taken together: [ceil(G * N / 128), ceil(K / 128)] or [G * N, ceil(K / 128)].
+        row_tile: As for ``fp8_linear``.
+
+    Returns:
+        [M, G, N] in the dtype of ``x``.
+    """
     w_GNK = dequantize_fp8_rows(w_codes, w_scales)
     products = [matmul_rows(x_MGK[:, g].float(), w_NK, row_tile) for g, w_NK in enumerate(w_GNK)]
     return torch.stack(products, 1).to(x_MGK.dtype)
 
 
-def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
-    """Multiply each group's plain inputs by its quantized weights.
-
-    Args:
-        x_MGK: bfloat16 [M, G, K].
-        w_codes: float8_e4m3fn [G, N, K].
-        w_scales: uint8 e8m0, of the rows [G * N] taken together: [ceil(G * N / 128), ceil(K / 128)] or [G * N, ceil(K / 128)].
-        row_tile: As for ``matmul_rows``; to the kernel any number means the same.
-
-    Returns:
-        [M, G, N] in the dtype of ``x``.
-    """
-    if use_triton(x_MGK) and x_MGK.dtype == torch.bfloat16:
-        from dsv4lite.kernels.gemm.triton import fp8_weight_linear_triton
-
-        return fp8_weight_linear_triton(x_MGK, w_codes, w_scales, any_order=row_tile is None)
-    return fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile)
+def _quantizes(x_MGK: Tensor, w_codes: Tensor, *_: object, **__: object) -> bool:
+    return _is_bf16(x_MGK) and 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_GROUP == 0
 
 
-def fp8_weight_linear_quantize_ref(
-    x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """See ``fp8_weight_linear_quantize``."""
-    return quantize_fp8_ref(fp8_weight_linear_ref(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
-
-
+@op("gemm.triton:fp8_weight_linear_quantize_triton", suits=_quantizes)
 def fp8_weight_linear_quantize(
     x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -158,76 +134,50 @@ def fp8_weight_linear_quantize(
     Returns:
         Codes float8_e4m3fn [M, G N] and scale bytes uint8 [M, ceil(G N / 128)].
     """
-    few = 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_GROUP == 0
-    if few and x_MGK.dtype == torch.bfloat16 and use_triton(x_MGK):
-        from dsv4lite.kernels.gemm.decode_1_triton import groups_row, takes_groups
-        from dsv4lite.kernels.gemm.triton import fp8_weight_linear_quantize_triton
-
-        if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
-            return groups_row(x_MGK, w_codes, w_scales)
-        return fp8_weight_linear_quantize_triton(x_MGK, w_codes, w_scales)
     return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
-def float_linear_ref(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
-    """See ``float_linear``: widen both unless they have the dtype of the result, multiply, round once."""
-    wide = w_GNK.dtype if w_GNK.dtype in (dtype, torch.float32) else torch.float32
-    products = [matmul_rows(x_MGK[:, g].to(wide), w_NK.to(wide), row_tile) for g, w_NK in enumerate(w_GNK)]
-    return (products[0][:, None] if len(products) == 1 else torch.stack(products, 1)).to(dtype)
-
-
+@op("gemm.triton:float_linear_triton", suits=lambda x_MGK, w_GNK, *_, **__: _is_bf16(x_MGK) and _is_bf16(w_GNK))
 def float_linear(
     x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Multiply each group's inputs by its weights, accumulated in float32 whatever the operands and the result.
 
     Args:
-        x_MGK: Float [M, G, K].
-        w_GNK: Float [G, N, K].
+        x_MGK: Float [M, G, K]; the kernel takes bfloat16.
+        w_GNK: Float [G, N, K]; the kernel takes bfloat16.
         dtype: Of the result.
-        row_tile: As for ``matmul_rows``; to the kernel, which takes bfloat16 operands, any number means the same.
+        row_tile: As for ``fp8_linear``.
         out: Where the result is wanted, contiguous.
 
     Returns:
         [M, G, N].
     """
-    if use_triton(x_MGK) and x_MGK.dtype == w_GNK.dtype == torch.bfloat16:
-        from dsv4lite.kernels.gemm.triton import float_linear_triton
-
-        return float_linear_triton(x_MGK, w_GNK, dtype, any_order=row_tile is None, out=out)
-    result = float_linear_ref(x_MGK, w_GNK, dtype, row_tile)
+    # The operands keep their dtype if it is that of the result; else float32 accumulates what is rounded once.
+    wide = w_GNK.dtype if w_GNK.dtype in (dtype, torch.float32) else torch.float32
+    products = [matmul_rows(x_MGK[:, g].to(wide), w_NK.to(wide), row_tile) for g, w_NK in enumerate(w_GNK)]
+    result = (products[0][:, None] if len(products) == 1 else torch.stack(products, 1)).to(dtype)
     return result if out is None else out.copy_(result)
 
 
-def pair_linear_ref(
-    x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """See ``pair_linear``."""
-    quantized = fp8_linear_ref(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
-    return quantized, float_linear_ref(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]
-
-
+@op(
+    "gemm.triton:pair_linear_triton",
+    suits=lambda x_MK, *given: _is_bf16(x_MK) and _is_bf16(given[4]) and 0 < len(x_MK) <= PAIR_ROWS,
+)
 def pair_linear(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Multiply the same rows by quantized and by plain weights: ``fp8_linear`` and ``float_linear``, with their bits.
+    """Multiply the same rows by quantized and by unquantized weights: ``fp8_linear`` and ``float_linear``, with their bits.
 
     Args:
-        x_MK: Rows, bfloat16.
+        x_MK: Rows; the kernel takes 1 to ``PAIR_ROWS`` in bfloat16.
         x_codes, x_scales: The same, quantized.
         w_codes, w_scales: Quantized weights.
-        w_NK: Plain weights.
-        row_tile: As for ``matmul_rows``; the kernel does without.
+        w_NK: Unquantized weights.
+        row_tile: As for ``fp8_linear``.
 
     Returns:
-        The product of quantized rows and weights in the dtype of ``x``, and the plain product in float32.
+        The product of quantized rows and weights in the dtype of ``x``, and the unquantized product in float32.
     """
-    if use_triton(x_MK) and 0 < len(x_MK) <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16:
-        from dsv4lite.kernels.gemm.decode_1_triton import pair_row, takes_pair
-        from dsv4lite.kernels.gemm.pair_triton import pair_linear_triton
-
-        if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
-            return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
-        return pair_linear_triton(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
     quantized = fp8_linear(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
     return quantized, float_linear(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]

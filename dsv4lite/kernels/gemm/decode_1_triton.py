@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, to_bf16
 from dsv4lite.kernels.gemm import scale_rows
-from dsv4lite.kernels.gemm.triton import counters_of, e8m0
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
@@ -79,34 +79,27 @@ def _strip(
 
 
 @triton.jit
-def _row_kernel(x, xs, w, ws, out, K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr):
-    wait_for_predecessor()
-    first = tl.program_id(0).to(tl.int64) * OUTS
-    # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
-    y = _strip(x, xs, w, ws, first, K, OUTS, COLUMNS, True, True)
-    let_successor_in()
-    if out.dtype.element_ty == tl.bfloat16:
-        y = to_bf16(y, GPU)
-    tl.store(out + first + tl.arange(0, OUTS), y)
-
-
-@triton.jit
-def _row_pair_kernel(
-    x, w, x_codes, x_scales, w_codes, w_scales, out, fp8_out, plain,
-    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr,
+def _row_kernel(
+    x_codes, x_scales, w_codes, w_scales, fp8_out, x, w, out, unquantized,
+    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0).to(tl.int64)
-    if program < plain:
+    if PAIR and program < unquantized:
         first = program * OUTS
         y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
         let_successor_in()
         tl.store(out + first + tl.arange(0, OUTS), y)
     else:
-        first = (program - plain) * OUTS
+        first = (program - unquantized) * OUTS if PAIR else program * OUTS
+        # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
         y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         let_successor_in()
-        tl.store(fp8_out + first + tl.arange(0, OUTS), to_bf16(y, GPU))
+        at = fp8_out + first + tl.arange(0, OUTS)
+        if fp8_out.dtype.element_ty == tl.bfloat16:
+            tl.store(at, to_bf16(y, GPU))
+        else:
+            tl.store(at, y)
 
 
 @triton.jit
@@ -147,22 +140,8 @@ def takes_fp8(x_codes: Tensor, w_codes: Tensor, w_scales: Tensor) -> bool:
 
 def fp8_row(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """See ``gemm.fp8_linear``; for one row and what ``takes_fp8``."""
-    outs, inputs = w_codes.shape
-    out = torch.empty(1, outs, dtype=dtype, device=x_codes.device)
-    _row_kernel[(outs // _FP8.outs,)](
-        x_codes,
-        x_scales,
-        w_codes,
-        w_scales,
-        out,
-        K=inputs,
-        OUTS=_FP8.outs,
-        COLUMNS=_columns_of(_FP8, inputs),
-        GPU=on_gpu(out.device),
-        num_warps=_FP8.num_warps,
-        enable_fp_fusion=True,
-        launch_pdl=dependent_launch(out.device),
-    )
+    out = torch.empty(1, len(w_codes), dtype=dtype, device=x_codes.device)
+    _launch(_FP8, (x_codes, x_scales, w_codes, w_scales, out), None)
     return out
 
 
@@ -175,30 +154,31 @@ def pair_row(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``gemm.pair_linear``; for one row and what ``takes_pair``."""
-    (fp8_outs, inputs), outs = w_codes.shape, len(w_NK)
-    assert w_codes.is_contiguous() and w_scales.is_contiguous() and w_NK.is_contiguous()
-    out = torch.empty(1, outs, dtype=torch.float32, device=x_MK.device)
-    fp8_out = torch.empty(1, fp8_outs, dtype=x_MK.dtype, device=x_MK.device)
-    plain = outs // _PAIR.outs
-    _row_pair_kernel[(plain + fp8_outs // _PAIR.outs,)](
-        x_MK.contiguous(),
-        w_NK,
-        x_codes.contiguous(),
-        x_scales,
-        w_codes,
-        w_scales,
-        out,
-        fp8_out,
-        plain,
-        K=inputs,
-        OUTS=_PAIR.outs,
-        COLUMNS=_columns_of(_PAIR, inputs),
+    out = torch.empty(1, len(w_NK), dtype=torch.float32, device=x_MK.device)
+    fp8_out = torch.empty(1, len(w_codes), dtype=x_MK.dtype, device=x_MK.device)
+    _launch(_PAIR, (x_codes.contiguous(), x_scales, w_codes, w_scales, fp8_out), (x_MK.contiguous(), w_NK, out))
+    return fp8_out, out
+
+
+def _launch(strip: Strip, fp8: tuple[Tensor, ...], unquantized: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Launch a product in FP8, and an unquantized one of the same row, if there is one: inputs, weights and results of each."""
+    w_codes, out = fp8[2], fp8[-1]
+    others = unquantized or (out, out, out)
+    programs = 0 if unquantized is None else len(others[1]) // strip.outs
+    assert all(tensor.is_contiguous() for tensor in (*fp8, *others))
+    _row_kernel[(programs + len(w_codes) // strip.outs,)](
+        *fp8,
+        *others,
+        programs,
+        K=w_codes.shape[1],
+        OUTS=strip.outs,
+        COLUMNS=_columns_of(strip, w_codes.shape[1]),
+        PAIR=unquantized is not None,
         GPU=on_gpu(out.device),
-        num_warps=_PAIR.num_warps,
+        num_warps=strip.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(out.device),
     )
-    return fp8_out, out
 
 
 def takes_groups(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> bool:

@@ -7,21 +7,25 @@ own, and the last of a tile to arrive adds all; with many rows one program folds
 A product that may sum in any order goes to the library above ``LIBRARY_ROWS`` rows: it multiplies bfloat16 faster than they do.
 
 Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
+Two products of the same few rows share a launch: each alone would leave the chip half empty.
+
+A single row in any order takes the kernels of ``decode_1_triton``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
-from dsv4lite.kernels.gemm import LIBRARY_ROWS, QUANTIZED_ROWS, scale_rows
+from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.gemm import LIBRARY_ROWS, PAIR_ROWS, QUANTIZED_ROWS, scale_rows
+from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
@@ -30,9 +34,6 @@ MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_TILES = 8  # of rows that share the weights in cache
-# Tiles of a product in parts, at most: of 16 rows, and of 64 results of as many groups as there are results (see ``splits_of``);
-# and the sums that programs of ``hc.decode_small_triton`` send each other.
-COUNTERS = max(SPLIT_MAX_ROWS // 16 * PROGRAMS * 64 // 2, 16 * (8192 + 256))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ _FP8_TILES: Tiles = (
     (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
-_PLAIN_TILES: Tiles = (
+_UNQUANTIZED_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
@@ -76,7 +77,8 @@ _WEIGHT_ONLY_TILES: Tiles = (
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
 )
-_OPERAND_BYTES = {_FP8_TILES: (1, 1), _PLAIN_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
+_PAIR = Tile(rows=PAIR_ROWS, outs=64, swap=True, num_warps=4, num_stages=3)  # three programs fit on a multiprocessor
+_OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
 # Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
 _SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
 _LEAST_SHARED = 97 << 10
@@ -103,13 +105,6 @@ def splits_of(outs: int, blocks: int) -> int:
     """
     most = max(1, min(PROGRAMS * 64 // max(outs, 1), blocks // MIN_BLOCKS))
     return 1 << (most.bit_length() - 1)
-
-
-@triton.jit
-def e8m0(byte):
-    # e8m0_to_float: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN
-    bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -236,28 +231,62 @@ def _finish_block(
         tl.store(arrivals, 0)  # as the next product finds it
 
 
+# The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit
-def fp8_tile(
-    pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    FOLD: tl.constexpr, SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+def _add_product(
+    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr
 ):  # fmt: skip
-    """Compute tile ``pid`` of the result, or its part number ``split``."""
-    pm, pn = _place(pid, M, tl.cdiv(N, BN), BM, GROUPED)
+    """Return ``acc`` and the product of 128 inputs of some rows, ``a``, and of some weights, ``b``, with their scales."""
+    if FP8_X:
+        if CODES:
+            a, b, sx = _e4m3_to_fp16(a), _e4m3_to_fp16(b), sx * 65536.0
+        product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
+        if SCALE_ROWS == 128:
+            acc += product * ((sx * sw)[None, :] if SWAP else (sx * sw)[:, None])
+        else:
+            acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
+    else:
+        if SCALE_ROWS:
+            b = _e4m3_pairs_to_bf16(b, GPU) if b.shape[1] == 64 else e4m3_to_bf16(b, GPU)
+        if not GPU:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        if SCALE_ROWS:
+            acc += tl.dot(b, tl.trans(a)) * sw[:, None] if SWAP else tl.dot(a, tl.trans(b)) * sw[None, :]
+        else:
+            acc = tl.dot(b, tl.trans(a), acc) if SWAP else tl.dot(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
+def product_tile(
+    pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
+    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
+    scales=None, QUANTIZED: tl.constexpr = False, NATIVE: tl.constexpr = False, GPU: tl.constexpr = True,
+):  # fmt: skip
+    """Compute tile ``pid`` of the result, or its part number ``split``.
+
+    Inputs are FP8 (FP8_X) of one group, or bfloat16; weights are FP8, with a scale for SCALE_ROWS rows, or bfloat16, if that is 0.
+    CODES are FP8 operands on a chip without e4m3. QUANTIZED gives codes and ``scales`` of the results, of one tile of rows.
+    """
+    tiles_n = tl.cdiv(N, BN)
+    pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
+    g = 0 if FP8_X else pn // tiles_n
+    pn = pn if FP8_X else pn % tiles_n
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
     rk = tl.arange(0, 128)
-    if EVEN_K:
-        K = blocks * 128  # the compiler sees that rows are aligned
+    if EVEN_K:  # the compiler sees that rows are aligned
+        K = blocks * 128
+        x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
+    x_row = K if FP8_X else x_row
     # Rows beyond the end are not stored; with few rows they are not read either, or all programs would wait for the same lines.
     here = (rm < M)[:, None]
     m = tl.minimum(rm, M - 1)
-    n = tl.minimum(rn, N - 1)
-    xp = x + m[:, None] * K + rk[None, :]
-    wp = w + n[:, None] * K + rk[None, :]
-    xsp = xs + m * blocks
-    # A tile of results divides 128: it lies in one block of scales.
-    wsp = ws + (pn * BN // SCALE_ROWS * blocks if SCALE_ROWS == 128 else n * blocks)
+    n = g * N + tl.minimum(rn, N - 1)
+    xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
+    PAIRS: tl.constexpr = 2 if EVEN_K and SCALE_ROWS and not FP8_X else 1  # of codes, int16
+    wp = w + n[:, None] * (K // PAIRS) + tl.arange(0, 128 // PAIRS)[None, :]
     begin = 0 if FOLD else split * part
     end = blocks if FOLD else tl.minimum(begin + part, blocks)
     SHAPE_0: tl.constexpr = BN if SWAP else BM
@@ -267,111 +296,31 @@ def fp8_tile(
         total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     # Scale bytes are too small for asynchronous copies: they are read one block ahead.
     first = tl.minimum(begin, blocks - 1)
-    next_sx = tl.load(xsp + first)
-    next_sw = tl.load(wsp + first)
-    for kb in tl.range(begin, end):
-        # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
-        if EVEN_K:
-            a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
-            b = tl.load(wp + kb * 128)
-        else:
-            inside = (rk < K - kb * 128)[None, :]
-            a = tl.load(xp + kb * 128, mask=inside, other=0.0)
-            b = tl.load(wp + kb * 128, mask=inside, other=0.0)
-        sx = e8m0(next_sx)
-        sw = e8m0(next_sw)
-        ahead = tl.minimum(kb + 1, blocks - 1)
-        next_sx = tl.load(xsp + ahead)
-        next_sw = tl.load(wsp + ahead)
-        if CODES:
-            a = _e4m3_to_fp16(a)
-            b = _e4m3_to_fp16(b)
-            sx = sx * 65536.0
-        product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
-        if SCALE_ROWS == 128:
-            acc += product * ((sx * sw)[None, :] if SWAP else (sx * sw)[:, None])
-        else:
-            acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
-        if FOLD:  # noqa: SIM102  decided when compiled; the other when run
-            if (kb + 1) % part == 0:
-                total += acc
-                acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
-    if FOLD:
-        acc = total + acc
-    let_successor_in()
-    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N, SWAP, SPLITS)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _fp8_kernel(
-    x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor()
-    fp8_tile(
-        tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED,
-    )  # fmt: skip
-
-
-# SCALE_ROWS is 0 for plain weights. The interpreter knows neither assembly nor products of bfloat16.
-@triton.jit
-def float_tile(
-    pid, split, x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
-    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    FOLD: tl.constexpr, SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
-    scales=None, QUANTIZED: tl.constexpr = False, NATIVE: tl.constexpr = False,
-):  # fmt: skip
-    """Compute tile ``pid`` of the result, or its part number ``split``; QUANTIZED gives codes and scales, of one tile of rows."""
-    tiles_n = tl.cdiv(N, BN)
-    pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
-    g = pn // tiles_n
-    rm = pm * BM + tl.arange(0, BM)
-    rn = pn % tiles_n * BN + tl.arange(0, BN)
-    rk = tl.arange(0, 128)
-    if EVEN_K:
-        K = blocks * 128
-        x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
-    here = (rm < M)[:, None]
-    m = tl.minimum(rm, M - 1)
-    n = g * N + tl.minimum(rn, N - 1)
-    xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
-    PAIRS: tl.constexpr = 2 if EVEN_K and SCALE_ROWS else 1  # of codes, int16
-    wp = w + n[:, None] * (K // PAIRS) + tl.arange(0, 128 // PAIRS)[None, :]
-    begin = 0 if FOLD else split * part
-    end = blocks if FOLD else tl.minimum(begin + part, blocks)
-    SHAPE_0: tl.constexpr = BN if SWAP else BM
-    SHAPE_1: tl.constexpr = BM if SWAP else BN
-    acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
-    total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    if FP8_X:
+        xsp = xs + m * blocks
+        next_sx = tl.load(xsp + first)
     if SCALE_ROWS:
-        wsp = ws + n // SCALE_ROWS * blocks
-        next_sw = tl.load(wsp + tl.minimum(begin, blocks - 1))
+        # A tile of results divides 128: in one group it lies in one block of scales.
+        wsp = ws + (pn * BN // 128 * blocks if FP8_X and SCALE_ROWS == 128 else n // SCALE_ROWS * blocks)
+        next_sw = tl.load(wsp + first)
     for kb in tl.range(begin, end):
-        # matmul_rows(x[:, g].float(), dequantize_fp8_rows(w_codes, w_scales)[g])
+        # matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales)); x = dequantize_fp8(x_codes, x_scales), or x[:, g].float()
         if EVEN_K:
             a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
             b = tl.load(wp + kb * (128 // PAIRS))
         else:
             inside = (rk < K - kb * 128)[None, :]
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
-            b = tl.load(wp + kb * 128, mask=inside, other=0)
-        if SCALE_ROWS:
-            b = _e4m3_pairs_to_bf16(b, GPU) if PAIRS == 2 else e4m3_to_bf16(b, GPU)
-        if not GPU:
-            a, b = a.to(tl.float32), b.to(tl.float32)
+            b = tl.load(wp + kb * 128, mask=inside, other=0.0)
+        ahead = tl.minimum(kb + 1, blocks - 1)
+        sx, sw = 0, 0
+        if FP8_X:
+            sx = e8m0(next_sx)
+            next_sx = tl.load(xsp + ahead)
         if SCALE_ROWS:
             sw = e8m0(next_sw)
-            next_sw = tl.load(wsp + tl.minimum(kb + 1, blocks - 1))
-            if SWAP:
-                acc += tl.dot(b, tl.trans(a)) * sw[:, None]
-            else:
-                acc += tl.dot(a, tl.trans(b)) * sw[None, :]
-        elif SWAP:
-            acc = tl.dot(b, tl.trans(a), acc)
-        else:
-            acc = tl.dot(a, tl.trans(b), acc)
+            next_sw = tl.load(wsp + ahead)
+        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
         if FOLD:  # noqa: SIM102  decided when compiled; the other when run
             if (kb + 1) % part == 0:
                 total += acc
@@ -379,28 +328,30 @@ def float_tile(
     if FOLD:
         acc = total + acc
     let_successor_in()
+    parts += g * N
+    out += g * N
     if QUANTIZED:
         TILES: tl.constexpr = 128 // BN
-        block = pid // TILES
-        column = pn % tiles_n // TILES * 128
         _finish_block(
-            acc, parts + g * N, out + g * N, scales + block, arrivals + block, split, rm, rn, column, M, N, N * groups,
+            acc, parts, out, scales + pid // TILES, arrivals + pid // TILES, split, rm, rn, pn // TILES * 128, M, N, N * groups,
             SWAP, SPLITS, TILES, NATIVE, GPU,
         )  # fmt: skip
     else:
-        _finish(acc, parts + g * N, out + g * N, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+        _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _float_kernel(
-    x, w, ws, parts, out, scales, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+def _product_kernel(
+    x, xs, w, ws, parts, out, scales, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr, QUANTIZED: tl.constexpr, NATIVE: tl.constexpr,
+    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr, QUANTIZED: tl.constexpr,
+    NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
-    float_tile(
-        tl.program_id(0), tl.program_id(1), x, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, GPU, GROUPED, scales, QUANTIZED, NATIVE,
+    product_tile(
+        tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups,
+        scales, QUANTIZED, NATIVE, GPU,
     )  # fmt: skip
 
 
@@ -426,95 +377,138 @@ def _widen_kernel(
     tl.store(out + row * K + column, (e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
 
 
-@cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    """Return a stream's counters of arrived programs, int32 [COUNTERS]: zero between kernels, which one stream runs in order."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "run a product on a stream before capturing one there: a graph cannot own what outlives it"
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-def counters_of(device: torch.device) -> Tensor:
-    """Return the counters of the current stream; graphs captured on one stream must not run side by side."""
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+@triton.jit(do_not_specialize=["M", "first"])
+def _pair_kernel(
+    x, w, x_codes, x_scales, w_codes, w_scales, parts, out, fp8_parts, fp8_out, arrivals,
+    M, N, FP8_N, K, blocks, part, fp8_part, first, x_row,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr, FP8_SPLITS: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor()
+    program = tl.program_id(0)
+    if program < first:
+        tiles = tl.cdiv(N, BN)
+        product_tile(
+            program % tiles, program // tiles, x, x, w, w, parts, out, arrivals, M, N, K, blocks, part,
+            BM, BN, 0, EVEN_K, True, False, SPLITS, False, GROUPED, False, x_row, GPU=GPU,
+        )  # fmt: skip
+    else:
+        program -= first
+        tiles = tl.cdiv(FP8_N, BN)
+        product_tile(
+            program % tiles, program // tiles, x_codes, x_scales, w_codes, w_scales, fp8_parts, fp8_out, arrivals + tl.cdiv(N, BN),
+            M, FP8_N, K, blocks, fp8_part, BM, BN, SCALE_ROWS, EVEN_K, True, False, FP8_SPLITS, CODES, GROUPED,
+        )  # fmt: skip
 
 
 def fp8_linear_triton(
-    x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, dtype: torch.dtype = torch.bfloat16
+    x_codes: Tensor,
+    x_scales: Tensor,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    row_tile: int | None = None,
 ) -> Tensor:
     """See ``gemm.fp8_linear``."""
-    (rows, inputs), outs = x_codes.shape, w_codes.shape[0]
-    blocks = -(-inputs // FP8_GROUP)
-    assert x_scales.shape == (rows, blocks) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
-    assert w_codes.is_contiguous() and w_scales.is_contiguous()
-    if rows == 0 or outs == 0:
-        return x_codes.new_empty((rows, outs), dtype=dtype)
-    capability = capability_of(x_codes.device)
-    tile = tile_for(_FP8_TILES, rows, capability)
-    codes = capability < 89
-    x, w = x_codes.contiguous(), w_codes
-    if codes:
-        x, w = x.view(torch.uint8), w.view(torch.uint8)
-    splits = splits_of(outs, blocks)
-    if blocks // splits <= SHORT_BLOCKS:
-        tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
-    fold = rows > SPLIT_MAX_ROWS and splits > 1
-    programs = 1 if fold else splits
-    out = torch.empty(rows, outs, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs), programs)
-    _fp8_kernel[grid](
-        x,
-        x_scales.contiguous(),
-        w,
-        w_scales,
-        *room_for(programs, out),
-        rows,
-        outs,
-        inputs,
-        blocks,
-        triton.cdiv(blocks, splits),
-        BM=tile.rows,
-        BN=tile.outs,
-        SCALE_ROWS=scale_rows(w_codes, w_scales),
-        EVEN_K=inputs % FP8_GROUP == 0,
-        SWAP=tile.swap,
-        FOLD=fold,
-        SPLITS=programs,
-        CODES=codes,
-        GROUPED=GROUPED_TILES,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
-        launch_pdl=dependent_launch(x.device),
-    )
-    return out
+    if row_tile is None and takes_fp8(x_codes, w_codes, w_scales):
+        return fp8_row(x_codes, x_scales, w_codes, w_scales, dtype)
+    (rows, inputs), outs = x_codes.shape, len(w_codes)
+    assert x_scales.shape == (rows, _blocks_of(inputs)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
+    out = torch.empty(rows, 1, outs, dtype=dtype, device=x_codes.device)
+    x, w, codes = _fp8_operands(x_codes, w_codes)
+    operands = (x[:, None], x_scales.contiguous(), w[None], w_scales)
+    _launch(_FP8_TILES, operands, out, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
+    return out[:, 0]
 
 
-def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, *, any_order: bool = False) -> Tensor:
-    """See ``gemm.fp8_weight_linear``; ``any_order`` leaves many rows to the library."""
-    if any_order and len(x_MGK) > LIBRARY_ROWS:
+def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
+    """See ``gemm.fp8_weight_linear``."""
+    if row_tile is None and len(x_MGK) > LIBRARY_ROWS:
         return _library_linear(x_MGK, widen_triton(w_codes, w_scales), x_MGK.dtype)
-    return _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), x_MGK.dtype)
+    return _float_linear(x_MGK, w_codes, w_scales, torch.empty(_results_of(x_MGK, w_codes), dtype=x_MGK.dtype, device=x_MGK.device))
 
 
-def fp8_weight_linear_quantize_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_weight_linear_quantize_triton(
+    x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``gemm.fp8_weight_linear_quantize``; for 1 to ``QUANTIZED_ROWS`` rows and a multiple of 128 results of each group."""
+    if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
+        return groups_row(x_MGK, w_codes, w_scales)
     rows, (groups, outs, _) = len(x_MGK), w_codes.shape
     assert 0 < rows <= QUANTIZED_ROWS and outs % FP8_GROUP == 0, (x_MGK.shape, w_codes.shape)
     codes = torch.empty(rows, groups, outs, dtype=torch.uint8, device=x_MGK.device)
     scales = torch.empty(rows, groups * outs // FP8_GROUP, dtype=torch.uint8, device=x_MGK.device)
-    _float_linear(x_MGK, w_codes.view(torch.uint8), w_scales, scale_rows(w_codes, w_scales), codes.dtype, codes, scales)
+    _float_linear(x_MGK, w_codes, w_scales, codes, scales)
     return codes.flatten(1).view(torch.float8_e4m3fn), scales
 
 
 def float_linear_triton(
-    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, *, any_order: bool = False, out: Tensor | None = None
+    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """See ``gemm.float_linear``; ``any_order`` leaves many rows to the library."""
-    if any_order and len(x_MGK) > LIBRARY_ROWS:
+    """See ``gemm.float_linear``."""
+    if row_tile is None and len(x_MGK) > LIBRARY_ROWS:
         result = _library_linear(x_MGK, w_GNK, dtype)
         return result if out is None else out.copy_(result)
-    return _float_linear(x_MGK, w_GNK, w_GNK, 0, dtype, out)
+    if out is None:
+        out = torch.empty(_results_of(x_MGK, w_GNK), dtype=dtype, device=x_MGK.device)
+    assert out.shape == _results_of(x_MGK, w_GNK) and out.dtype == dtype and out.is_contiguous()
+    return _float_linear(x_MGK, w_GNK, None, out)
+
+
+def pair_linear_triton(
+    x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``gemm.pair_linear``; for 1 to ``PAIR_ROWS`` rows."""
+    if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
+        return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
+    (rows, inputs), (fp8_outs, outs) = x_MK.shape, (len(w_codes), len(w_NK))
+    assert 0 < rows <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16, (x_MK.shape, x_MK.dtype, w_NK.dtype)
+    assert w_codes.shape[1] == w_NK.shape[1] == x_codes.shape[1] == inputs, (x_codes.shape, w_codes.shape, w_NK.shape)
+    assert w_codes.is_contiguous() and w_scales.is_contiguous() and w_NK.is_contiguous() and x_scales.is_contiguous()
+    blocks = _blocks_of(inputs)
+    splits, fp8_splits = splits_of(outs, blocks), splits_of(fp8_outs, blocks)
+    out = torch.empty(rows, outs, dtype=torch.float32, device=x_MK.device)
+    fp8_out = torch.empty(rows, fp8_outs, dtype=x_MK.dtype, device=x_MK.device)
+    parts, _, arrivals = room_for(splits, out)
+    fp8_parts, _, fp8_arrivals = room_for(fp8_splits, fp8_out)
+    first = triton.cdiv(outs, _PAIR.outs) * splits
+    unquantized, (x, w, codes) = x_MK.contiguous(), _fp8_operands(x_codes, w_codes)
+    _pair_kernel[(first + triton.cdiv(fp8_outs, _PAIR.outs) * fp8_splits,)](
+        unquantized,
+        w_NK,
+        x,
+        x_scales,
+        w,
+        w_scales,
+        parts,
+        out,
+        fp8_parts,
+        fp8_out,
+        fp8_arrivals if splits == 1 else arrivals,
+        rows,
+        outs,
+        fp8_outs,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits),
+        triton.cdiv(blocks, fp8_splits),
+        first,
+        unquantized.stride(0),
+        BM=_PAIR.rows,
+        BN=_PAIR.outs,
+        SCALE_ROWS=scale_rows(w_codes, w_scales),
+        EVEN_K=inputs % FP8_GROUP == 0,
+        SPLITS=splits,
+        FP8_SPLITS=fp8_splits,
+        CODES=codes,
+        GPU=on_gpu(x.device),
+        GROUPED=GROUPED_TILES,
+        num_warps=_PAIR.num_warps,
+        num_stages=_PAIR.num_stages,
+        enable_fp_fusion=True,
+        launch_pdl=dependent_launch(x.device),
+    )
+    return fp8_out, out
 
 
 def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -541,48 +535,61 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     return out
 
 
-def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each group's ``x @ w.T`` as the library orders it."""
-    out = torch.empty(*x_MGK.shape[:2], w_GNK.shape[1], dtype=dtype, device=x_MGK.device)
-    if dtype == x_MGK.dtype:
-        torch.bmm(x_MGK.transpose(0, 1), w_GNK.transpose(1, 2), out=out.transpose(0, 1))
+def _blocks_of(inputs: int) -> int:
+    return -(-inputs // FP8_GROUP)
+
+
+def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
+    """Return the shape [M, G, N] of a product."""
+    assert x_MGK.shape[1:] == w_GNK.shape[::2], (x_MGK.shape, w_GNK.shape)
+    return len(x_MGK), len(w_GNK), w_GNK.shape[1]
+
+
+def _fp8_operands(x_codes: Tensor, w_codes: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return codes as kernels take them, and whether that is as bytes, where the chip does not know e4m3."""
+    x_codes = x_codes.contiguous()
+    if capability_of(x_codes.device) >= 89:
+        return x_codes, w_codes, False
+    return x_codes.view(torch.uint8), w_codes.view(torch.uint8), True
+
+
+def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Multiply by weights in bfloat16, or in FP8 with their scales; with ``scales``, quantize the results."""
+    even = w_GNK.shape[2] % FP8_GROUP == 0
+    x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
+    if w_scales is None:
+        _launch(_UNQUANTIZED_TILES, (x, x, w_GNK, w_GNK), out, scales)
     else:
-        for g, w_NK in enumerate(w_GNK):
-            torch.mm(x_MGK[:, g], w_NK.t(), out_dtype=dtype, out=out[:, g])
+        codes = w_GNK.view(torch.int16 if even else torch.uint8)
+        _launch(_WEIGHT_ONLY_TILES, (x, x, codes, w_scales), out, scales, SCALE_ROWS=scale_rows(w_GNK, w_scales))
     return out
 
 
-def _float_linear(
-    x_MGK: Tensor,
-    w_GNK: Tensor,
-    w_scales: Tensor,
-    scale_rows: int,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
+def _launch(
+    tiles: Tiles,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
     scales: Tensor | None = None,
-) -> Tensor:
-    rows, (groups, outs, inputs) = x_MGK.shape[0], w_GNK.shape
-    assert x_MGK.shape[1:] == (groups, inputs), (x_MGK.shape, w_GNK.shape)
-    assert w_GNK.is_contiguous() and w_scales.is_contiguous()
+    *,
+    FP8_X: bool = False,
+    CODES: bool = False,
+    SCALE_ROWS: int = 0,
+) -> None:
+    """Launch a product; ``operands`` are the inputs [M, G, K], their scales, the weights [G, N, K] and their scales."""
+    (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
+    inputs = x.shape[2]
+    assert w.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
-        return x_MGK.new_empty((rows, groups, outs), dtype=dtype)
-    even = inputs % FP8_GROUP == 0
-    w = w_GNK.view(torch.int16) if even and scale_rows else w_GNK
-    x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
-    tile = tile_for(_WEIGHT_ONLY_TILES if scale_rows else _PLAIN_TILES, rows, capability_of(x.device))
-    blocks = -(-inputs // FP8_GROUP)
+        return
+    tile, blocks = tile_for(tiles, rows, capability_of(x.device)), _blocks_of(inputs)
     splits = splits_of(groups * outs, blocks)
+    if FP8_X and blocks // splits <= SHORT_BLOCKS:
+        tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits
-    if out is None:
-        out = torch.empty(rows, groups, outs, dtype=dtype, device=x.device)
-    assert out.shape == (rows, groups, outs) and out.dtype == dtype and out.is_contiguous()
     parts, _, arrivals = room_for(programs, out, always=scales is not None)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)
-    _float_kernel[grid](
-        x,
-        w,
-        w_scales,
+    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)](
+        *operands,
         parts,
         out,
         out if scales is None else scales,
@@ -597,20 +604,32 @@ def _float_linear(
         groups,
         BM=tile.rows,
         BN=tile.outs,
-        SCALE_ROWS=scale_rows,
-        EVEN_K=even,
+        SCALE_ROWS=SCALE_ROWS,
+        EVEN_K=inputs % FP8_GROUP == 0,
         SWAP=tile.swap,
         FOLD=fold,
         SPLITS=programs,
-        GPU=on_gpu(x.device),
+        CODES=CODES,
         GROUPED=GROUPED_TILES,
+        FP8_X=FP8_X,
         QUANTIZED=scales is not None,
         NATIVE=scales is not None and native_e4m3(x),
+        GPU=on_gpu(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(x.device),
     )
+
+
+def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each group's ``x @ w.T`` as the library orders it."""
+    out = torch.empty(*x_MGK.shape[:2], w_GNK.shape[1], dtype=dtype, device=x_MGK.device)
+    if dtype == x_MGK.dtype:
+        torch.bmm(x_MGK.transpose(0, 1), w_GNK.transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        for g, w_NK in enumerate(w_GNK):
+            torch.mm(x_MGK[:, g], w_NK.t(), out_dtype=dtype, out=out[:, g])
     return out
 
 

@@ -12,7 +12,7 @@ Programs that project wait for no other. Those that mix and collapse do, the lat
 exchange sums of squares. ``suits_decode_small`` admits a launch only if all that wait leave room on the chip for one that projects,
 so it ends in whatever order its programs start.
 
-Sums differ in their last bits from those of ``triton.py``, and with how many channels a program projects.
+Sums differ in their last bits from those of ``prefill_triton.py``, and with how many channels a program projects.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
-from dsv4lite.kernels.gemm.triton import counters_of
-from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcMix, HcSettings, HcWeights, Output
-from dsv4lite.kernels.hc.triton import (
+from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcInputs
+from dsv4lite.kernels.hc.prefill_triton import (
     PARTS_OF_SUM,
     Results,
     load4,
@@ -257,18 +256,11 @@ def _enter_kernel(
         )  # fmt: skip
 
 
-def enter_triton(
-    streams_TND: Tensor,
-    pending: tuple[Output, HcMix] | None,
-    weights: HcWeights,
-    norm_weight: Tensor,
-    settings: HcSettings,
-    *,
-    quantize: bool,
-) -> HcEntered:
-    """Launch ``hc_enter``; with 0 iterations, the head of the model, which has no mix."""
-    (tokens, streams, width), device, head = streams_TND.shape, streams_TND.device, settings.iters == 0
-    fn, base, scale = weights
+def enter_triton(given: HcInputs) -> HcEntered:
+    """See ``hc.hc_enter``; for what ``suits_decode_small``."""
+    streams_TND, pending, (fn, base, scale), norm_weight, settings, quantize, _ = given
+    (tokens, streams, width), device, head = streams_TND.shape, streams_TND.device, given.is_head
+    assert norm_weight is not None
     assert streams == KERNEL_STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
     assert len(fn) == (4 if head else 24) and fn.shape[1] == streams * width and fn.is_contiguous() and norm_weight.is_contiguous()
     assert fn.dtype == base.dtype == scale.dtype == norm_weight.dtype == torch.float32 and norm_weight.shape == (width,)
@@ -285,7 +277,7 @@ def enter_triton(
     inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=on_gpu(device))
     assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
-    results = Results.allocate(streams_TND, head=head, quantize=quantize)
+    results = Results.allocate(given)
     _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["SHARES"]) + len(results.post),)](
         streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
         out, *results, tokens, settings.eps, settings.norm_eps,
@@ -293,7 +285,7 @@ def enter_triton(
         NATIVE=native_e4m3(streams_TND), GPU=on_gpu(device), **sizes, num_warps=_WARPS, enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),
     )  # fmt: skip
-    return HcEntered(out, *results.returned(quantize=quantize))
+    return results.entered(out, given)
 
 
 def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.gemm import matmul_rows
-from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights
-from dsv4lite.kernels.hc.triton import Results
+from dsv4lite.kernels.hc import HcEntered, HcInputs, HcMix
+from dsv4lite.kernels.hc.prefill_triton import Results, sigmoid
 from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 from dsv4lite.kernels.rows.triton import inverse_root, rounded
 
@@ -54,18 +54,13 @@ def _leave_kernel(
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _mix(sums, base, scale, post, comb, factor, eps, STREAMS: tl.constexpr, TILE: tl.constexpr, ITERS: tl.constexpr):
     """Store how a token's output returns to the streams."""
     # Reference: hc_split
     j = tl.arange(0, TILE)
     here = j < STREAMS
     m = tl.load(sums + STREAMS + j, mask=here, other=0.0) * factor
-    written = 2 * _sigmoid(m * tl.load(scale + 1) + tl.load(base + STREAMS + j, mask=here, other=0.0))
+    written = 2 * sigmoid(m * tl.load(scale + 1) + tl.load(base + STREAMS + j, mask=here, other=0.0))
     tl.store(post + j, written, mask=here)
     at = j[:, None] * STREAMS + j[None, :]
     both = here[:, None] & here[None, :]
@@ -102,7 +97,7 @@ def _collapse_kernel(
     inside = column < WIDTH
     total = tl.zeros((PADDED,), tl.float32)
     for j in tl.static_range(STREAMS):
-        pre = _sigmoid(tl.load(sums + j) * factor * tl.load(scale) + tl.load(base + j)) + eps
+        pre = sigmoid(tl.load(sums + j) * factor * tl.load(scale) + tl.load(base + j)) + eps
         stream = tl.load(streams + (token * STREAMS + j) * WIDTH + column, mask=inside, other=0.0)
         total += stream.to(tl.float32) * pre
     total = rounded(total, WIDE, GPU)
@@ -116,7 +111,7 @@ def _collapse_kernel(
 def leave_enter_triton(
     streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the first half of ``hc_enter``, as ``triton.leave_enter_triton`` does; the sums have one part."""
+    """Launch the first half of ``hc_enter``, as ``prefill_triton.leave_enter_triton`` does; the sums have one part."""
     tokens, streams, width = streams_TND.shape
     y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     assert streams_TND.is_contiguous() and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
@@ -136,19 +131,20 @@ def leave_enter_triton(
     return out, sums
 
 
-def collapse_triton(
-    streams_TND: Tensor, sums: Tensor, weights: HcWeights, norm_weight: Tensor | None, settings: HcSettings, *, quantize: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, HcMix]:
-    """Launch the second half of ``hc_enter`` or ``hc_head``, as ``triton.collapse_triton`` does."""
-    (tokens, streams, width), rows, head = streams_TND.shape, len(weights.base), norm_weight is None
+def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:
+    """Launch the second half of ``hc_enter``, as ``prefill_triton.collapse_triton`` does."""
+    (tokens, streams, width), rows, head = streams_TND.shape, len(given.weights.base), given.is_head
     assert sums.shape == (1, tokens, rows + 1) and sums.is_contiguous() and streams_TND.is_contiguous(), sums.shape
     assert rows == (streams if head else streams * (streams + 2)), (rows, streams)
-    x, _, _, *mix = Results.allocate(streams_TND, head=head, quantize=False)
+    assert head or given.norm_weight is not None
+    results = Results.allocate(given._replace(quantize=False))
+    x, mix = results.x, (results.post, results.comb)
     if tokens:
         _collapse_kernel[(tokens,)](
-            streams_TND, sums, weights.base, weights.scale, x if norm_weight is None else norm_weight, x, *mix,
-            settings.eps, settings.norm_eps,
+            streams_TND, sums, given.weights.base, given.weights.scale, x if head else given.norm_weight, x, *mix,
+            given.settings.eps, given.settings.norm_eps,
             STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
-            ITERS=settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+            ITERS=given.settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return x, quantize_fp8(x, FP8_GROUP) if quantize else None, HcMix(*mix)
+    rounded = quantize_fp8(x, FP8_GROUP) if given.quantize else None
+    return HcEntered(streams_TND, x, rounded, None if head else HcMix(*mix))

@@ -11,23 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See ``rms_norm``."""
+@op("norm.triton:rms_norm_triton")
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalise the last dimension; ``weight`` [N] or ``None``."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.float()).to(x.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise the last dimension; ``weight`` [N] or ``None``."""
-    if use_triton(x):
-        from dsv4lite.kernels.norm.triton import rms_norm_triton
-
-        return rms_norm_triton(x, weight, eps)
-    return rms_norm_ref(x, weight, eps)
 
 
 def rms_norm_heads(q_THC: Tensor, eps: float) -> Tensor:

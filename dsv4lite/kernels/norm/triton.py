@@ -38,7 +38,7 @@ def _warps(block: int) -> int:
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Launch ``rms_norm``."""
+    """See ``norm.rms_norm``."""
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     assert weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]), weight
     rows = _rows_of(x)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 
 FP8_GROUP = 128  # numbers that share a scale: of activations in a row, of weights in a row and column
 FP8_MAX = 448.0
@@ -49,12 +49,7 @@ def _groups(x: Tensor, group: int) -> Tensor:
     return torch.unflatten(x.float(), -1, (-1, group))
 
 
-def quantize_fp8_ref(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """See ``quantize_fp8``."""
-    codes, bits = _fp8_groups(x, group)
-    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
-
-
+@op("quantize.triton:quantize_fp8_triton", suits=lambda x, group: group & (group - 1) == 0)
 def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantize groups of the last dimension to e4m3.
 
@@ -65,11 +60,8 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     Returns:
         Codes float8_e4m3fn [..., N] and scale bytes uint8 [..., ceil(N / group)].
     """
-    if use_triton(x) and x.dtype in (torch.bfloat16, torch.float32) and group & (group - 1) == 0:
-        from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
-
-        return quantize_fp8_triton(x, group)
-    return quantize_fp8_ref(x, group)
+    codes, bits = _fp8_groups(x, group)
+    return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
 
 
 def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ def _tile(width: int, group: int) -> int:
 
 
 def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Launch ``quantize_fp8``; ``group`` is a power of two."""
+    """See ``quantize.quantize_fp8``; ``group`` is a power of two."""
     assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
     rows = _rows_of(x)
     count, width = rows.shape

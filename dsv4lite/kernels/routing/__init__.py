@@ -1,12 +1,11 @@
-"""Mixture of experts: routing, clamped SwiGLU experts, weighted combination.
+"""The router of a mixture of experts.
 
     score = sqrt(softplus(x gate^T))          experts: the k best of score + bias, or a table by token id
     w     = score[idx] / sum(score[idx]) * route_scale
-    y     = sum_k w2_e ( silu(min(w1_e x, limit)) * clamp(w3_e x, -limit, limit) * w_k )
 
-Source: DeepSeek-V4 specification 3.8.  Numerics: scores and sums float32; expert inputs, outputs of w1, w3, w2 and the product
-before w2 round to the activation dtype; experts are summed in the order of their ids, so the result does not depend on what shares
-the batch. The routing kernel's weights agree to 1e-6 of their size, and so do the scores that its selection compares.
+Source: DeepSeek-V4 specification 3.8.  Numerics: float32; experts are in the order of their ids, in which their outputs are summed,
+so the result does not depend on what shares the batch. The kernel's weights agree to 1e-6 of their size, and so do the scores that
+its selection compares.
 """
 
 from __future__ import annotations
@@ -16,12 +15,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
+from dsv4lite.kernels.dispatch import op
 
 
-def silu(x: Tensor) -> Tensor:
-    """``x sigmoid(x)`` from elementwise operations whose bits do not depend on an element's place."""
-    return x / (1.0 + torch.exp(-x))
+class Router(NamedTuple):
+    """How experts are chosen, and where a step's tokens are.
+
+    Attributes:
+        top_k: Experts per token.
+        scale: Of their weights.
+        bias_E: Added to the scores for the selection only, float32.
+        table_VK: Experts of every token id, int64, instead of a selection (hash layers); scores still give the weights.
+        token_ids_T: The tokens' ids; needed for the table only.
+        positions_T: Position of each token; a negative one is padding: its experts are E, which is none, and its weights 0.
+    """
+
+    top_k: int
+    scale: float
+    bias_E: Tensor | None = None
+    table_VK: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    positions_T: Tensor | None = None
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -29,62 +43,26 @@ def softplus(x: Tensor) -> Tensor:
     return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
 
 
-def route_ref(
-    logits_TE: Tensor,
-    top_k: int,
-    route_scale: float,
-    *,
-    bias_E: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
-    token_ids_T: Tensor | None = None,
-    positions_T: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See ``route``."""
-    scores = softplus(logits_TE).sqrt()
-    if chosen_TK is None:
-        selection = scores if bias_E is None else scores + bias_E
-        chosen_TK = selection.topk(top_k).indices
-    elif token_ids_T is not None:
-        chosen_TK = chosen_TK[token_ids_T]
-    chosen_TK = chosen_TK.sort(-1).values
-    picked = scores.gather(1, chosen_TK)
-    weights_TK = picked / picked.sum(-1, keepdim=True) * route_scale
-    if positions_T is not None:
-        padding = (positions_T < 0)[:, None]
-        chosen_TK, weights_TK = chosen_TK.masked_fill(padding, logits_TE.shape[1]), weights_TK.masked_fill(padding, 0.0)
-    return chosen_TK, weights_TK
-
-
-def route(
-    logits_TE: Tensor,
-    top_k: int,
-    route_scale: float,
-    *,
-    bias_E: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
-    token_ids_T: Tensor | None = None,
-    positions_T: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Choose experts and their weights.
-
-    Args:
-        logits_TE: float32 gate outputs.
-        top_k: Experts per token.
-        bias_E: Added to the scores for the selection only, float32.
-        chosen_TK: Experts fixed by the token id (hash layers), int64; scores still give the weights.
-        token_ids_T: Makes ``chosen_TK`` a table [V, K] of the experts of every token id; these are the tokens' ids.
-        positions_T: Position of each token; a negative one is padding: its experts are E, which is none, and its weights 0.
+@op("routing.triton:route_triton")
+def route(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Choose experts and their weights by float32 gate outputs.
 
     Returns:
         Expert ids int64 [T, K], ascending, and weights float32 [T, K]. Of equal scores the kernel takes the lowest id.
     """
-    if use_triton(logits_TE):
-        from dsv4lite.kernels.routing.triton import route_triton
-
-        return route_triton(logits_TE, top_k, route_scale, bias_E, chosen_TK, token_ids_T, positions_T)
-    return route_ref(
-        logits_TE, top_k, route_scale, bias_E=bias_E, chosen_TK=chosen_TK, token_ids_T=token_ids_T, positions_T=positions_T
-    )
+    scores = softplus(logits_TE).sqrt()
+    if router.table_VK is None:
+        selection = scores if router.bias_E is None else scores + router.bias_E
+        chosen_TK = selection.topk(router.top_k).indices
+    else:
+        chosen_TK = router.table_VK[router.token_ids_T]
+    chosen_TK = chosen_TK.sort(-1).values
+    picked = scores.gather(1, chosen_TK)
+    weights_TK = picked / picked.sum(-1, keepdim=True) * router.scale
+    if router.positions_T is not None:
+        padding = (router.positions_T < 0)[:, None]
+        chosen_TK, weights_TK = chosen_TK.masked_fill(padding, logits_TE.shape[1]), weights_TK.masked_fill(padding, 0.0)
+    return chosen_TK, weights_TK
 
 
 class Copies(NamedTuple):
@@ -110,8 +88,3 @@ def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
         copies.load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
     turn_T1 = torch.arange(len(chosen_TK), device=chosen_TK.device)[:, None]
     return copies.slots_EC[chosen_TK, turn_T1 % copies.copies_E[chosen_TK]]
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in float32."""
-    return silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.routing import Router
 
 
 @triton.jit
@@ -59,14 +60,14 @@ def best_experts(
 def route_rows(
     token, here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
-    FIXED: tl.constexpr, BY_ID: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Route the tokens that are here, [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
     slot = tl.arange(0, TOP_TILE)[None, :]
     used = here[:, None] & (slot < TOP_K)
     logits += token[:, None] * logits_stride
     if FIXED:
-        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64) if BY_ID else token
+        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64)
         ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
     else:
         expert = tl.arange(0, BLOCK)[None, :]
@@ -108,14 +109,13 @@ def route_kernel(
     TOP_TILE: tl.constexpr,
     BIASED: tl.constexpr,
     FIXED: tl.constexpr,
-    BY_ID: tl.constexpr,
     PADDED: tl.constexpr,
     GPU: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     ids, weight, place = route_rows(
         token, token >= 0, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-        EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, BY_ID, PADDED, GPU,
+        EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
     )  # fmt: skip
     used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
     at = token[:, None] * TOP_K + place
@@ -123,42 +123,34 @@ def route_kernel(
     tl.store(weights + at, weight, mask=used)
 
 
-def route_triton(
-    logits_TE: Tensor,
-    top_k: int,
-    route_scale: float,
-    bias_E: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
-    token_ids_T: Tensor | None = None,
-    positions_T: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch ``route``."""
-    tokens, experts = logits_TE.shape
+def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """See ``routing.route``."""
+    (tokens, experts), (top_k, scale, bias_E, table_VK, token_ids_T, positions_T) = logits_TE.shape, router
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
-    assert chosen_TK is None or (chosen_TK.is_contiguous() and chosen_TK.shape[1] == top_k)
-    assert token_ids_T is None or token_ids_T.is_contiguous()
     assert positions_T is None or positions_T.is_contiguous()
+    if table_VK is not None:
+        assert table_VK.is_contiguous() and table_VK.shape[1] == top_k
+        assert token_ids_T is not None and token_ids_T.is_contiguous()
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     if tokens:
         route_kernel[(tokens,)](
             logits_TE,
             logits_TE if bias_E is None else bias_E,
-            chosen if chosen_TK is None else chosen_TK,
-            chosen if token_ids_T is None else token_ids_T,
+            chosen if table_VK is None else table_VK,
+            chosen if table_VK is None else token_ids_T,
             chosen if positions_T is None else positions_T,
             chosen,
             weights,
             logits_TE.stride(0),
-            route_scale,
+            scale,
             EXPERTS=experts,
             BLOCK=triton.next_power_of_2(experts),
             TOP_K=top_k,
             TOP_TILE=triton.next_power_of_2(top_k),
             BIASED=bias_E is not None,
-            FIXED=chosen_TK is not None,
-            BY_ID=token_ids_T is not None,
+            FIXED=table_VK is not None,
             PADDED=positions_T is not None,
             GPU=on_gpu(logits_TE.device),
             num_warps=1,

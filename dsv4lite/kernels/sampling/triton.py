@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.gemm.triton import COUNTERS, counters_of
+from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 from dsv4lite.kernels.sampling import best_tokens
 

@@ -9,30 +9,31 @@ the official quantizer. The kernel's exponential differs in its last place, whic
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import use_triton
-from dsv4lite.kernels.quantize import quantize_fp8
-from dsv4lite.kernels.routing import swiglu
-
-GROUP = 128
+from dsv4lite.kernels.dispatch import op
+from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 
 
+def silu(x: Tensor) -> Tensor:
+    """``x sigmoid(x)`` from elementwise operations whose bits do not depend on an element's place."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in float32."""
+    return silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+
+
+@op("swiglu.triton:swiglu_halves_triton")
 def swiglu_halves(h_TI: Tensor, limit: float) -> Tensor:
     """Activate; return [T, I] in the dtype of ``h_TI`` [T, 2 I], contiguous: gate, then up."""
-    if use_triton(h_TI):
-        from dsv4lite.kernels.swiglu.triton import swiglu_halves_triton
-
-        return swiglu_halves_triton(h_TI, limit)
-    return swiglu_halves_ref(h_TI, limit)
-
-
-def swiglu_halves_ref(h_TI: Tensor, limit: float) -> Tensor:
-    """See ``swiglu_halves``."""
     gate, up = h_TI.chunk(2, -1)
     return swiglu(gate, up, limit).to(h_TI.dtype)
 
 
+@op("swiglu.triton:swiglu_quantize_triton")
 def swiglu_quantize(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Activate and quantize.
 
@@ -43,13 +44,4 @@ def swiglu_quantize(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     Returns:
         Codes float8_e4m3fn [T, I] and scale bytes uint8 [T, ceil(I / 128)].
     """
-    if use_triton(h_TI):
-        from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
-
-        return swiglu_quantize_triton(h_TI, limit)
-    return swiglu_quantize_ref(h_TI, limit)
-
-
-def swiglu_quantize_ref(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """See ``swiglu_quantize``."""
-    return quantize_fp8(swiglu_halves_ref(h_TI, limit), GROUP)
+    return quantize_fp8(swiglu_halves.reference(h_TI, limit), FP8_GROUP)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.rows.triton import rounded
-from dsv4lite.kernels.swiglu import GROUP
 
 _GROUPS = 4  # of one program
 
@@ -26,7 +26,7 @@ def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: 
     row = h + token * 2 * width + column
     gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
-    # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), GROUP)
+    # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), FP8_GROUP)
     gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
     up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
     y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up, NATIVE).to(tl.float32)
@@ -58,7 +58,7 @@ def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr, GPU: tl.constexpr):
 
 def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
     """See ``swiglu.swiglu_halves``."""
-    tokens, width, block = h_TI.shape[0], h_TI.shape[1] // 2, _GROUPS * GROUP
+    tokens, width, block = h_TI.shape[0], h_TI.shape[1] // 2, _GROUPS * FP8_GROUP
     assert h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, h_TI.shape
     u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
     if h_TI.numel():
@@ -70,7 +70,7 @@ def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
 def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """See ``swiglu.swiglu_quantize``."""
     tokens, width = h_TI.shape[0], h_TI.shape[1] // 2
-    groups = triton.cdiv(width, GROUP)
+    groups = triton.cdiv(width, FP8_GROUP)
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, (h_TI.dtype, h_TI.shape)
     codes = torch.empty(tokens, width, dtype=torch.uint8, device=h_TI.device)
     scales = torch.empty(tokens, groups, dtype=torch.uint8, device=h_TI.device)
@@ -84,7 +84,7 @@ def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
             limit,
             GROUPS=_GROUPS,
             NATIVE=native_e4m3(h_TI),
-            ALIGNED=width % GROUP == 0,
+            ALIGNED=width % FP8_GROUP == 0,
             num_warps=4,
             enable_fp_fusion=True,
         )

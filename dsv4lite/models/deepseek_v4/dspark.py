@@ -214,7 +214,7 @@ class DSparkDrafter(nn.Module):
             streams.leave(self._attend(stage.attn, x_TD, x_rounded, where, cache))
             x_TD, x_rounded = streams.enter(stage.hc_ffn.weights, stage.ffn_norm)
             streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, where.own.positions_T, most_tokens))
-        h_TD = hc_head(streams.final(), self.hc_head.weights, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
+        h_TD = hc_head(streams.final(), self.hc_head.weights, None, c.hc_eps, c.norm_eps, self.numerics.row_tile)
         return h_TD.view(len(anchors_S), self.block, -1)
 
     def _attend(self, attn: Attention, x_TD: Tensor, rounded: Rounded | None, where: DraftBlock, cache: LayerCache) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_step
-from dsv4lite.kernels.hc import HcWeights, hc_head_norm
+from dsv4lite.kernels.hc import HcWeights, hc_head
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
 from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.norm import rms_norm
@@ -498,7 +498,7 @@ class DeepseekV4(nn.Module):
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config
-        y_TD = hc_head_norm(streams_TND, hc.weights, norm, eps=c.hc_eps, norm_eps=c.norm_eps, row_tile=self.numerics.row_tile)
+        y_TD = hc_head(streams_TND, hc.weights, norm, c.hc_eps, c.norm_eps, self.numerics.row_tile)
         return self.project(y_TD, out)
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.kernels.hc import HcMix, HcSettings, HcWeights, Output, hc_enter, hc_expand
+from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, Output, hc_enter, hc_expand
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.weights.quant import Numerics, Rounded
 
@@ -27,7 +27,7 @@ class Streams:
         """Return the sub-layer's normed input [T, D], and the same in FP8 if the products that follow read that."""
         pending, self._pending = self._pending, None
         self.value_TND, x_TD, rounded, self._mix = hc_enter(
-            self.value_TND, pending, weights, norm_weight, self._settings, quantize=self._rounded, row_tile=self._row_tile
+            HcInputs(self.value_TND, pending, weights, norm_weight, self._settings, self._rounded, self._row_tile)
         )
         return x_TD, rounded
 

@@ -1,0 +1,522 @@
+"""Kernels of ``hc_enter`` and ``hc_expand`` for four streams in bfloat16.
+
+    leave_enter   tokens x channels: writes a sub-layer's output into the streams, and sums of the projection over these channels
+    mix           one program per token for the next sub-layer's input, and one for some tokens' ``post`` and ``comb``
+
+A sum over the channels has one order whatever the number of tokens: 32 channels of all streams on the tensor cores, such units in
+order within each of eight parts, parts in pairs. With few tokens a unit has a program of its own and ``mix`` adds them;
+with many a program takes a part. Streams are bfloat16, so weights in three bfloat16 terms make exact products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
+from dsv4lite.kernels.quantize import FP8_GROUP
+
+UNIT_CHANNELS = 32  # channels
+PARTS_OF_SUM = 8
+_MIX_TOKENS = 32  # whose coefficients one program finds, where there are many; of few, each has its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How ``leave_enter`` runs.
+
+    Attributes:
+        tokens: Of one program.
+        whole: A program takes a whole part of the channels, not a unit.
+    """
+
+    tokens: int
+    whole: bool
+    num_warps: int
+    num_stages: int
+
+
+# By the most tokens each is for.
+TILES: tuple[tuple[int | None, Tile], ...] = (
+    (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=2)),
+    (None, Tile(tokens=64, whole=True, num_warps=4, num_stages=3)),
+)
+
+
+def tile_for(tokens: int) -> Tile:
+    """Return how to run for a number of tokens."""
+    return next(tile for most, tile in TILES if most is None or tokens <= most)
+
+
+def units_of(width: int) -> int:
+    """Return how many units each part of the channels has; the last ones may be empty."""
+    return -(-width // (UNIT_CHANNELS * PARTS_OF_SUM))
+
+
+@triton.jit
+def weigh(a0, a1, a2, a3, w0, w1, w2, w3, rest):
+    """Return ``sum_i a_i w_i + rest`` in one order."""
+    return tl.fma(a3, w3, tl.fma(a2, w2, tl.fma(a1, w1, tl.fma(a0, w0, rest))))
+
+
+@triton.jit
+def load4(p, stride, mask):
+    """Return four tiles that lie ``stride`` numbers apart."""
+    return (
+        tl.load(p, mask=mask, other=0.0),
+        tl.load(p + stride, mask=mask, other=0.0),
+        tl.load(p + 2 * stride, mask=mask, other=0.0),
+        tl.load(p + 3 * stride, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def _columns(p, mask):
+    """Return four numbers of each row as [rows, 1]; so loaded they need not change threads."""
+    a, b, c, d = load4(p, 1, mask)
+    return a[:, None], b[:, None], c[:, None], d[:, None]
+
+
+@triton.jit
+def store4(p, stride, a, b, c, d, mask):
+    """Store four tiles ``stride`` numbers apart."""
+    tl.store(p, a, mask=mask)
+    tl.store(p + stride, b, mask=mask)
+    tl.store(p + 2 * stride, c, mask=mask)
+    tl.store(p + 3 * stride, d, mask=mask)
+
+
+@triton.jit
+def _project(fn, inside, x, total, GPU: tl.constexpr):
+    """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, UNIT], ``x`` is bfloat16 [TOKENS, UNIT]."""
+    f = tl.load(fn, mask=inside, other=0.0)
+    high = f.to(tl.bfloat16)
+    rest = f - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    if not GPU:  # the interpreter multiplies bfloat16 as integers
+        x, high, middle, low = x.to(tl.float32), high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
+    return tl.dot(x, tl.trans(high), tl.dot(x, tl.trans(middle), tl.dot(x, tl.trans(low), total)))
+
+
+@triton.jit(do_not_specialize=["tokens", "units"])
+def leave_enter_kernel(
+    streams,
+    y,
+    post,
+    comb,
+    fn,
+    out,
+    sums,
+    tokens,
+    units,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LEAVE: tl.constexpr,
+    ENTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    part = tl.program_id(0) % PROGRAMS
+    first = (tl.program_id(0) // PROGRAMS).to(tl.int64) * TOKENS
+    token = tl.arange(0, TOKENS)
+    here = first + token < tokens
+    streams += first * (4 * WIDTH)
+    out += first * (4 * WIDTH)
+    row = tl.arange(0, ROWS_TILE)
+    if LEAVE:
+        y += first * WIDTH
+        p0, p1, p2, p3 = _columns(post + first * 4 + token * 4, here)
+        comb += first * 16 + token * 16
+        c00, c01, c02, c03 = _columns(comb, here)
+        c10, c11, c12, c13 = _columns(comb + 4, here)
+        c20, c21, c22, c23 = _columns(comb + 8, here)
+        c30, c31, c32, c33 = _columns(comb + 12, here)
+    total = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for unit in tl.range(0, units, num_stages=STAGES):
+        column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
+        inside = here[:, None] & (column < WIDTH)[None, :]
+        at = token[:, None] * (4 * WIDTH) + column[None, :]
+        x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
+        if LEAVE:
+            # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
+            w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            x0, x1, x2, x3 = (
+                to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
+                to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+            )
+            store4(out + at, WIDTH, x0, x1, x2, x3, inside)
+        if ENTER:
+            # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
+            wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+            weights = fn + row[:, None] * (4 * WIDTH) + column[None, :]
+            product = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
+            product = _project(weights, wanted, x0, product, GPU)
+            product = _project(weights + WIDTH, wanted, x1, product, GPU)
+            product = _project(weights + 2 * WIDTH, wanted, x2, product, GPU)
+            product = _project(weights + 3 * WIDTH, wanted, x3, product, GPU)
+            total += product
+            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
+    if ENTER:
+        sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
+        tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
+        tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
+
+
+@triton.jit
+def normalise(total, norm_eps, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Return the normalised projection of tokens, float32 [TOKENS, ROWS_TILE], from what each part [TOKENS, ROWS_TILE, 8] adds."""
+    # The parts in pairs, and so on: tl.sum would leave the order to the layout.
+    tl.static_assert(total.shape[2] == 8)
+    a, b = tl.split(tl.reshape(total, (total.shape[0], total.shape[1], 4, 2)))
+    a, b = tl.split(tl.reshape(a + b, (total.shape[0], total.shape[1], 2, 2)))
+    a, b = tl.split(a + b)
+    projected = a + b
+    # Reference: sums[..., :-1] * torch.rsqrt(sums[..., -1:] / width + norm_eps)
+    last = tl.arange(0, total.shape[1])[None, :] == ROWS
+    squares = tl.sum(tl.where(last, projected, 0.0), 1, keep_dims=True)
+    return projected * tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
+
+
+@triton.jit
+def _normed(
+    sums,
+    token,
+    here,
+    tokens,
+    norm_eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Return the normalised projection of tokens [TOKENS], float32 [TOKENS, ROWS_TILE]; a part has UNITS sums."""
+    stride = tokens.to(tl.int64) * (ROWS + 1)
+    row = tl.arange(0, ROWS_TILE)[None, :, None]
+    p = sums + tl.arange(0, PARTS)[None, None, :] * (UNITS * stride) + token[:, None, None] * (ROWS + 1) + row
+    inside = here[:, None, None] & (row <= ROWS)
+    total = tl.load(p, mask=inside, other=0.0)
+    for unit in tl.static_range(1, UNITS):
+        total += tl.load(p + unit * stride, mask=inside, other=0.0)
+    return normalise(total, norm_eps, WIDTH, ROWS)
+
+
+@triton.jit
+def _column(x, i):
+    """Return column ``i`` of a tile, a scalar if it has one row: a scalar is in every thread, and none waits for another."""
+    mine = tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0)
+    if x.shape[0] == 1:
+        column = tl.sum(mine)
+    else:
+        column = tl.sum(mine, 1)
+    return column
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softmax(a, b, c, d, eps):
+    """Return a row's softmax plus ``eps``."""
+    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
+    share = 1.0 / (a + b + c + d)
+    return a * share + eps, b * share + eps, c * share + eps, d * share + eps
+
+
+@triton.jit
+def _inverse(x, NATIVE: tl.constexpr):
+    """Return ``1 / x`` of numbers far from the ends of float32's range, to the last place but one."""
+    if NATIVE:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
+
+
+@triton.jit
+def write_mix(
+    m, bias, post_scale, comb_scale, post, comb, tokens, eps, block,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write ``post`` and ``comb`` of some tokens from their projection; a number of a token's matrix is in one register."""
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here = token < tokens
+    row = tl.arange(0, m.shape[1])
+    inside = here[:, None] & (row <= ROWS)[None, :]
+    # Reference: post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    written = 2.0 * sigmoid(m * post_scale + bias[None, :])
+    tl.store(post + token[:, None] * 4 + row[None, :] - 4, written, mask=inside & ((row >= 4) & (row < 8))[None, :])
+    # Reference: comb = (projected[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + eps
+    m = m * comb_scale + bias[None, :]
+    a00, a01, a02, a03 = _softmax(_column(m, 8), _column(m, 9), _column(m, 10), _column(m, 11), eps)
+    a10, a11, a12, a13 = _softmax(_column(m, 12), _column(m, 13), _column(m, 14), _column(m, 15), eps)
+    a20, a21, a22, a23 = _softmax(_column(m, 16), _column(m, 17), _column(m, 18), _column(m, 19), eps)
+    a30, a31, a32, a33 = _softmax(_column(m, 20), _column(m, 21), _column(m, 22), _column(m, 23), eps)
+    # Reference: sinkhorn
+    c0 = eps + a00 + a10 + a20 + a30
+    c1 = eps + a01 + a11 + a21 + a31
+    c2 = eps + a02 + a12 + a22 + a32
+    c3 = eps + a03 + a13 + a23 + a33
+    r0 = tl.full(c0.shape, 1.0, tl.float32)
+    r1, r2, r3 = r0, r0, r0
+    for _ in range(ITERS - 1):
+        w0, w1, w2, w3 = _inverse(c0, NATIVE), _inverse(c1, NATIVE), _inverse(c2, NATIVE), _inverse(c3, NATIVE)
+        r0 = weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
+        r1 = weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
+        r2 = weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
+        r3 = weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
+        w0, w1, w2, w3 = _inverse(r0, NATIVE), _inverse(r1, NATIVE), _inverse(r2, NATIVE), _inverse(r3, NATIVE)
+        c0 = weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
+        c1 = weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
+        c2 = weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
+        c3 = weigh(a03, a13, a23, a33, w0, w1, w2, w3, eps * c3)
+    if TOKENS == 1:
+        at = comb + block.to(tl.int64) * 16
+        here = block < tokens
+    else:
+        at = comb + token * 16
+    store4(at, 1, a00 / (r0 * c0), a01 / (r0 * c1), a02 / (r0 * c2), a03 / (r0 * c3), here)
+    store4(at + 4, 1, a10 / (r1 * c0), a11 / (r1 * c1), a12 / (r1 * c2), a13 / (r1 * c3), here)
+    store4(at + 8, 1, a20 / (r2 * c0), a21 / (r2 * c1), a22 / (r2 * c2), a23 / (r2 * c3), here)
+    store4(at + 12, 1, a30 / (r3 * c0), a31 / (r3 * c1), a32 / (r3 * c2), a33 / (r3 * c3), here)
+
+
+@triton.jit
+def _mix(
+    sums, base, scale, post, comb, tokens, eps, norm_eps, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROWS_TILE: tl.constexpr,
+    PARTS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    m = _normed(sums, token, token < tokens, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+    row = tl.arange(0, ROWS_TILE)
+    bias = tl.load(base + row, mask=row < ROWS, other=0.0)
+    post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
+    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, block, ROWS, TOKENS, ITERS, NATIVE)
+
+
+@triton.jit
+def weighted_sum(x0, x1, x2, x3, m, bias, scale, eps, NATIVE: tl.constexpr):
+    """Return the sum of a token's streams, rounded to bfloat16; ``m`` [1, ROWS_TILE] is its projection."""
+    # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
+    pre = sigmoid(m * scale + bias[None, :]) + eps
+    # Reference: x = weighted_sum(streams_TND, pre)
+    summed = x0.to(tl.float32) * _column(pre, 0) + x1.to(tl.float32) * _column(pre, 1)
+    summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
+    return to_bf16(summed, NATIVE)
+
+
+@triton.jit
+def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    """Return a token, or some of its channels, normed by its root mean square."""
+    # Reference: rms_norm(x, normweight, norm_eps)
+    return to_bf16(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight, NATIVE)
+
+
+@triton.jit
+def store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    # Reference: quantize_fp8(x, 128)
+    bits = fp8_scale_bits(v)
+    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=column < WIDTH)
+    groups = (WIDTH + 127) // 128
+    tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["tokens", "mixers"])
+def collapse_kernel(
+    streams,
+    sums,
+    base,
+    scale,
+    normweight,
+    x,
+    codes,
+    scales,
+    post,
+    comb,
+    tokens,
+    mixers,
+    eps,
+    norm_eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    MIX_TOKENS: tl.constexpr,
+    ITERS: tl.constexpr,
+    HEAD: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < mixers:
+        if not HEAD:
+            _mix(
+                sums, base, scale, post, comb, tokens, eps, norm_eps, program,
+                WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS, NATIVE,
+            )  # fmt: skip
+    else:
+        token = (program - mixers).to(tl.int64)
+        group = tl.arange(0, GROUPS_TILE)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = column < WIDTH
+        at = streams + token * (4 * WIDTH) + column
+        x0, x1, x2, x3 = load4(at, WIDTH, inside)
+        one, here = tl.full((1,), token, tl.int64), tl.full((1,), True, tl.int1)
+        m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+        row = tl.arange(0, ROWS_TILE)
+        bias = tl.load(base + row, mask=row < 4, other=0.0)
+        rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps, NATIVE)
+        if not HEAD:
+            weight = tl.load(normweight + column, mask=inside, other=0.0).to(tl.float32)
+            v = rounded.to(tl.float32)
+            rounded = normed(v, tl.sum(v * v), weight, norm_eps, WIDTH, NATIVE)
+        tl.store(x + token * WIDTH + column, rounded, mask=inside)
+        if FP8:
+            store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+
+
+class Results(NamedTuple):
+    """What kernels write: x [T, D], its codes uint8 [T, D] and scale bytes, post [T, N] and comb [T, N, N].
+
+    The head has no mix, and only what is quantized has codes and scales: these tensors are empty.
+    """
+
+    x: Tensor
+    codes: Tensor
+    scales: Tensor
+    post: Tensor
+    comb: Tensor
+
+    @classmethod
+    def allocate(cls, given: HcInputs) -> Results:
+        (tokens, streams, width), device = given.streams_TND.shape, given.streams_TND.device
+        quantized, mixed = tokens if given.quantize else 0, 0 if given.is_head else tokens
+        return cls(
+            torch.empty(tokens, width, dtype=given.streams_TND.dtype, device=device),
+            torch.empty(quantized, width, dtype=torch.uint8, device=device),
+            torch.empty(quantized, triton.cdiv(width, FP8_GROUP), dtype=torch.uint8, device=device),
+            torch.empty(mixed, streams, dtype=torch.float32, device=device),
+            torch.empty(mixed, streams, streams, dtype=torch.float32, device=device),
+        )
+
+    def entered(self, streams_TND: Tensor, given: HcInputs) -> HcEntered:
+        """Return what a sub-layer starts from."""
+        rounded = (self.codes.view(torch.float8_e4m3fn), self.scales) if given.quantize else None
+        return HcEntered(streams_TND, self.x, rounded, None if given.is_head else HcMix(self.post, self.comb))
+
+
+def leave_enter_triton(
+    streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
+) -> tuple[Tensor, Tensor]:
+    """Launch the first half of ``hc_enter``.
+
+    Args:
+        streams_TND: The streams.
+        pending: A sub-layer's output to write, and its mix; ``None`` writes nothing.
+        fn: By which the result is projected; ``None`` projects nothing.
+        row_tile: Any number means the same: a token's bits are its own.
+
+    Returns:
+        The streams, and the partial sums of their projection.
+    """
+    tokens, streams, width = streams_TND.shape
+    assert streams == KERNEL_STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
+    y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
+    assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
+    rows = 1 if fn is None else fn.shape[0]
+    assert fn is None or (fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == KERNEL_STREAMS * width)
+    tile, units = tile_for(tokens), units_of(width)
+    programs = PARTS_OF_SUM if tile.whole else PARTS_OF_SUM * units
+    out = streams_TND if pending is None else torch.empty_like(streams_TND)
+    sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
+    if tokens:
+        leave_enter_kernel[(triton.cdiv(tokens, tile.tokens) * programs,)](
+            streams_TND,
+            y,
+            post,
+            comb,
+            sums if fn is None else fn,
+            out,
+            sums,
+            tokens,
+            units if tile.whole else 1,
+            WIDTH=width,
+            ROWS=rows,
+            ROWS_TILE=_rows_tile(rows),
+            TOKENS=tile.tokens,
+            UNIT=UNIT_CHANNELS,
+            PROGRAMS=programs,
+            LEAVE=pending is not None,
+            ENTER=fn is not None,
+            STAGES=tile.num_stages,
+            GPU=on_gpu(streams_TND.device),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=False,
+        )
+    return out, sums
+
+
+def _rows_tile(rows: int) -> int:
+    """Return how many rows of weights a program multiplies by, at least one tensor-core instruction's."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:
+    """Launch the second half of ``hc_enter``, from the streams and sums of the first; a head is not normed."""
+    (tokens, _, width), rows, head = streams_TND.shape, len(given.weights.base), given.is_head
+    assert has_kernel(streams_TND.dtype, streams_TND.shape[1]) and streams_TND.is_contiguous(), streams_TND.shape
+    assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
+    assert sums.shape[0] in (PARTS_OF_SUM, PARTS_OF_SUM * units_of(width)), sums.shape
+    assert head or (given.norm_weight is not None and given.norm_weight.is_contiguous() and given.norm_weight.shape == (width,))
+    results = Results.allocate(given)
+    mix_tokens = _MIX_TOKENS if tile_for(tokens).whole else 1
+    mixers = triton.cdiv(len(results.post), mix_tokens)
+    groups_tile = triton.next_power_of_2(triton.cdiv(width, FP8_GROUP))
+    if tokens:
+        collapse_kernel[(mixers + tokens,)](
+            streams_TND,
+            sums,
+            given.weights.base,
+            given.weights.scale,
+            results.x if head else given.norm_weight,
+            *results,
+            tokens,
+            mixers,
+            given.settings.eps,
+            given.settings.norm_eps,
+            WIDTH=width,
+            ROWS=rows,
+            ROWS_TILE=triton.next_power_of_2(rows + 1),
+            GROUPS_TILE=groups_tile,
+            PARTS=PARTS_OF_SUM,
+            UNITS=len(sums) // PARTS_OF_SUM,
+            MIX_TOKENS=mix_tokens,
+            ITERS=given.settings.iters,
+            HEAD=head,
+            FP8=given.quantize,
+            NATIVE=native_e4m3(streams_TND),
+            num_warps=min(8, max(4, groups_tile // 4)),  # the coefficients of many tokens want four, too
+            enable_fp_fusion=False,
+        )
+    return results.entered(streams_TND, given)
