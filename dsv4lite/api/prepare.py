@@ -36,6 +36,8 @@ class EngineFacts(Protocol):
     @property
     def max_completions(self) -> int: ...
     @property
+    def num_experts(self) -> int: ...
+    @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def default_params(self) -> SamplingParams: ...
@@ -200,6 +202,8 @@ def score_job(
 
 
 def _check(facts: EngineFacts, ids: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
+    if params.return_routed_experts and not facts.num_experts:
+        raise UnsupportedError("return_routed_experts=True: this model has no routed experts; leave it at False")
     check_request(
         ids,
         params,

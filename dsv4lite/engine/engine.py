@@ -60,6 +60,7 @@ class EngineInfo:
     max_model_len: int
     max_logprobs: int
     max_completions: int
+    num_experts: int
     tokenizer: Tokenizer
     default_params: SamplingParams
     chat: str | None
@@ -333,6 +334,7 @@ class Engine:
             max_model_len=plan.max_model_len,
             max_logprobs=self.config.max_logprobs,
             max_completions=self.config.max_completions,
+            num_experts=report.model.num_experts,
             tokenizer=tokenizer,
             default_params=report.default_params,
             chat=report.chat,

@@ -13,7 +13,7 @@ import torch
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine.runner import Runner
-from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
@@ -21,6 +21,7 @@ from dsv4lite.state.paging import SequenceInput
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
+from tests.models.paged import make_batch
 
 triton = pytest.importorskip("triton")
 
@@ -56,7 +57,7 @@ def step_of(model: DeepseekV4, tokens: int) -> Batch:
     sequence = SequenceInput(
         token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
     )
-    return make_batch([sequence], model.rotary, CPU, deterministic=True)
+    return make_batch(model, [sequence])
 
 
 @torch.inference_mode()

@@ -9,14 +9,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
-from dsv4lite.state.paging import SequenceInput
+from dsv4lite.state.paging import SequenceInput, make_paging
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
+
+
+def make_batch(model: DeepseekV4, sequences: Sequence[SequenceInput]) -> Batch:
+    token_ids_T, paging, longest = make_paging(sequences, model.numerics.device)
+    return model.batch(token_ids_T, paging, max_tokens=longest)
 
 
 class Pool:
@@ -113,7 +118,7 @@ class PagedModel:
     def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:
         """Prepare the next tokens of some sequences, single ones first."""
         inputs = [self.prepare(*part) for part in parts]
-        return make_batch(inputs, self.model.rotary, self.device, deterministic=self.model.numerics.deterministic)
+        return make_batch(self.model, inputs)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""

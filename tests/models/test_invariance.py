@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import UnsupportedError
-from dsv4lite.models.deepseek_v4.batch import make_batch, one_pass
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import TINY, WIDE, official_ids, tiny_ids, tiny_model
-from tests.models.paged import PagedModel, PagedSequence, run_in_cuts
+from tests.models.paged import PagedModel, PagedSequence, make_batch, run_in_cuts
 
 CONFIGS = {"short_groups": TINY, "release_ratios": WIDE}
 LENGTH = {"short_groups": 280, "release_ratios": 400}
@@ -199,16 +198,15 @@ def test_prefix_continues_from_a_snapshot_to_the_bit(exact: DeepseekV4, name: st
 def test_mtp_block_through_pages_changes_no_bit(exact: DeepseekV4, name: str) -> None:
     """The MTP block sees the streams at t and the token at t + 1, in chunks as in one pass."""
     ids = tiny_ids(141, exact.config)
-    layers = exact.config.num_hidden_layers
-    batch, caches = one_pass([ids[1:]], exact.config, exact.rotary, exact.numerics, num_layers=layers + 1)
+    batch, caches = exact.prepare(ids[1:], drafter=True)
     expected = exact.mtp_forward(exact.one_pass(ids[:-1]), batch, caches[-1])
     paged = PagedModel(exact, tokens=len(ids))
     sequence = paged.open()
     got = []
     for a, b in ((0, 1), (1, 62), (62, 63), (63, 64), (64, 130), (130, 131), (131, 140)):
         inputs = paged.prepare(sequence, ids[a:b])
-        streams = exact(make_batch([inputs], exact.rotary, torch.device("cpu"), deterministic=True), paged.cache.layers)
-        shifted = make_batch([replace(inputs, token_ids=ids[a + 1 : b + 1])], exact.rotary, torch.device("cpu"), deterministic=True)
+        streams = exact(make_batch(exact, [inputs]), paged.cache.layers)
+        shifted = make_batch(exact, [replace(inputs, token_ids=ids[a + 1 : b + 1])])
         got.append(exact.mtp_forward(streams, shifted, paged.cache.layers[-1]))
         sequence.length = b
     assert torch.equal(exact.mtp_logits(torch.cat(got)), exact.mtp_logits(expected))
