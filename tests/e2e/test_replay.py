@@ -141,11 +141,11 @@ def wrong_query(number: int) -> Launcher:
     calls = itertools.count()
 
     def launch(*args: Any) -> Any:
-        q_THC, iq_THC = heads.head_norms_ref(*args)
+        q_THC, *others = heads.head_norms.reference(*args)
         if next(calls) == number:
             q_THC = q_THC.clone()
             q_THC[-1, 3, :5] *= 2
-        return q_THC, iq_THC
+        return q_THC, *others
 
     return launch
 
@@ -165,8 +165,8 @@ def no_number(number: int) -> Launcher:
     calls = itertools.count()
 
     def launch(*args: Any) -> Any:
-        q_THC, iq_THC = heads.head_norms_ref(*args)
-        return q_THC * (float("nan") if next(calls) == number else 1), iq_THC
+        q_THC, *others = heads.head_norms.reference(*args)
+        return q_THC * (float("nan") if next(calls) == number else 1), *others
 
     return launch
 
@@ -177,7 +177,7 @@ def failing(number: int) -> Launcher:
     def launch(*args: Any) -> Any:
         if next(calls) == number:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return heads.head_norms_ref(*args)
+        return heads.head_norms.reference(*args)
 
     return launch
 
@@ -201,7 +201,10 @@ def test_a_wrong_kernel_is_named(
     problem: str,
 ) -> None:
     reference, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
-    monkeypatch.setattr(reference, "use_triton", lambda x: True)
+    if op == "head_norms":
+        monkeypatch.setattr(heads.head_norms, "launches", lambda *args: True)
+    else:
+        monkeypatch.setattr(reference, "use_triton", lambda x: True)
     monkeypatch.setattr(kernels, f"{op}_triton", launcher)
     report = replay(paged["mixed"])
     assert {ran.op for ran in report.ops if ran.compared} == {op}
@@ -218,7 +221,7 @@ def test_a_wrong_kernel_shows_on_the_command_line(
 ) -> None:
     assert main(["replay", str(paged["decode"])]) == 0
     assert capsys.readouterr().out.endswith("no op is wrong\n")
-    monkeypatch.setattr(heads, "use_triton", lambda x: True)
+    monkeypatch.setattr(heads.head_norms, "launches", lambda *args: True)
     monkeypatch.setattr(heads_triton, "head_norms_triton", wrong_query(1))
     assert main(["replay", str(paged["mixed"]), "--all"]) == 1
     lines = capsys.readouterr().out.splitlines()
