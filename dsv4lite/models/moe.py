@@ -106,7 +106,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.limit, self.width = config.swiglu_limit, width
         dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
-        self.w13 = dense(2 * width, config.hidden_size, borders=[width])
+        self.w13 = dense(2 * width, config.hidden_size, boundaries=[width])
         self.w2 = dense(config.hidden_size, width)
 
     def forward(self, h_TI: Tensor, dtype: torch.dtype) -> Tensor:

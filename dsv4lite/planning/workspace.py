@@ -36,19 +36,22 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
     """
     on_cpu = numerics.device.type == "cpu"
     words = (_SAMPLING_CPU if on_cpu else _SAMPLING) * vocab_size + _LISTED * min(listed, vocab_size)
-    live = max(step.widest, tokens * step.held + _FLOAT * words * max(sequences, SCORED_ROWS))
-    if on_cpu:
-        return live
+    sampling = _FLOAT * words * max(sequences, SCORED_ROWS)
+    if on_cpu:  # whose passes are estimated as a whole
+        return step.widest + sampling
+    live = max(step.widest, tokens * step.held + sampling)
     library = not numerics.deterministic or numerics.dtype == torch.float32
     return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if library else 0)
 
 
 def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:
-    """Return what the graphs of decode steps keep: what the largest works with, and of every sequence what it samples from.
+    """Return what the graphs of decode steps keep: the workspace of the largest, and of every sequence what it samples from.
 
-    The smaller graphs, captured later, find room in what the largest has left. All of them put their logits in one place.
+    Smaller graphs, captured later, find room in what the largest has left. All of them write their logits in one place. A sequence
+    has its logits, what its settings make of them, and at most its counts and edits, allocated when its slot first needs them.
     """
-    return sequences * sampling_bytes(vocab_size) + step.widest + _GRAPH_SEGMENTS
+    logits, counts, edits = _FLOAT * vocab_size, _INT * vocab_size, _FLOAT * vocab_size
+    return sequences * (logits + row_bytes(vocab_size) + counts + edits) + step.widest + _GRAPH_SEGMENTS
 
 
 def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int) -> int:
@@ -62,12 +65,6 @@ def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int
     """
     block = model.draft_block + 1  # and one row apart from the others
     return rows * hidden + sequences * (hidden + block * _FLOAT * model.vocab_size)
-
-
-def sampling_bytes(vocab_size: int) -> int:
-    """Return what sampling keeps of a sequence: its logits and what its settings make of them, and at most its counts and edits."""
-    kept = (_FLOAT + _INT) * vocab_size  # made when a sequence that needs them takes its slot
-    return _FLOAT * vocab_size + row_bytes(vocab_size) + kept
 
 
 def exchange_bytes(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from io import BufferedReader
 from math import prod
 from mmap import mmap
@@ -99,28 +98,15 @@ class Checkpoint:
     headers: Mapping[str, TensorInfo] = field(repr=False)
 
     @classmethod
-    def open(
-        cls,
-        model: str,
-        revision: str | None = None,
-        *,
-        names: Callable[[Mapping[str, Any]], NameTables],
-        progress: Progress | None = None,
-    ) -> Checkpoint:
-        """Open a folder, or a hub id after fetching what is needed of it.
-
-        Args:
-            model: Folder or hub id.
-            revision: Hub revision: branch, tag or commit.
-            names: Returns the names of the family that a ``config.json`` describes.
-            progress: Told after every header (phase ``headers``, unit ``files``).
+    def open(cls, folder: Path, *, names: Callable[[Mapping[str, Any]], NameTables]) -> Checkpoint:
+        """Open a folder; ``names`` returns the names of the family that its ``config.json`` describes.
 
         Raises:
-            CheckpointError: It cannot be found or fetched, or its files are damaged; lists all problems.
+            CheckpointError: Its files are damaged; lists all problems.
         """
-        folder, problems = locate(model, revision), _Problems()
+        problems = _Problems()
         found: list[dict[str, Any]] = []
-        for read in (read_config, read_generation_config, partial(_read_headers, progress=progress or _silent)):
+        for read in (read_config, read_generation_config, _read_headers):
             with problems.collected():
                 found.append(read(folder))
         problems.check(folder)
@@ -135,7 +121,7 @@ class Checkpoint:
 
     @property
     def expert_format(self) -> ExpertFormat:
-        """How the routed experts are stored, told by their dtype: configs do not always say.
+        """How the routed experts are stored, by their dtype: configs do not always say.
 
         Raises:
             CheckpointError: Different experts are stored differently.
@@ -219,12 +205,12 @@ class _Problems(list[str]):
             raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=self)
 
 
-def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
     problems, external = _Problems(), dict[str, TensorInfo]()
     shards = _shards(folder)
     place = {name: file for file, listed in shards.items() for name in listed or ()}
-    for done, (file, listed) in enumerate(shards.items(), start=1):
+    for file, listed in shards.items():
         with problems.collected():
             found = read_header(folder / file)
             names = found.keys() if listed is None else listed
@@ -232,7 +218,6 @@ def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
             problems += [f"{name}: the index places it in {file}, which does not have it" for name in names if name not in found]
             twice = [name for name in found if place.get(name, file) != file]
             problems += [f"{name}: given twice, in {file} and in {place[name]}, where the index places it" for name in twice]
-        progress(LoadProgress(phase="headers", done=done, total=len(shards), unit="files"))
     problems.check(folder)
     return external
 
@@ -260,7 +245,7 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
     if not os.path.lexists(folder / _INDEX):
         if not os.path.lexists(folder / _SINGLE):
             others = sorted(path.name for path in folder.glob("*.safetensors"))
-            seen = f"; it has {', '.join(others[:3])} …, which only an index can tell the use of" if others else ""
+            seen = f"; it has {', '.join(others[:3])} …, whose use only an index gives" if others else ""
             raise CheckpointError(f"{folder} has neither {_INDEX} nor {_SINGLE}{seen}")
         return {_SINGLE: None}
     weight_map = read_json(folder / _INDEX, TABLE_BYTES).get("weight_map")
@@ -392,7 +377,7 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
 
     Args:
         wanted: What to read.
-        progress: Told after every block (phase ``read``, in bytes of what was wanted).
+        progress: Called after every block (phase ``read``, in bytes of what was wanted).
 
     Yields:
         The tensor's description (of the whole tensor) and a CPU tensor. **The tensor's memory is reused** when the next one is
@@ -401,7 +386,6 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    report = progress or _silent
     blocks = deque(_blocks(wanted))
     done, total = 0, sum(block.wanted_bytes for block in blocks)
     ahead: deque[tuple[_Block, mmap, list[Future[None]]]] = deque()
@@ -423,7 +407,8 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
             ahead_bytes -= block.nbytes
             spare.append(buffer)
             done += block.wanted_bytes
-            report(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
+            if progress is not None:
+                progress(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -524,7 +509,3 @@ def _read_into(file: Path, offset: int, target: memoryview) -> None:
                 target = target[count:]
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read at byte {offset}: {error.strerror or error}") from error
-
-
-def _silent(_: LoadProgress) -> None:
-    """Ignore progress."""

@@ -106,7 +106,7 @@ class Matrix(nn.Module):
     """
 
     def __init__(
-        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, borders: Sequence[int] = ()
+        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, boundaries: Sequence[int] = ()
     ) -> None:
         """Allocate.
 
@@ -115,7 +115,7 @@ class Matrix(nn.Module):
             numerics: Resident form, and whether inputs are rounded at all.
             rounds_input: Quantized models round the inputs.
             fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128.
-            borders: Rows at which one matrix of the checkpoint ends and another begins.
+            boundaries: Rows at which one matrix of the checkpoint ends and another begins.
         """
         super().__init__()
         self.shape, self.row_tile = shape, numerics.row_tile
@@ -124,7 +124,7 @@ class Matrix(nn.Module):
         dtype = numerics.matrix_dtype
         if fp8 and numerics.resident_fp8:
             dtype = torch.float8_e4m3fn
-            per = 1 if any(border % FP8_GROUP for border in borders if border < shape[-2]) else FP8_GROUP
+            per = 1 if any(row % FP8_GROUP for row in boundaries if row < shape[-2]) else FP8_GROUP
             blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_GROUP))
             self.scale = nn.Parameter(torch.empty(blocks, dtype=torch.uint8, device=numerics.device), requires_grad=False)
         self.weight = nn.Parameter(

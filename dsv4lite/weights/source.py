@@ -57,7 +57,7 @@ def _places(slot: Slot) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model before it is loaded: everything that configuration and headers tell.
+    """A model before it is loaded: all that configuration and headers contain.
 
     Attributes:
         dtype: What the unquantized tensors are stored in.
@@ -79,19 +79,19 @@ class ModelSource:
         """The kind of drafter that it comes with.
 
         Raises:
-            CheckpointError: Config and tensors tell of different ones.
+            CheckpointError: Config and tensors are of different ones.
         """
-        told = self.model.drafter
-        if self.checkpoint is None or told is None:
-            return told
+        described = self.model.drafter
+        if self.checkpoint is None or described is None:
+            return described
         for kind, name in self.family.drafters.items():
-            if name in self.checkpoint.headers and kind != told:
+            if name in self.checkpoint.headers and kind != described:
                 raise CheckpointError(
-                    f"{self.folder}: config.json describes a drafter of kind {told!r}, but the tensors are of kind {kind!r}; "
+                    f"{self.folder}: config.json describes a drafter of kind {described!r}, but the tensors are of kind {kind!r}; "
                     "take the config.json that came with them",
                     problems=[f"{name}: unexpected"],
                 )
-        return told if self.family.drafters[told] in self.checkpoint.headers else None
+        return described if self.family.drafters[described] in self.checkpoint.headers else None
 
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:
@@ -126,7 +126,7 @@ class ModelSource:
                 dense_fp8=model.quantized,
                 checkpoint=None,
             )
-        checkpoint = Checkpoint.open(str(folder), names=lambda raw: family_of(raw).names)
+        checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
         family = family_of(checkpoint.config)
         model = family.read_config({**checkpoint.config, **config.hf_overrides})
         embed = checkpoint.headers.get("embed.weight")
@@ -164,7 +164,7 @@ class ModelSource:
             redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with ``None`` no expert
                 moves.
             seed: Of random weights; every rank gets its part of the same ones.
-            progress: Told of the bytes read.
+            progress: Receives the bytes read.
 
         Raises:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.

@@ -39,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     for name, module in list(sys.modules.items()):
         if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda x: True)
+            monkeypatch.setattr(module, "use_triton", lambda *_: True)
 
 
 def shipped(*ratios: int) -> DeepseekV4:

@@ -463,7 +463,7 @@ def references() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
-                patch.setattr(module, "use_triton", lambda x: False)
+                patch.setattr(module, "use_triton", lambda *_: False)
         yield
 
 

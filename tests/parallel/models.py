@@ -81,7 +81,7 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
         numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
     model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, redundant_experts=job.redundant_experts, with_mtp=True)
     load(
-        Checkpoint.open(str(job.folder), names=v4_names),
+        Checkpoint.open(job.folder, names=v4_names),
         model.slots(),
         shards=shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank),
     )
@@ -120,7 +120,7 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
         for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
             forget(place)
     shards = shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank)
-    load(Checkpoint.open(str(job.folder), names=v4_names), moved, shards=shards, whole=False)
+    load(Checkpoint.open(job.folder, names=v4_names), moved, shards=shards, whole=False)
     even = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
     assert imbalances[: len(blocks)] == list(zip(uneven, even, strict=True))
     return before, run(model, mesh, job), len(moved), uneven, even

@@ -108,7 +108,7 @@ def everything(config: V4Config, expert_format: ExpertFormat = "fp4", quantized:
 
 
 def opened(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None = None) -> Checkpoint:
-    return Checkpoint.open(str(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes)), names=v4_names)
+    return Checkpoint.open(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes), names=v4_names)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ _NUMBERS: Mapping[str, tuple[str, int | None]] = {
     "rms_norm_eps": ("norm_eps", None),
     "rope_theta": ("rope_theta", None),
     "compress_rope_theta": ("compress_rope_theta", None),
-    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles float32 can tell apart (1,048,576)
+    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (1,048,576)
     "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
 }
 _MOST: Mapping[str, int] = {

@@ -94,9 +94,10 @@ class Attention(nn.Module):
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
         index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        self._index_scale = float((c.index_dim * c.index_heads) ** -0.5)
         dense = partial(Matrix, numerics=numerics, fp8=True)
-        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
-        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
+        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, boundaries=[c.q_lora_rank])
+        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, boundaries=[heads * channels])
         self.wo_a = dense(self.groups, c.o_lora_rank, heads * channels // self.groups)
         self.wo_b = dense(c.hidden_size, self.groups * c.o_lora_rank, rounds_input=True)
         if self.ratio:
@@ -175,10 +176,6 @@ class Attention(nn.Module):
             self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
-
-    @property
-    def _index_scale(self) -> float:
-        return float((self.config.index_dim * self.config.index_heads) ** -0.5)
 
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
@@ -369,9 +366,7 @@ class DeepseekV4(nn.Module):
             caches: State of these layers, then of the drafter's.
             streams_TND: What the previous stage returned; the first stage has none.
         """
-        if streams_TND is None:
-            streams_TND = self.embedded(batch.token_ids_T)[:, None].repeat(1, self.config.streams, 1)
-        streams = self._streams(streams_TND)
+        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND)
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
@@ -412,6 +407,10 @@ class DeepseekV4(nn.Module):
         """Whether a step can be captured in a CUDA graph, if it has ``most_tokens``."""
         dispatchers = (block.ffn.dispatch for block in self.blocks)
         return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+
+    def _enter(self, token_ids_T: Tensor) -> Tensor:
+        """Return the streams [T, N, D] that tokens begin with."""
+        return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """Return embeddings [T, D]."""

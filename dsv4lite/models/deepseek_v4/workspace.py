@@ -103,8 +103,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
 
 def _wide_streams(model: V4Config, numerics: Numerics) -> int:
     """Return what streams take for the library to project them, unless they are float32 or have a kernel."""
-    wide = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
-    return 0 if wide else _FLOAT * model.hidden_size * model.streams
+    none = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
+    return 0 if none else _FLOAT * model.hidden_size * model.streams
 
 
 def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:
