@@ -91,10 +91,10 @@ def test_bfloat16_agrees_within_its_noise() -> None:
     assert (got - truth).norm(dim=-1).quantile(0.9) < 1.3 * noise.quantile(0.9)
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_gpu = [pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)]
 
 
-@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.bfloat16, CUDA), (torch.float32, CUDA)])
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), *on_gpu])
 def test_cutting_a_prompt_changes_no_bit(dtype: torch.dtype, device: str) -> None:
     """For float32 on a CPU ``test_invariance`` does the same."""
     model = model_of(WIDE, dtype, device, deterministic=True)

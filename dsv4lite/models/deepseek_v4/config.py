@@ -281,8 +281,8 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         **settings,
         ratios=tuple(ratios[: layers + drafting]),
         quantized=bool(quantization),
-        bos_token_id=next(iter(_token_ids(raw, "bos_token_id", vocab_size, default=0)), None),
-        eos_token_id=next(iter(_token_ids(raw, "eos_token_id", vocab_size, default=1)), None),
+        bos_token_id=_token_id(raw, "bos_token_id", vocab_size, default=0),
+        eos_token_id=_token_id(raw, "eos_token_id", vocab_size, default=1),
         dspark=dspark,
     )
 
@@ -330,13 +330,13 @@ def _real(raw: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _token_ids(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> list[int]:
-    """Return one id, several, or none; an explicit null means none."""
+def _token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:
+    """Return an id, the first one of a list; an explicit null means none."""
     value = raw.get(key, default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise ConfigError(f"{key}={shown(value)} must be a token id below vocab_size={vocab_size}, a list of them, or null")
-    return ids
+    return ids[0] if ids else None
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
