@@ -109,37 +109,33 @@ class ModelSource:
         def family_of(raw: Mapping[str, Any]) -> Family:
             return find_family({**raw, **config.hf_overrides}, config.family)
 
-        dummy = config.load_format == "dummy"
+        dummy, checkpoint = config.load_format == "dummy", None
         folder = locate(config.model, config.revision, weights=fetch and not dummy)
         if dummy or not (fetch or any(folder.glob("*.safetensors"))):
-            raw = {**read_config(folder), **config.hf_overrides}
-            family = family_of(raw)
-            model = family.read_config(raw)
+            raw, generation_config = read_config(folder), read_generation_config(folder)
+        else:
+            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
+            raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
+        raw, family = {**raw, **config.hf_overrides}, family_of(raw)
+        model = family.read_config(raw)
+        if checkpoint is None:
+            dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "unquantized"
-            return cls(
-                folder=folder,
-                generation_config=read_generation_config(folder),
-                family=family,
-                model=model,
-                dtype=_FLOATS.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16),
-                expert_format=_EXPERT_FORMATS.get(stored, "unquantized"),
-                dense_fp8=model.quantized,
-                checkpoint=None,
-            )
-        checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
-        family = family_of(checkpoint.config)
-        model = family.read_config({**checkpoint.config, **config.hf_overrides})
-        embed = checkpoint.headers.get("embed.weight")
-        if embed is None:
-            raise CheckpointError(f"{checkpoint.folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
+            expert_format, dense_fp8 = _EXPERT_FORMATS.get(stored, "unquantized"), model.quantized
+        else:
+            if "embed.weight" not in checkpoint.headers:
+                raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
+            dtype, expert_format = checkpoint.headers["embed.weight"].dtype, checkpoint.expert_format
+            dense_fp8 = _dense_fp8(family.tensors.specs(model), checkpoint.headers)
+            model = replace(model, quantized=checkpoint.quantized)
         return cls(
-            folder=checkpoint.folder,
-            generation_config=checkpoint.generation_config,
+            folder=folder,
+            generation_config=generation_config,
             family=family,
-            model=replace(model, quantized=checkpoint.quantized),
-            dtype=_FLOATS.get(embed.dtype, torch.bfloat16),
-            expert_format=checkpoint.expert_format,
-            dense_fp8=_dense_fp8(family.tensors.specs(model), checkpoint.headers),
+            model=model,
+            dtype=_FLOATS.get(dtype, torch.bfloat16),
+            expert_format=expert_format,
+            dense_fp8=dense_fp8,
             checkpoint=checkpoint,
         )
 

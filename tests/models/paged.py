@@ -97,7 +97,7 @@ class PagedModel:
         sequence.window_first = first_read
         first_write = max(start, end - self.model.config.window)
         for page in range(first_read + len(sequence.window_pages), (end - 1) // WINDOW_PAGE_TOKENS + 1):
-            # A long chunk skips pages that nobody will read: its early rows are never written.
+            # A long chunk skips pages that are not read any more: its early rows are never written.
             sequence.window_pages.append(self._window.take() if (page + 1) * WINDOW_PAGE_TOKENS > first_write else -1)
         return SequenceInput(
             token_ids=token_ids,
@@ -144,5 +144,5 @@ def run_in_cuts(model: DeepseekV4, token_ids: Sequence[int], cuts: Sequence[int]
     """Run one sequence in chunks that end at ``cuts``; return the final streams of all tokens."""
     paged = PagedModel(model, tokens=len(token_ids), seed=seed)
     sequence = paged.open()
-    borders = [0, *cuts, len(token_ids)]
-    return torch.cat([paged.step([(sequence, token_ids[a:b])])[0] for a, b in pairwise(borders) if b > a])
+    ends = [0, *cuts, len(token_ids)]
+    return torch.cat([paged.step([(sequence, token_ids[a:b])])[0] for a, b in pairwise(ends) if b > a])

@@ -1,4 +1,4 @@
-"""A token's result depends on its own sequence only: not on how the prompt is cut, nor on who shares the batch.
+"""A token's result depends on its own sequence only: not on how the prompt is cut, nor on the others in the batch.
 
 With ``deterministic`` to the bit, without it up to the order of summation. Everything runs through pages in a shuffled physical
 order, and what a sequence does not own is NaN.
@@ -46,9 +46,9 @@ def whole(exact: DeepseekV4, name: str) -> Tensor:
 
 
 def random_cuts(length: int, seed: int) -> list[int]:
-    """Cut mostly at borders of groups and pages, or one token beside them."""
+    """Cut mostly at boundaries of groups and pages, or one token beside them."""
     rng = random.Random(seed)
-    near = [border + d for border in (4, 8, 64, 128, 192, 256, 320) for d in (-1, 0, 1)]
+    near = [boundary + d for boundary in (4, 8, 64, 128, 192, 256, 320) for d in (-1, 0, 1)]
     places = {rng.choice(near) if rng.random() < 0.5 else rng.randrange(1, length) for _ in range(rng.randrange(1, 14))}
     return sorted(place for place in places if place < length)
 
@@ -69,13 +69,13 @@ def test_cutting_a_prompt_changes_no_bit(exact: DeepseekV4, name: str, whole: Te
 
 
 def test_token_by_token_changes_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
-    """From nothing, and across borders of groups, windows and pages; in between a chunk saves time."""
+    """From nothing, and across boundaries of groups, windows and pages; in between a chunk saves time."""
     ids = tiny_ids(LENGTH[name], exact.config)[:133]
     cuts = [*range(1, 20), *range(60, 68), *range(122, len(ids))]
     assert torch.equal(exact.logits(run_in_cuts(exact, ids, cuts)), whole[: len(ids)])
 
 
-def test_steps_behind_a_long_prompt_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_steps_after_a_long_prompt_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
     ids = tiny_ids(LENGTH[name], exact.config)
     first = len(ids) - 20
     assert torch.equal(exact.logits(run_in_cuts(exact, ids, range(first, len(ids)))), whole)
@@ -94,7 +94,7 @@ def test_cutting_a_prompt_changes_next_to_nothing_otherwise(loose: DeepseekV4, n
     assert (loose.logits(run_in_cuts(loose, ids, cuts, seed=seed)) - whole).abs().max() < 1e-5
 
 
-# Who shares the batch ------------------------------------------------------------------------------
+# Others in the batch ------------------------------------------------------------------------------
 
 
 def run_together(model: DeepseekV4, prompts: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
@@ -116,7 +116,7 @@ def run_together(model: DeepseekV4, prompts: Sequence[Sequence[int]], seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_strangers_in_the_batch_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor, seed: int) -> None:
+def test_others_in_the_batch_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor, seed: int) -> None:
     prompts = [tiny_ids(LENGTH[name], exact.config), random_ids(exact.config, 133, seed), random_ids(exact.config, 60, seed + 9)]
     together = run_together(exact, prompts, seed)
     assert torch.equal(together[0], whole)
@@ -124,12 +124,12 @@ def test_strangers_in_the_batch_change_no_bit(exact: DeepseekV4, name: str, whol
         assert torch.equal(got, exact.logits(exact.one_pass(prompt)))
 
 
-def test_strangers_in_the_batch_change_next_to_nothing_otherwise(loose: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_others_in_the_batch_change_next_to_nothing_otherwise(loose: DeepseekV4, name: str, whole: Tensor) -> None:
     prompts = [tiny_ids(LENGTH[name], loose.config), random_ids(loose.config, 133, 0), random_ids(loose.config, 60, 9)]
     assert (run_together(loose, prompts, 0)[0] - whole).abs().max() < 1e-5
 
 
-def test_stranger_full_of_nan_changes_no_bit(name: str, whole: Tensor) -> None:
+def test_sequence_full_of_nan_changes_no_bit_of_others(name: str, whole: Tensor) -> None:
     """Nothing of one sequence reaches another: not through a batch, a page or a slot that both have had."""
     model = tiny_model(config=CONFIGS[name], deterministic=True).requires_grad_(False)
     ids = tiny_ids(LENGTH[name], model.config)[:140]
@@ -137,7 +137,7 @@ def test_stranger_full_of_nan_changes_no_bit(name: str, whole: Tensor) -> None:
     with torch.no_grad():
         model.embed[sick_id] = float("nan")
     paged = PagedModel(model, tokens=300)
-    for _ in range(2):  # the second time in the pages that the sick sequence leaves behind
+    for _ in range(2):  # the second time in the pages that the sick sequence has left
         well, sick = paged.open(), paged.open()
         got = []
         for begin, end in ((0, 1), (1, 40), (40, 41), (41, 139), (139, 140)):
@@ -154,7 +154,7 @@ def test_stranger_full_of_nan_changes_no_bit(name: str, whole: Tensor) -> None:
 
 
 def test_rejected_drafts_leave_no_trace(exact: DeepseekV4, name: str, whole: Tensor) -> None:
-    """Wrong tokens are run across borders of groups and pages, then taken back: only the accumulators are put back."""
+    """Wrong tokens are run across boundaries of groups and pages, then taken back: only the compressor state is put back."""
     ids = tiny_ids(LENGTH[name], exact.config)[:136]
     paged = PagedModel(exact, tokens=len(ids) + 8)
     sequence = paged.open()
@@ -172,7 +172,7 @@ def test_rejected_drafts_leave_no_trace(exact: DeepseekV4, name: str, whole: Ten
 
 
 def test_prefix_continues_from_a_snapshot_to_the_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
-    """Grow pages, the window and a snapshot at a 256-token border are all that a cached prefix needs."""
+    """Grow pages, the window and a snapshot at a 256-token boundary are all that a cached prefix needs."""
     ids = tiny_ids(LENGTH[name], exact.config)
     paged = PagedModel(exact, tokens=len(ids), sequences=2)
     first = paged.open()
@@ -229,7 +229,7 @@ def test_cutting_a_prompt_of_the_quantized_model_changes_no_bit(official_determi
     assert torch.equal(model.logits(run_in_cuts(model, ids, cuts)), whole)
 
 
-def test_strangers_of_the_quantized_model_change_no_bit(official_deterministic: DeepseekV4) -> None:
+def test_others_in_the_batch_of_the_quantized_model_change_no_bit(official_deterministic: DeepseekV4) -> None:
     model = official_deterministic
     prompts = [official_ids(45), random_ids(model.config, 20, 1), random_ids(model.config, 7, 2)]
     for prompt, got in zip(prompts, run_together(model, prompts, 3), strict=True):

@@ -1,6 +1,6 @@
 """The model with widened weights against stored outputs of the official code, stage by stage from the stored inputs.
 
-The data's own page says what to expect: the suggested limits tell a defect from another order of summation. The limits here lie
+The data's own page says what to expect: the suggested limits separate a defect from another order of summation. The limits here lie
 closer, at about twice what plain torch with all the official roundings reaches; from token ids only the suggested mean anything.
 """
 

@@ -19,7 +19,7 @@ from tests.golden import fill, plain, poisoned
 from tests.models.paged import run_in_cuts
 from tests.tiny import trainer_model, trainer_settings
 
-BORDERS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130)
+BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130)
 FAR = (255, 256, 257, 300)
 
 # Limits on SwiGLU so low that most experts clamp; few entries to select, so that selection bites early.
@@ -94,7 +94,7 @@ def their_logits(pair: Pair, ids: list[int]) -> Tensor:
         return pair.theirs(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("count", (*BORDERS, *FAR))
+@pytest.mark.parametrize("count", (*BOUNDARIES, *FAR))
 def test_logits_of_one_pass_agree(pair: Pair, count: int) -> None:
     ids = pair.ids(count)
     with torch.no_grad():
@@ -138,5 +138,5 @@ def test_gradients_of_all_weights_agree(deterministic: bool) -> None:
         got = gradient(slots[name])
         assert got.shape == expected.shape
         assert (got - expected).norm() <= 1e-3 * expected.norm() + 1e-9, name
-        # Selection has no gradient, so the indexer learns nothing; nor does an expert that nobody chose.
+        # Selection has no gradient, so the indexer learns nothing; nor does an expert that no token chose.
         assert expected.norm() > 0 or ".indexer." in name or ".experts." in name, name

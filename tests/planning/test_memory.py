@@ -131,7 +131,7 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
 
 
 def machine(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """Write what Linux tells of a machine with 64 GiB free, whose control groups have these files."""
+    """Write what Linux reports of a machine with 64 GiB free, whose control groups have these files."""
     texts = {"proc/meminfo": "MemTotal: 1\nMemAvailable: 67108864 kB\n", "proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
     for name, text in {**texts, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
