@@ -98,7 +98,7 @@ class SamplingParams:
         logprobs_mode: ``raw``: the model's distribution; ``processed``: the one that was sampled from.
         structured_outputs: Constrain the text to a JSON schema, a regex, a choice or a grammar.
         thinking_budget: Most tokens inside ``<think>``; then ``</think>`` is forced.
-        return_routed_experts: Return the experts chosen for every token and layer.
+        return_routed_experts: Return the experts chosen for every token and layer; refused for a model without routed experts.
         detokenize: Return text (needed for ``stop``).
         skip_special_tokens: Leave special tokens out of the text.
     """

@@ -47,6 +47,7 @@ class FakeInfo:
     max_model_len: int = 200_000
     max_logprobs: int = 64
     max_completions: int = 1024
+    num_experts: int = 4
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
     chat: str | None = "deepseek_v4"
 

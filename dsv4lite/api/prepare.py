@@ -237,6 +237,8 @@ def _request(
     generate: bool = True,
 ) -> Request:
     """Check a request against the limits of the engine, and return it."""
+    if params.return_routed_experts and not info.num_experts:
+        raise UnsupportedError("return_routed_experts=True: this model has no routed experts; leave it at False")
     check_request(
         ids,
         params,

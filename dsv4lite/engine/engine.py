@@ -59,6 +59,7 @@ class EngineInfo:
     max_model_len: int
     max_logprobs: int
     max_completions: int
+    num_experts: int
     tokenizer: Tokenizer
     default_params: SamplingParams
     chat: str | None
@@ -309,6 +310,7 @@ class Engine:
             max_model_len=plan.max_model_len,
             max_logprobs=config.max_logprobs,
             max_completions=config.max_completions,
+            num_experts=report.model.num_experts,
             tokenizer=tokenizer,
             default_params=report.default_params,
             chat=report.chat,

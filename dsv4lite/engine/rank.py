@@ -118,15 +118,14 @@ class Probe:
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
             own = drafting.own
-            report, extra = progress or False, config.redundant_experts
             model = self.source.build(
                 self.numerics,
                 mesh,
                 with_mtp=own is not None,
                 dispatcher=config.dispatcher,
-                redundant_experts=extra,
+                redundant_experts=config.redundant_experts,
                 seed=config.seed,
-                progress=report,
+                progress=progress,
             )
             give_back_unused(device)
             cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
@@ -153,8 +152,8 @@ class Probe:
                     )
                 reserve(device, self.report.plan.per_device[0].workspace - SMALL_BLOCKS)
             balancer = None
-            if extra is not None:
-                refill = partial(self.source.refill, numerics=self.numerics, mesh=mesh, seed=config.seed)
+            if config.redundant_experts is not None:
+                refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
             runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the engine asks of a model's config, whichever its family, and what a family counts for the memory plan."""
+"""What the engine reads of a model's config, in every family, and what a family counts for the memory plan."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class ModelConfig:
         num_experts: Routed experts of a layer; 0 for a dense model.
         experts_per_token: That a token goes to.
         expert_width: Hidden channels of a routed expert.
+        route_scale: Factor of the routed experts' weights.
+        swiglu_limit: Bound of the inputs of SwiGLU.
         quantized: The checkpoint's matrices are quantized, and so its arithmetic.
     """
 
@@ -29,6 +31,8 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    route_scale: float = 1.0
+    swiglu_limit: float = 10.0
     quantized: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -44,19 +48,6 @@ class ModelConfig:
         return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig(ModelConfig):
-    """Sizes of a model with routed experts.
-
-    Attributes:
-        route_scale: Factor of the routed experts' weights.
-        swiglu_limit: Bound of the inputs of SwiGLU.
-    """
-
-    route_scale: float = 1.0
-    swiglu_limit: float = 10.0
-
-
 class PassBytes(NamedTuple):
     """Bytes of one rank's pass.
 
@@ -64,12 +55,10 @@ class PassBytes(NamedTuple):
         hidden: The residual of one token.
         held: Of one token, during the whole pass.
         widest: All that lives at the widest point, of any number of tokens up to the most.
-        split: The same of steps of few tokens, whose attention is split; 0 if it never is.
         experts: Of one token, while routed experts work.
     """
 
     hidden: int
     held: int
     widest: int
-    split: int = 0
     experts: int = 0

@@ -150,13 +150,6 @@ class BlockModel(Model, Protocol):
         """Do of ``draft_block`` what ``take_part`` does of a step."""
 
 
-class Workspace(Protocol):
-    """Counts what a pass allocates."""
-
-    def __call__(self, config: Any, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
-        """Return the bytes of a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, on one rank."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Family:
     """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
@@ -166,10 +159,11 @@ class Family:
         read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
         tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
         names: Other names of these tensors.
-        state: Returns what a rank's layers, and with ``drafter=True`` those of its drafter, keep of a sequence; takes config,
-            ``Numerics``, ``Share`` and ``drafter``.
+        state: Returns what a rank's layers, and with ``drafter`` its drafter's, keep of a sequence; takes config, ``Numerics``,
+            ``Share`` and ``drafter``.
         build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
-        workspace: What a pass allocates.
+        workspace: Returns what a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, allocates on a rank; takes
+            config, ``Numerics``, ``Share``, and these.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
         chat: Returns the name of the chat format (``text.chat.CHAT_FORMS``).
@@ -181,7 +175,7 @@ class Family:
     names: NameTables = field(default_factory=NameTables)
     state: Callable[..., StateSpec]
     build: Callable[..., Any]
-    workspace: Workspace
+    workspace: Callable[..., PassBytes]
     row_reads: Callable[[Any, Numerics], int]
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
     chat: Callable[[Any], str] | None = None
@@ -196,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         read_config=parse_config,
         tensors=V4_TENSORS,
         names=V4_NAMES,
-        state=lambda config, numerics, share, drafter: state_spec(config, numerics, share.layers, drafter=drafter),
+        state=state_spec,
         build=DeepseekV4,
         workspace=workspace,
         row_reads=row_reads,

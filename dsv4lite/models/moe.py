@@ -5,19 +5,20 @@ Shape suffixes: T tokens, D model, E experts, K experts per token, I expert widt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, can_tile, experts_forward, experts_outputs
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, suits_decode_small
 from dsv4lite.kernels.peer_memory import TokenRows
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
-from dsv4lite.models.config import MoEConfig
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
 from dsv4lite.models.share import Share
 from dsv4lite.parallel.eplb import Placement
@@ -41,78 +42,71 @@ from dsv4lite.weights.quant import (
 )
 
 
-class WideExperts(nn.Module):
-    """Routed clamped SwiGLU experts as plain numbers; w1 (gate) and w3 (up) lie row block under row block."""
+class Tokens(NamedTuple):
+    """What a layer's experts get of a step.
 
-    def __init__(self, config: MoEConfig, numerics: Numerics, count: int, width: int) -> None:
+    Attributes:
+        x_TD: Inputs.
+        token_ids_T: For the hash.
+        routed_TK: Receives the experts chosen.
+        rounded: ``x`` in FP8, if it exists already.
+        positions_T: Negative for padding, which gets no routed experts.
+        most_tokens: Tokens of the rank with the most, of those that share the experts; ``None`` if it is not known.
+    """
+
+    x_TD: Tensor
+    token_ids_T: Tensor
+    routed_TK: Tensor | None = None
+    rounded: Rounded | None = None
+    positions_T: Tensor | None = None
+    most_tokens: int | None = None
+
+
+class Experts(nn.Module):
+    """Routed clamped SwiGLU experts, or one rank's part of their width; w1 (gate) and w3 (up) share a matrix.
+
+    They stay as the checkpoint stores them, in tiles, or are unquantized.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
-        self.limit, self.width, self.count = config.swiglu_limit, width, count
+        hidden, self.limit, self.width, self.count = config.hidden_size, config.swiglu_limit, width, count
         self.partial = width < config.expert_width
-        self.w13 = Matrix(count, 2 * width, config.hidden_size, numerics=numerics, rounds_input=True)
-        self.w2 = Matrix(count, config.hidden_size, width, numerics=numerics, rounds_input=True)
+        self.tiled = numerics.resident_experts != "unquantized" and can_tile(hidden, width)
+        stack: Callable[..., Matrix | TiledStack] = TiledStack if self.tiled else partial(Matrix, rounds_input=True)
+        self.w13 = stack(count, 2 * width, hidden, numerics=numerics)
+        self.w2 = stack(count, hidden, width, numerics=numerics)
+
+    def given(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
+        """Return what the ops compute from: ``rows`` are inputs, in tiles' case in FP8."""
+        w13, w2, scales = self.w13, self.w2, rows[1] if self.tiled else None
+        weights = (w13.stored, w2.stored, self.limit, self.partial, w13.row_tile, w13.rounds_input)
+        return ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights)
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
         """Sum the chosen experts in float32, in the order of k; with ``shared_TD``, add that and round to its dtype, [T, D].
 
         A slot that does not exist adds nothing.
         """
-        given = ExpertInputs(
-            rows[0],
-            None,
-            slots_TK,
-            weight_TK,
-            self.w13.weight,
-            self.w2.weight,
-            self.limit,
-            self.partial,
-            row_tile=self.w13.row_tile,
-            round_inputs=self.w13.rounds_input,
-        )
-        return experts_forward(given, shared_TD)
+        return experts_forward(self.given(rows, slots_TK, weight_TK), shared_TD)
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
         return {
             "w1": self.w13.rows(0, self.width, expert=slot),
             "w3": self.w13.rows(self.width, 2 * self.width, expert=slot),
-            "w2": self.w2.rows(0, self.w2.weight.shape[1], expert=slot),
+            "w2": self.w2.rows(0, self.w2.shape[1], expert=slot),
         }
-
-
-class TiledExperts(nn.Module):
-    """Routed clamped SwiGLU experts that stay as the checkpoint stores them, in tiles."""
-
-    def __init__(self, config: MoEConfig, numerics: Numerics, count: int, width: int) -> None:
-        super().__init__()
-        hidden, fp4 = config.hidden_size, numerics.resident_experts == "fp4"
-        self.limit, self.count, self.partial = config.swiglu_limit, count, width < config.expert_width
-        self.w13 = TiledStack(count, 2 * width, hidden, fp4=fp4, device=numerics.device)
-        self.w2 = TiledStack(count, hidden, width, fp4=fp4, device=numerics.device)
-
-    def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
-        """Do the same as ``WideExperts``, with inputs in FP8."""
-        return experts_forward(self._given((rows[0], rows[1]), slots_TK, weight_TK), shared_TD)
-
-    def outputs(self, rounded: Rounded, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Return what ``forward`` sums, [T, K, D]: anything where there is no such slot."""
-        return experts_outputs(self._given(rounded, slots_TK, weight_TK))
-
-    def _given(self, rounded: Rounded, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
-        return ExpertInputs(*rounded, slots_TK, weight_TK, self.w13.tiles, self.w2.tiles, self.limit, self.partial)
-
-    def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
-        """Return where the matrices of the expert in a slot go."""
-        return {"w1": self.w13.slot(slot, 0), "w3": self.w13.slot(slot, 1), "w2": self.w2.slot(slot)}
 
 
 class SharedExpert(nn.Module):
     """The clamped SwiGLU expert of every token, or one rank's part of its width; w1 (gate) lies above w3 (up)."""
 
-    def __init__(self, config: MoEConfig, numerics: Numerics, width: int) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, width: int) -> None:
         super().__init__()
         self.limit, self.width = config.swiglu_limit, width
         dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
-        self.w13 = dense(2 * width, config.hidden_size, borders=[width])
+        self.w13 = dense(2 * width, config.hidden_size, boundaries=[width])
         self.w2 = dense(config.hidden_size, width)
 
     def forward(self, h_TI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,18 +130,15 @@ class ExpertMap(nn.Module):
 
     def __init__(self, num_experts: int, most_copies: int, device: torch.device) -> None:
         super().__init__()
-        for name, shape in (
-            ("slots_EC", (num_experts + 1, most_copies)),
-            ("copies_E", (num_experts + 1,)),
-            ("load_E", (num_experts + 1,)),
-        ):
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+        for name, shape in (("slots_EC", (most_copies,)), ("copies_E", ()), ("load_E", ())):
+            numbers = torch.zeros(num_experts + 1, *shape, dtype=torch.int64, device=device)
+            self.register_buffer(name, numbers, persistent=False)
         self.slots_EC: Tensor
         self.copies_E: Tensor
         self.load_E: Tensor
 
     def set(self, placement: Placement) -> None:
-        """Follow a placement from the next step on; recorded graphs do, too."""
+        """Follow a placement from the next step on, in captured graphs, too."""
         none = len(placement.experts)
         rows = [[*slots, *[none] * (self.slots_EC.shape[1] - len(slots))] for slots in (*placement.copies, ())]
         counts = [*map(len, placement.copies), 1]
@@ -155,91 +146,75 @@ class ExpertMap(nn.Module):
         self.copies_E.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
     def copies(self, *, counted: bool = True) -> Copies:
-        """Return the same for kernels, which count the experts they choose or do not."""
+        """Return the same for ops, which count the experts they choose or do not."""
         return Copies(self.slots_EC, self.copies_E, self.load_E if counted else None)
-
-    def forward(self, chosen_TK: Tensor) -> Tensor:
-        """Count the chosen experts, and return their slots."""
-        return take_copies(chosen_TK, self.copies())
 
 
 class MoE(nn.Module):
     """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
 
-    def __init__(self, config: MoEConfig, numerics: Numerics, share: Share, *, hashed: bool) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, share: Share, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
         self.share, self.dtype = share, numerics.dtype
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        tiled = numerics.resident_experts != "plain" and can_tile(c.hidden_size, share.expert_part(c.expert_width))
         self.placement = share.first_placement(c)
         self.map: ExpertMap | None = None
         if share.redundant_experts is not None:
             self.map = ExpertMap(c.num_experts, 1 + share.redundant_experts, numerics.device)
             if numerics.device.type != "meta":
                 self.map.set(self.placement)
-        self.experts: TiledExperts | WideExperts = (TiledExperts if tiled else WideExperts)(
-            c, numerics, self.placement.slots_per_rank, share.expert_part(c.expert_width)
-        )
+        self.experts = Experts(c, numerics, self.placement.slots_per_rank, share.expert_part(c.expert_width))
         self.shared = SharedExpert(c, numerics, share.part(c.expert_width))
-        self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
+        dispatch = self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
+        # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
+        resident = self.experts.tiled and self.shared.w2.scale is not None
+        self.stays = resident and (dispatch is None or type(dispatch) is Local)
+        self.gathers = resident and type(dispatch) is AllGather and share.peers.size == 1
         self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        token_ids_T: Tensor,
-        routed_TK: Tensor | None = None,
-        rounded: Rounded | None = None,
-        positions_T: Tensor | None = None,
-        most_tokens: int | None = None,
-    ) -> Tensor | ExpertSum:
-        """Return [T, D], or, of few tokens on a single rank, what it is the sum of.
-
-        Args:
-            x_TD: Inputs.
-            token_ids_T: For the hash.
-            routed_TK: Receives the experts chosen.
-            rounded: ``x`` in FP8, where it exists already.
-            positions_T: Negative for padding, which gets no routed experts.
-            most_tokens: As many as the rank has that has the most, of those that share the experts; ``None`` if it is not known.
-        """
+    def forward(self, tokens: Tokens) -> Tensor | ExpertSum:
+        """Return [T, D], or, of few tokens on a single rank, what it is the sum of."""
+        x_TD, most, ep = tokens.x_TD, tokens.most_tokens, self.share.mesh.ep
         rows: Rows = (x_TD,)
-        if not isinstance(self.experts, WideExperts):
-            rows = rounded = rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-            brief = self._briefly(x_TD, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
-            if brief is not None:
-                return brief
+        if self.experts.tiled:
+            rows = rounded = tokens.rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
+            tokens = tokens._replace(rounded=rounded)
+        if self.stays and self._small(len(x_TD)):
+            parts = self._parts(tokens, slice(None))
+            return parts if self.dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
+        near = self.gathers and most is not None and exchanges_near(ep, most, x_TD.shape[1]) is not None
+        if self.gathers and most is not None and (near or self._small(ep.size * most)):
+            return self._gathered(tokens, most)
         if self.dispatch is not None:
-            return self._dispatched(self.dispatch, x_TD, rows, rounded, token_ids_T, positions_T, routed_TK, most_tokens)
-        h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
+            return self._dispatched(self.dispatch, rows, tokens)
+        h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
         logits_TE = gate()
         shared_TD = self.shared(h_TI, x_TD.dtype)
         del h_TI
-        chosen_TK, weight_TK = route(logits_TE, self._router(token_ids_T, positions_T))
-        if routed_TK is not None:
-            routed_TK.copy_(chosen_TK)
+        chosen_TK, weight_TK = route(logits_TE, self._router(tokens))
+        if tokens.routed_TK is not None:
+            tokens.routed_TK.copy_(chosen_TK)
         return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
 
-    def _dispatched(
-        self,
-        dispatch: Dispatcher,
-        x_TD: Tensor,
-        rows: Rows,
-        rounded: Rounded | None,
-        token_ids_T: Tensor,
-        positions_T: Tensor | None,
-        routed_TK: Tensor | None,
-        most_tokens: int | None,
-    ) -> Tensor:
+    def _small(self, tokens: int) -> bool:
+        return suits_decode_small(tokens, self.config.experts_per_token)
+
+    def _router(self, tokens: Tokens) -> Router:
+        c = self.config
+        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T)
+
+    def _dispatched(self, dispatch: Dispatcher, rows: Rows, tokens: Tokens) -> Tensor:
         """Do what ``forward`` does with other ranks: the shared expert's products run while rows travel there, and back."""
-        chosen_TK, weight_TK = route(linear(x_TD, self.gate, torch.float32), self._router(token_ids_T, positions_T))
-        if routed_TK is not None:
-            routed_TK.copy_(chosen_TK)
-        run_experts = dispatch.start(rows, chosen_TK if self.map is None else self.map(chosen_TK), weight_TK, most_tokens)
+        x_TD, rounded = tokens.x_TD, tokens.rounded
+        chosen_TK, weight_TK = route(linear(x_TD, self.gate, torch.float32), self._router(tokens))
+        if tokens.routed_TK is not None:
+            tokens.routed_TK.copy_(chosen_TK)
+        slots_TK = chosen_TK if self.map is None else take_copies(chosen_TK, self.map.copies())
+        run_experts = dispatch.start(rows, slots_TK, weight_TK, tokens.most_tokens)
         own = self.share.shared_tokens(len(x_TD))
         h_TI = shared_TD = None
         if own.stop > own.start:
@@ -254,84 +229,52 @@ class MoE(nn.Module):
             shared_TD = None
         return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
 
-    def _first(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor | None, Tensor]:
-        """Return the shared expert's gate and up [T, 2 I], unless another copy of this rank adds it, and the router's logits."""
-        if self.share.leads:
-            h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=rounded)
-            return h_TI, gate()
-        return None, linear(x_TD, self.gate, torch.float32)
-
-    def _router(self, token_ids_T: Tensor, positions_T: Tensor | None) -> Router:
-        c = self.config
-        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, token_ids_T, positions_T)
-
-    def _briefly(
-        self,
-        x_TD: Tensor,
-        rounded: Rounded,
-        token_ids_T: Tensor,
-        positions_T: Tensor | None,
-        routed_TK: Tensor | None,
-        most_tokens: int | None,
-    ) -> Tensor | ExpertSum | None:
-        """Do what ``forward`` does in fewer launches; ``None`` if there are too many tokens for it, which all ranks find alike."""
-        dispatch, ep, tokens, top_k = self.dispatch, self.share.mesh.ep, len(x_TD), self.config.experts_per_token
-        if self.shared.w2.scale is None:
-            return None
-        # A dispatcher of the host's own gets every call.
-        if dispatch is None or type(dispatch) is Local:
-            if not suits_decode_small(tokens, top_k):
-                return None
-            parts = self._parts(x_TD, rounded, token_ids_T, positions_T, routed_TK, slice(None))
-            return parts if dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
-        if type(dispatch) is not AllGather or self.share.peers.size > 1 or most_tokens is None:
-            return None
-        if not (suits_decode_small(ep.size * most_tokens, top_k) or exchanges_near(ep, most_tokens, x_TD.shape[1])):
-            return None
+    def _gathered(self, tokens: Tokens, most_tokens: int) -> Tensor:
+        """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
+        x_TD, rounded, positions_T, ep = tokens.x_TD, tokens.rounded, tokens.positions_T, self.share.mesh.ep
+        assert rounded is not None
         if positions_T is None:
-            positions_T = torch.zeros_like(token_ids_T)
-        every = gather_rows(ep, TokenRows(x_TD, *rounded, token_ids_T, positions_T), most_tokens)
-        own = slice(ep.rank * most_tokens, ep.rank * most_tokens + tokens)
-        both = (every.codes, every.scales)
-        parts = self._parts(every.x_TD, both, every.token_ids_T, every.positions_T, routed_TK, own)
-        return total_of_own(ep, parts, tokens, x_TD.dtype)
+            positions_T = torch.zeros_like(tokens.token_ids_T)
+        every = gather_rows(ep, TokenRows(x_TD, *rounded, tokens.token_ids_T, positions_T), most_tokens)
+        of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, (every.codes, every.scales), every.positions_T)
+        first = ep.rank * most_tokens
+        return total_of_own(ep, self._parts(of_all, slice(first, first + len(x_TD))), len(x_TD), x_TD.dtype)
 
-    def _parts(
-        self,
-        x_TD: Tensor,
-        rounded: Rounded,
-        token_ids_T: Tensor,
-        positions_T: Tensor | None,
-        routed_TK: Tensor | None,
-        own: slice,
-    ) -> ExpertSum:
-        """Run this rank's experts; arguments are those of ``forward``, but ``routed_TK`` is for ``own`` tokens."""
-        c, shared, experts = self.config, self.shared, self.experts
-        assert isinstance(experts, TiledExperts) and shared.w2.scale is not None
-        router = self._router(token_ids_T, positions_T)
+    def _parts(self, tokens: Tokens, own: slice) -> ExpertSum:
+        """Run this rank's experts, in tiles; ``routed_TK`` is for ``own`` tokens."""
+        c, shared, experts, share = self.config, self.shared, self.experts, self.share
+        x_TD, rounded = tokens.x_TD, tokens.rounded
+        assert rounded is not None and shared.w2.scale is not None
+        dtype = share.partial_dtype(x_TD.dtype)
         held = Held(
             partial=experts.partial,
-            shared_partial=self.share.partial_dtype(x_TD.dtype) != x_TD.dtype,
-            first=self.share.mesh.ep.rank * self.placement.slots_per_rank,
-            copies=None if self.map is None else self.map.copies(counted=own == slice(None) or self.share.mesh.ep.rank == 0),
+            shared_partial=dtype != x_TD.dtype,
+            first=share.mesh.ep.rank * self.placement.slots_per_rank,
+            copies=None if self.map is None else self.map.copies(counted=own == slice(None) or share.mesh.ep.rank == 0),
         )
-        tiles = (experts.w13.tiles, experts.w2.tiles)
-        h_TI, logits_TE = self._first(x_TD, rounded)
-        if suits_decode_small(len(x_TD), c.experts_per_token):
-            down = (shared.w2.weight, shared.w2.scale)
-            parts = moe_decode_small(
-                MoeInputs(logits_TE, router, *rounded, h_TI, *down, *tiles, c.swiglu_limit, held, shared.w2.row_tile)
-            )
+        router = self._router(tokens)
+        h_TI: Tensor | None = None
+        if share.leads:
+            h_TI, gate = pair(x_TD, shared.w13, self.gate, rounded=rounded)
+            logits_TE = gate()
+        else:  # another copy of this rank adds the shared expert
+            logits_TE = linear(x_TD, self.gate, torch.float32)
+        if self._small(len(x_TD)):
+            down, w13, w2 = (shared.w2.weight, shared.w2.scale), experts.w13.stored, experts.w2.stored
+            assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
+            given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, w13, w2, c.swiglu_limit, held, shared.w2.row_tile)
+            parts = moe_decode_small(given)
             chosen_TK = parts.slots_TK
-            if routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
+            if tokens.routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
                 chosen_TK, _ = route(logits_TE, router)
         else:
-            shared_TD = None if h_TI is None else shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+            shared_TD = None if h_TI is None else shared(h_TI, dtype)
             chosen_TK, weight_TK = route(logits_TE, router)
             slots_TK = held.own_slots(chosen_TK, experts.count)
-            parts = ExpertSum(slots_TK, experts.outputs(rounded, slots_TK, weight_TK), shared_TD, experts.count)
-        if routed_TK is not None:
-            routed_TK.copy_(chosen_TK[own])
+            outputs_TKD = experts_outputs(experts.given(rounded, slots_TK, weight_TK))
+            parts = ExpertSum(slots_TK, outputs_TKD, shared_TD, experts.count)
+        if tokens.routed_TK is not None:
+            tokens.routed_TK.copy_(chosen_TK[own])
         return parts
 
     def take_part(self, most_tokens: int | None) -> None:
@@ -339,7 +282,8 @@ class MoE(nn.Module):
         device = self.gate.weight.device
         nowhere_T = torch.full((1,), -1, dtype=torch.int32, device=device)
         nothing_TD = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device)
-        self(nothing_TD, torch.zeros_like(nowhere_T, dtype=torch.int64), positions_T=nowhere_T, most_tokens=most_tokens)
+        none_T = torch.zeros_like(nowhere_T, dtype=torch.int64)
+        self(Tokens(nothing_TD, none_T, positions_T=nowhere_T, most_tokens=most_tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()

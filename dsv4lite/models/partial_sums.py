@@ -80,22 +80,16 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     return total(axis, part_of_experts(parts), dtype)
 
 
-def exchanges_near(axis: Axis, count: int, hidden: int) -> bool:
-    """Return whether rows and sums of so many tokens of each rank go through memory that the ranks have opened to each other."""
+def exchanges_near(axis: Axis, count: int, hidden: int) -> Inbox | None:
+    """Return the memory that ranks have opened to each other, if rows and sums of so many tokens of each fit in it."""
     inbox = _inbox(axis, 1)
-    return inbox is not None and fits(inbox, count, hidden)
+    return inbox if inbox is not None and fits(inbox, count, hidden) else None
 
 
 def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
-    """Return the rows of all ranks' tokens, so many of each: what is missing has a negative position.
-
-    Args:
-        axis: The ranks. Memory that they have opened to each other serves for this and for ``total_of_own``.
-        rows: This rank's.
-        count: Of the rank that has the most. All must be told alike.
-    """
-    inbox = _inbox(axis, 1)
-    if inbox is not None and fits(inbox, count, rows.x_TD.shape[1]):
+    """Return the rows of all ranks' tokens, ``count`` of each, the same on all ranks: a missing one has a negative position."""
+    inbox = exchanges_near(axis, count, rows.x_TD.shape[1])
+    if inbox is not None:
         return all_gather(rows, inbox, count)
     return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
@@ -104,13 +98,14 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
     """Return the sum of the ranks' parts of experts of this rank's tokens [T, D], and its shared expert's results, rounded once.
 
     Args:
-        axis: As for ``gather_rows``.
-        parts: Of the tokens that it returned.
+        axis: The ranks.
+        parts: Of the tokens that ``gather_rows`` returned.
         tokens: How many of them are this rank's.
         dtype: Of the result.
     """
-    count, inbox = len(parts.slots_TK) // axis.size, _inbox(axis, 1)
-    if inbox is not None and fits(inbox, count, parts.outputs_TKD.shape[2]):
+    count = len(parts.slots_TK) // axis.size
+    inbox = exchanges_near(axis, count, parts.outputs_TKD.shape[2])
+    if inbox is not None:
         return reduce_scatter(parts, inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
     begin = axis.rank * count

@@ -20,10 +20,9 @@ from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks
 from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
-from dsv4lite.weights.tensors import Tensors, stored_tensors
+from dsv4lite.weights.tensors import FORMATS, Tensors, stored_tensors
 
-UNSHARED_TOKENS = 128
-"""So many tokens' shared expert takes as long as reading its weights: no copy of the ranks would save another one time."""
+UNSHARED_TOKENS = 128  # the shared expert of so many takes as long as reading its weights: splitting them saves nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,9 +33,7 @@ class Share:
         mesh: The rank's place and its collectives.
         vocab: Token ids whose rows of embedding and head it holds.
         layers: Hidden layers.
-        dispatcher: How tokens get to their experts: a name, or what makes one.
-        redundant_experts: Slots for copies of popular experts in every layer, on all ranks of ep together; ``None`` if experts stay
-            where they are.
+        dispatcher, redundant_experts: See ``ModelSource.build``.
     """
 
     mesh: Mesh
@@ -102,11 +99,7 @@ class Share:
         return dtype if self.mesh.tp.size == 1 else torch.float32
 
     def first_placement(self, config: ModelConfig) -> Placement:
-        """Return where experts are at the start.
-
-        Raises:
-            ConfigError: They cannot be shared equally.
-        """
+        """Return where experts are at the start."""
         ranks = self.mesh.ep.size
         if not self.redundant_experts:
             return Placement.consecutive(config.num_experts, ranks)
@@ -183,14 +176,11 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[La
         ConfigError: There is none.
     """
     found = []
-    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    for pp, tp in product(sizes, sizes):
-        if devices % (pp * tp):
-            continue
+    sizes = range(1, devices + 1)
+    for pp, tp in ((pp, tp) for pp, tp in product(sizes, sizes) if devices % (pp * tp) == 0):
         stage = devices // pp
-        dp = stage // tp
         for ep in dict.fromkeys((1, tp, stage)):
-            layout = Layout(tp=tp, ep=ep, dp=dp, pp=pp)
+            layout = Layout(tp=tp, ep=ep, dp=stage // tp, pp=pp)
             try:
                 check_layout(config, tensors, layout)
                 _check_blocks(config, tensors, layout)
@@ -203,16 +193,12 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[La
 
 
 def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
-    """Check that no cut goes through a scale block, or through the tiles that experts lie in.
-
-    Raises:
-        ConfigError: One does.
-    """
+    """Raise ``ConfigError`` if a cut goes through a scale block, or through the tiles of experts."""
     if not config.quantized:
         return
     if config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
-    shards, blocks = shards_of(config, tensors, layout, 0), {"dense": (128, 128), "expert": (1, 32)}
+    shards, blocks = shards_of(config, tensors, layout, 0), {"dense": FORMATS["fp8"].block, "expert": FORMATS["fp4"].block}
     for name, spec in tensors.specs(_one_expert(config)).items():
         shards.cut(name, spec.shape, blocks.get(spec.kind, ()))
 
@@ -230,17 +216,17 @@ def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ..
     weights = [0] * layers
     for name, spec in tensors.specs(_one_expert(config)).items():
         copies = config.num_experts if ".experts." in name else 1
-        stored = stored_tensors(name, spec, quantized=config.quantized, expert_format="fp4" if config.quantized else "plain")
+        stored = stored_tensors(name, spec, quantized=config.quantized, expert_format="fp4" if config.quantized else "unquantized")
         place = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
         weights[place] += copies * sum(tensor.nbytes for tensor in stored.values())
     before = [0, *accumulate(weights)]
-    # The best cut of the first ``end`` layers: most bytes of a stage, then the sum of squares, which evens out the others; borders.
+    # The best cut of the first ``end`` layers: most bytes of a stage, then the sum of squares, which evens out the others; ends.
     first: list[tuple[int, int, tuple[int, ...]]] = [(before[end], before[end] ** 2, (0, end)) for end in range(layers + 1)]
     best = [first]
     for parts in range(2, count + 1):
         row = [best[-1][end] for end in range(parts)]
         for end in range(parts, layers + 1):
-            ways = ((*best[-1][cut], before[end] - before[cut]) for cut in range(parts - 1, end))
-            row.append(min((max(most, last), squares + last**2, (*borders, end)) for most, squares, borders, last in ways))
+            cuts = ((*best[-1][cut], before[end] - before[cut]) for cut in range(parts - 1, end))
+            row.append(min((max(most, last), squares + last**2, (*ends, end)) for most, squares, ends, last in cuts))
         best.append(row)
     return tuple(range(a, b) for a, b in pairwise(best[-1][layers][2]))

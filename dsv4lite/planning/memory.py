@@ -19,8 +19,8 @@ from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
-from dsv4lite.planning.roofline import stage_floor
-from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, paged_workspace, sampling_workspace
+from dsv4lite.planning.roofline import stage_roofline
+from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, step_bytes
 from dsv4lite.speculation.speculator import make_speculators
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
@@ -48,7 +48,7 @@ class DeviceBudget:
         weights: Parameters and buffers, in their resident form.
         grow_pages, window_pages, slots, snapshots: Sequence state by store.
         workspace: Most that one step allocates besides (activations, logits); an estimate where references run.
-        graphs: What recorded decode steps and the sampling behind them keep.
+        graphs: What captured decode steps and their sampling keep.
     """
 
     device: str
@@ -81,7 +81,7 @@ class LayoutPlan:
         fits: Whether every rank's part does.
         kv_tokens: Tokens whose state fits at once, in all replicas.
         alone_s: Least seconds of a decode step of one sequence on the chip that was named (``planning/roofline.py``): to compare
-            layouts, not to foretell speed. ``None`` where no chip was named.
+            layouts, not to predict speed. ``None`` where no chip was named.
         full_s: The same with ``max_num_seqs`` sequences in every replica.
     """
 
@@ -98,7 +98,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What an engine will hold; prints as a table.
+    """What an engine holds; prints as a table.
 
     Attributes:
         planned_for: The device, and the formats of weights and state on it.
@@ -171,8 +171,10 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     wanted = config.kv_cache_dtype
     natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
     if wanted not in ("auto", natural):
-        kind = "quantized" if model.quantized else "plain"
-        raise UnsupportedError(f"kv_cache_dtype={wanted!r} with a {kind} {dtype} model: its rows are {natural!r}; leave 'auto'")
+        kind = "quantized" if model.quantized else "unquantized"
+        raise UnsupportedError(
+            f"kv_cache_dtype={wanted!r} does not fit this {kind} {dtype} model: its rows are {natural!r}; leave 'auto'"
+        )
     return Numerics.choose(
         dtype=dtype,
         quantized=model.quantized,
@@ -195,12 +197,10 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all of a rank's parameters and buffers in their resident form, without allocating them.
 
-    Raises:
-        ConfigError: The model cannot be shared so.
+    Options are those of ``ModelSource.build``.
     """
     meta = replace(numerics, device=torch.device("meta"))
-    options = {"dispatcher": dispatcher, "redundant_experts": redundant_experts, "with_mtp": with_mtp}
-    skeleton = family.build(model, meta, mesh, **options)
+    skeleton = family.build(model, meta, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
@@ -212,27 +212,23 @@ def _working(
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
     step = family.workspace(model, numerics, share, tokens=tokens, longest=longest)
-    sampling = sampling_workspace(model.vocab_size, sampled, config.max_logprobs)
-    workspace, graphs, recorded = step.widest + sampling, 0, 0
-    if numerics.device.type != "cpu":
-        recorded = sampled
-        workspace = paged_workspace(step, numerics, tokens=tokens, sampling=sampling)
-        decode = family.workspace(model, numerics, share, tokens=sampled, longest=longest)
-        graphs = graph_bytes(decode, model.vocab_size, sequences=sampled)
-        if drafting.max_drafts:
-            graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=sampled, own=drafting.own is not None)
+    workspace = step_bytes(step, numerics, model.vocab_size, tokens=tokens, sequences=sampled, listed=config.max_logprobs)
+    graphs, captured = 0, 0 if numerics.device.type == "cpu" else sampled
+    if captured:
+        decode = family.workspace(model, numerics, share, tokens=captured, longest=longest)
+        graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
+        if drafting.own is not None:
+            graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:
         by_expert, experts = config.dispatcher not in ("auto", "local", "all_gather"), step.experts
         if by_expert and model.num_experts:
             experts = family.workspace(replace(model, experts_per_token=1), numerics, share, tokens=1, longest=longest).experts
-        partial = share.expert_part(model.expert_width) < model.expert_width and share.part(model.expert_width) < model.expert_width
-        for count in (tokens, recorded):
-            exchanged = exchange_bytes(model, numerics, count, share.gathered, experts, by_expert=by_expert, partial=partial)
-            workspace, graphs = (workspace + exchanged, graphs) if count is tokens else (workspace, graphs + exchanged)
+        workspace += exchange_bytes(model, numerics, share, tokens, experts, by_expert=by_expert)
+        graphs += exchange_bytes(model, numerics, share, captured, experts, by_expert=by_expert)
         if numerics.device.type == "cuda":
             workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
     if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
-        workspace, graphs = workspace + 2 * tokens * step.hidden, graphs + 2 * recorded * step.hidden
+        workspace, graphs = workspace + 2 * tokens * step.hidden, graphs + 2 * captured * step.hidden
     return workspace, graphs
 
 
@@ -269,12 +265,12 @@ def plan_state(
 
 
 def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
-    """Find out who guesses tokens ahead.
+    """Return the engine's drafters.
 
     Raises:
-        UnsupportedError: The checkpoint has not what is wanted.
-        ConfigError: More guesses are wanted than its drafter makes.
-        CheckpointError: Its config tells of another drafter than its tensors.
+        UnsupportedError: The checkpoint lacks the drafter that is wanted.
+        ConfigError: More draft tokens are wanted than its drafter makes.
+        CheckpointError: Its config describes another drafter than its tensors.
     """
     drafters = named_drafters(config.speculative)
     own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
@@ -284,7 +280,7 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
 
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
-    """Return the model's own drafter as it is wanted, or by default as it comes, if it comes with one."""
+    """Return the model's own drafter with the wanted settings, or with its default ones if it has one."""
     kind, block = source.drafter, source.model.draft_block
     if wanted is None:
         return MTP() if kind == "mtp" else DSpark(k=block) if kind == "dspark" else None
@@ -297,11 +293,6 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
     if isinstance(wanted, DSpark) and wanted.k > block:
         raise ConfigError(f"speculative={wanted!r}: the drafter's block has {block} rows; k is at most that")
     return wanted
-
-
-def _memory_of(device: torch.device) -> tuple[int, int]:
-    """Return what is free of a device's memory, and all of it."""
-    return (host_memory(),) * 2 if device.type == "cpu" else available_memory(device)
 
 
 def _longest(config: EngineConfig, model: ModelConfig) -> int | None:
@@ -344,7 +335,10 @@ def make_plan(
     """
     model, family, longest = source.model, source.family, _longest(config, source.model)
     on_cpu = numerics.device.type == "cpu"
-    available, total = (total, total) if total is not None else _memory_of(numerics.device)
+    if total is None and not on_cpu:
+        available, total = available_memory(numerics.device)
+    else:
+        available = total = host_memory() if total is None else total
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
     share, extra = Share.of(model, family.tensors, mesh), config.redundant_experts
@@ -399,15 +393,15 @@ def make_plan(
 
 def _formats(numerics: Numerics) -> str:
     """Name the formats of weights and state."""
-    plain = str(numerics.matrix_dtype).removeprefix("torch.")
-    matrices = "FP8" if numerics.resident_fp8 else plain
-    experts = plain if numerics.resident_experts == "plain" else numerics.resident_experts.upper()
+    unquantized = str(numerics.matrix_dtype).removeprefix("torch.")
+    matrices = "FP8" if numerics.resident_fp8 else unquantized
+    experts = unquantized if numerics.resident_experts == "unquantized" else numerics.resident_experts.upper()
     rows = "FP8" if numerics.quantized else str(numerics.dtype).removeprefix("torch.")
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
 
 def _too_large(weights: int, working: int, usable: int) -> str:
-    """Say what leaves no room for any state."""
+    """Return what leaves no room for any state."""
     if weights > usable:
         remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
         return f"the weights ({_gib(weights)}) do not fit in {_gib(usable)}; {remedy}"
@@ -416,7 +410,7 @@ def _too_large(weights: int, working: int, usable: int) -> str:
 
 
 def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
-    """Say who could free the memory of a device that others have taken; ``least`` is what is used besides state that grows."""
+    """Return what to do where others use the device's memory; ``least`` is what is used besides state that grows."""
     ways = ["free what this program or other processes hold there (nvidia-smi lists them)"]
     if available > least:
         if config.kv_cache_memory_bytes is not None:
@@ -513,21 +507,19 @@ def _best_plan(
     """
     if devices < 1:
         raise ConfigError(f"devices={devices} must be at least 1")
-    tensors, rates = (
-        source.family.tensors,
-        chip or CHIPS["h200"],
-    )  # some chip's, to put layouts in order; times are told of a chip that was named
+    model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
+    rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
-    for layout in layouts_for(source.model, tensors, devices):
+    for layout in layouts_for(model, tensors, devices):
         sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
-        one = replace(config, **sizes)
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)
-        plans = [plan_rank(one, rank) for rank in firsts]
+        plans = [plan_rank(replace(config, **sizes), rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shares = [Share.of(source.model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
+        shares = [Share.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
+        held = [part.per_device[0].weights for part in plans]
         alone, full = (
-            [_floor(source, numerics, share, plan, count, rates) for share, plan in zip(shares, plans, strict=True)]
+            [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shares, held, strict=True)]
             for count in (1, -(-config.max_num_seqs // layout.pp))
         )
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
@@ -536,11 +528,6 @@ def _best_plan(
         found.append((full_s / layout.dp, entry, plan))  # more replicas do more in a step
     found.sort(key=lambda each: (not each[1].fits, each[0], -each[1].kv_tokens))
     return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
-
-
-def _floor(source: ModelSource, numerics: Numerics, share: Share, plan: MemoryPlan, sequences: int, chip: Chip) -> float:
-    reads = source.family.row_reads(source.model, numerics)
-    return stage_floor(source.model, numerics, share, plan.per_device[0].weights, sequences, chip, reads)
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -12,8 +12,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from io import BufferedReader
 from math import prod
 from mmap import mmap
@@ -29,7 +29,7 @@ from dsv4lite.files import TABLE_BYTES, open_regular, parse_json, read_json
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.names import NameTables, Piece, translate
 
-ExpertFormat = Literal["fp4", "fp8", "plain"]
+ExpertFormat = Literal["fp4", "fp8", "unquantized"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -98,28 +98,19 @@ class Checkpoint:
     headers: Mapping[str, TensorInfo] = field(repr=False)
 
     @classmethod
-    def open(
-        cls,
-        model: str,
-        revision: str | None = None,
-        *,
-        names: Callable[[Mapping[str, Any]], NameTables],
-        progress: Progress | None = None,
-    ) -> Checkpoint:
-        """Open a folder, or a hub id after fetching what is needed of it.
-
-        Args:
-            model: Folder or hub id.
-            revision: Hub revision: branch, tag or commit.
-            names: Returns the names of the family that a ``config.json`` describes.
-            progress: Told after every header (phase ``headers``, unit ``files``).
+    def open(cls, folder: Path, *, names: Callable[[Mapping[str, Any]], NameTables]) -> Checkpoint:
+        """Open a folder; ``names`` returns the names of the family that its ``config.json`` describes.
 
         Raises:
-            CheckpointError: It cannot be found or fetched, or its files are damaged; lists all problems.
+            CheckpointError: Its files are damaged; lists all problems.
         """
-        folder = locate(model, revision)
-        read_headers = partial(_read_headers, progress=progress or _silent)
-        config, generation_config, external = _read_all(folder, read_config, read_generation_config, read_headers)
+        problems = _Problems()
+        found: list[dict[str, Any]] = []
+        for read in (read_config, read_generation_config, _read_headers):
+            with problems.collected():
+                found.append(read(folder))
+        problems.check(folder)
+        config, generation_config, external = found
         headers = _official(folder, external, names(config))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
@@ -130,18 +121,18 @@ class Checkpoint:
 
     @property
     def expert_format(self) -> ExpertFormat:
-        """How the routed experts are stored, told by their dtype: configs do not always say.
+        """How the routed experts are stored, by their dtype: configs do not always say.
 
         Raises:
             CheckpointError: Different experts are stored differently.
         """
         dtypes = {info.dtype for name, info in self.headers.items() if ".experts." in name and name.endswith(".weight")}
-        formats: set[ExpertFormat] = {_EXPERT_FORMATS.get(dtype, "plain") for dtype in dtypes}
+        formats: set[ExpertFormat] = {_EXPERT_FORMATS.get(dtype, "unquantized") for dtype in dtypes}
         if len(formats) > 1:
             raise CheckpointError(
                 f"{self.folder}: routed experts come in {' and '.join(sorted(formats))}; all must have one format"
             )
-        return formats.pop() if formats else "plain"
+        return formats.pop() if formats else "unquantized"
 
 
 def locate(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -197,59 +188,47 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- headers
 
 
-def _read_all(folder: Path, *reads: Callable[[Path], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what each function reads; raise one error that lists what is wrong with all of it."""
-    found: list[dict[str, Any]] = []
-    errors: list[CheckpointError] = []
-    for read in reads:
+class _Problems(list[str]):
+    """What is wrong with a checkpoint's files, for one error that lists all of it."""
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep the problems of an error that is raised inside."""
         try:
-            found.append(read(folder))
+            yield
         except CheckpointError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise _damaged(folder, [line for error in errors for line in error.problems or [str(error)]])
-    return found
+            self.extend(error.problems or [str(error)])
+
+    def check(self, folder: Path) -> None:
+        """Raise if there are any."""
+        if self:
+            raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=self)
 
 
-def _damaged(folder: Path, problems: Iterable[str]) -> CheckpointError:
-    return CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=problems)
-
-
-def _read_headers(folder: Path, progress: Progress) -> dict[str, TensorInfo]:
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
-    problems: list[str] = []
-    external: dict[str, TensorInfo] = {}
+    problems, external = _Problems(), dict[str, TensorInfo]()
     shards = _shards(folder)
     place = {name: file for file, listed in shards.items() for name in listed or ()}
-    for done, (file, listed) in enumerate(shards.items(), start=1):
-        try:
+    for file, listed in shards.items():
+        with problems.collected():
             found = read_header(folder / file)
-        except CheckpointError as error:
-            problems += error.problems or [str(error)]
-        else:
             names = found.keys() if listed is None else listed
             external |= {name: found[name] for name in names if name in found}
             problems += [f"{name}: the index places it in {file}, which does not have it" for name in names if name not in found]
             twice = [name for name in found if place.get(name, file) != file]
             problems += [f"{name}: given twice, in {file} and in {place[name]}, where the index places it" for name in twice]
-        progress(LoadProgress(phase="headers", done=done, total=len(shards), unit="files"))
-    if problems:
-        raise _damaged(folder, problems)
+    problems.check(folder)
     return external
 
 
 def _official(folder: Path, external: Mapping[str, TensorInfo], names: NameTables) -> dict[str, TensorInfo]:
     """Return tensors by their official names."""
-    problems: list[str] = []
-    headers: dict[str, TensorInfo] = {}
+    problems, headers = _Problems(), dict[str, TensorInfo]()
     for info in external.values():
-        try:
+        pieces: list[Piece] = []
+        with problems.collected():
             pieces = translate(info.name, info.shape, names)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
         if len(headers) + len(pieces) > _MOST_TENSORS:
             problems.append(f"{folder}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
             break
@@ -257,8 +236,7 @@ def _official(folder: Path, external: Mapping[str, TensorInfo], names: NameTable
             if piece.name in headers:
                 problems.append(f"{piece.name}: given twice, in {headers[piece.name].file.name} and in {info.file.name}")
             headers[piece.name] = _located(info, piece)
-    if problems:
-        raise _damaged(folder, problems)
+    problems.check(folder)
     return headers
 
 
@@ -267,7 +245,7 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
     if not os.path.lexists(folder / _INDEX):
         if not os.path.lexists(folder / _SINGLE):
             others = sorted(path.name for path in folder.glob("*.safetensors"))
-            seen = f"; it has {', '.join(others[:3])} …, which only an index can tell the use of" if others else ""
+            seen = f"; it has {', '.join(others[:3])} …, whose use only an index gives" if others else ""
             raise CheckpointError(f"{folder} has neither {_INDEX} nor {_SINGLE}{seen}")
         return {_SINGLE: None}
     weight_map = read_json(folder / _INDEX, TABLE_BYTES).get("weight_map")
@@ -317,21 +295,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file.name}: its header is not a JSON object")
     entries.pop("__metadata__", None)
-    infos: dict[str, TensorInfo] = {}
-    problems: list[str] = []
+    infos, problems = dict[str, TensorInfo](), _Problems()
     for name, entry in entries.items():
-        try:
+        with problems.collected():
             infos[name] = _entry(file, name, entry, 8 + length)
-        except CheckpointError as error:
-            problems.append(str(error))
-    problems = problems or _misplaced(file, infos.values(), 8 + length, size)
+    problems += [] if problems else _misplaced(file, infos.values(), 8 + length, size)
     if problems:
         raise CheckpointError(f"{file} is damaged; fetch it again:", problems=problems)
     return infos
 
 
 def _misplaced(file: Path, infos: Iterable[TensorInfo], data: int, size: int) -> list[str]:
-    """Return what is wrong with the places of tensors: the format has them one behind the other, up to the end of the file."""
+    """Return what is wrong with the places of tensors: the format has one after the other, up to the end of the file."""
     problems, end = [], data
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
@@ -339,7 +314,7 @@ def _misplaced(file: Path, infos: Iterable[TensorInfo], data: int, size: int) ->
             problems.append(f"{file.name}: {info.name} begins at byte {info.offset - data} of the data, not {end - data}: {fault}")
         end = max(end, info.offset + info.nbytes)
     if end != size:
-        fault = "truncated" if end > size else "bytes behind the last tensor"
+        fault = "truncated" if end > size else "bytes after the last tensor"
         problems.append(f"{file.name}: {fault}: it has {size} bytes and its header promises {end}")
     return problems
 
@@ -402,7 +377,7 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
 
     Args:
         wanted: What to read.
-        progress: Told after every block (phase ``read``, in bytes of what was wanted).
+        progress: Called after every block (phase ``read``, in bytes of what was wanted).
 
     Yields:
         The tensor's description (of the whole tensor) and a CPU tensor. **The tensor's memory is reused** when the next one is
@@ -411,7 +386,6 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    report = progress or _silent
     blocks = deque(_blocks(wanted))
     done, total = 0, sum(block.wanted_bytes for block in blocks)
     ahead: deque[tuple[_Block, mmap, list[Future[None]]]] = deque()
@@ -433,7 +407,8 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
             ahead_bytes -= block.nbytes
             spare.append(buffer)
             done += block.wanted_bytes
-            report(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
+            if progress is not None:
+                progress(LoadProgress(phase="read", done=done, total=total, unit="bytes"))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -448,7 +423,7 @@ def _take_buffer(spare: list[mmap], nbytes: int) -> mmap:
 
 
 class _Part(NamedTuple):
-    """Rows of one tensor, and where their bytes are in the file."""
+    """Rows of one tensor, and the place of their bytes in the file."""
 
     info: TensorInfo
     cut: Cut
@@ -534,7 +509,3 @@ def _read_into(file: Path, offset: int, target: memoryview) -> None:
                 target = target[count:]
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read at byte {offset}: {error.strerror or error}") from error
-
-
-def _silent(_: LoadProgress) -> None:
-    """Ignore progress."""

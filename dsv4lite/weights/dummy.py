@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import log2, prod, sqrt
 
 import torch
@@ -34,7 +33,7 @@ _SCALE_STEPS = (0, 1)  # scales vary from block to block, so that one used for a
 _SCALE_STD = sqrt(sum(4.0**step for step in _SCALE_STEPS) / len(_SCALE_STEPS))
 
 # (mean, standard deviation) by the end of the name; other tensors are matrices, of standard deviation 1 / sqrt(in).
-_PLAIN: Mapping[str, tuple[float, float]] = {
+_NUMBERS: Mapping[str, tuple[float, float]] = {
     "norm.weight": (1.0, 0.0),
     "_scale": (1.0, 0.0),
     "_base": (0.0, 0.5),
@@ -43,29 +42,6 @@ _PLAIN: Mapping[str, tuple[float, float]] = {
     "gate.bias": (0.0, 0.0),
     "embed.weight": (0.0, 1.0),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TilePart:
-    """Part of a matrix in tiles.
-
-    Attributes:
-        columns: Of the whole matrix.
-        tiles: Rows and columns of tiles of the whole matrix.
-        rows_kept, columns_kept: Which of them.
-    """
-
-    columns: int
-    tiles: tuple[int, int]
-    rows_kept: slice
-    columns_kept: slice
-
-    @classmethod
-    def of(cls, rows: int, columns: int, cut: Cut) -> TilePart:
-        """Return the part of a matrix [rows, columns] that a cut leaves, both in elements."""
-        kept = blocks_of(cut, (TILE_ROWS, TILE_COLUMNS))
-        tiles = (rows // TILE_ROWS, columns // TILE_COLUMNS)
-        return cls(columns=columns, tiles=tiles, rows_kept=kept[0], columns_kept=kept[1])
 
 
 def dummy_tensors(
@@ -107,44 +83,51 @@ def dummy_tensors(
             elif like.dtype in _CODE_STD:
                 yield part, _codes(like, generator)
             else:
-                yield part, _plain(part, like, fan_in, generator)
+                yield part, _unquantized(part, like, fan_in, generator)
 
 
-def fill_tiles(tiles: Tiles, names: Sequence[str], seed: int = 0, *, part: TilePart | None = None) -> None:
+def fill_tiles(
+    tiles: Tiles, names: Sequence[str], seed: int = 0, *, shape: tuple[int, int] | None = None, cut: Cut | None = None
+) -> None:
     """Fill a stack of experts at once, where it is, with numbers like those of ``dummy_tensors``.
 
     Args:
         tiles: The stack; every code and every scale is overwritten.
         names: Of its matrices: another name, other numbers.
         seed: Another seed, other numbers.
-        part: Of each matrix, what this stack has; default is all.
+        shape: In elements, of the whole matrices; default is those of the stack.
+        cut: What the stack has of them, in elements.
     """
-    device = tiles.codes.device
-    fan_in = tiles.shape[2] if part is None else part.columns
-    whole = None if part is None else [words.new_empty(1, *part.tiles, words.shape[-1]) for words in (tiles.codes, tiles.scales)]
+    device, (rows, columns) = tiles.codes.device, shape or tiles.shape[1:]
+    places = [tiles.codes, tiles.scales]
+    whole = places
+    if (rows, columns) != tiles.shape[1:]:
+        size = (1, rows // TILE_ROWS, columns // TILE_COLUMNS)
+        whole = [words.new_empty(*size, words.shape[-1]) for words in places]
     for i, name in enumerate(names):
         generator = _generator(name, seed, device)
-        for k, words in enumerate((tiles.codes, tiles.scales)):
-            if part is None or whole is None:
+        for words, made in zip(places, whole, strict=True):
+            if made is words:
                 _fill(words[i].view(torch.int64), generator)
             else:
-                _fill(whole[k].view(torch.int64), generator)
-                words[i].copy_(whole[k][0, part.rows_kept, part.columns_kept])
+                assert cut is not None
+                _fill(made.view(torch.int64), generator)
+                words[i].copy_(made[0][blocks_of(cut, (TILE_ROWS, TILE_COLUMNS))])
     if tiles.fp4:  # four exponents in a word, from their bits 2 on
-        least = torch.tensor([_least_scale(fan_in, torch.int8)], dtype=torch.int64, device="cpu")
+        least = torch.tensor([_least_scale(columns, torch.int8)], dtype=torch.int64, device="cpu")
         word = int(scale_words(least.repeat(4), least - 26))
         tiles.scales.bitwise_and_(0x04040404).add_(word)
     else:  # bits of a float32
         tiles.codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
-        tiles.scales.bitwise_and_(1).add_(_least_scale(fan_in, torch.float8_e4m3fn)).bitwise_left_shift_(23)
+        tiles.scales.bitwise_and_(1).add_(_least_scale(columns, torch.float8_e4m3fn)).bitwise_left_shift_(23)
 
 
 def _generator(name: str, seed: int, device: str | torch.device) -> Generator:
     return Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
-def _plain(name: str, like: StoredTensor, fan_in: int, generator: Generator) -> Tensor:
-    mean, std = next((value for end, value in _PLAIN.items() if name.endswith(end)), (0.0, 1 / sqrt(fan_in)))
+def _unquantized(name: str, like: StoredTensor, fan_in: int, generator: Generator) -> Tensor:
+    mean, std = next((value for end, value in _NUMBERS.items() if name.endswith(end)), (0.0, 1 / sqrt(fan_in)))
     if std and like.dtype == torch.bfloat16:
         bits = _bytes((*like.shape[:-1], 2 * like.shape[-1]), generator).view(torch.int16)
         return bits.bitwise_and_(_BF16_FREE).bitwise_or_(_BF16_FIXED).view(torch.bfloat16).mul_(std / _BF16_STD)

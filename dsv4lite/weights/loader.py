@@ -8,8 +8,7 @@ to their slot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,92 +17,51 @@ from dsv4lite.config import Progress
 from dsv4lite.errors import CheckpointError
 from dsv4lite.parallel.shard import Shards, blocks_of
 from dsv4lite.weights.checkpoint import Checkpoint, TensorInfo, Wanted, read_tensors
+from dsv4lite.weights.quant import Slot
+from dsv4lite.weights.tensors import FORMATS, MatrixFormat
 
-
-class Slot(Protocol):
-    """Where one tensor of the checkpoint goes."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in elements of what this rank holds: ``[out, in]`` for a matrix, however it is packed."""
-
-    @property
-    def kind(self) -> Literal["plain", "matrix"]:
-        """``plain`` tensors are copied; a ``matrix`` comes in any of the formats below."""
-
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Take the tensor; the memory of both arguments is reused afterwards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixFormat:
-    """How a dtype stores matrices.
-
-    Attributes:
-        pack: Elements per stored element along the input dimension.
-        block: Elements per scale along (out, in).
-        scales: Dtypes that the scale may have.
-    """
-
-    pack: int
-    block: tuple[int, int]
-    scales: tuple[str, ...]
-
-
-_FP4 = MatrixFormat(pack=2, block=(1, 32), scales=("F8_E8M0",))
-_FP8 = MatrixFormat(pack=1, block=(128, 128), scales=("F8_E8M0", "F32"))
-MATRIX_FORMATS: Mapping[str, MatrixFormat] = {
-    "F8_E4M3": _FP8,
-    "I8": _FP4,
-    "U8": _FP4,
-}
+MATRIX_FORMATS: Mapping[str, MatrixFormat] = {"F8_E4M3": FORMATS["fp8"], "I8": FORMATS["fp4"], "U8": FORMATS["fp4"]}
 _FLOATS = ("BF16", "F16", "F32")
 _INTEGERS = ("I64", "I32")
 _INTEGER_TENSORS = ("tid2eid",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(NamedTuple):
     """What goes into one slot: a tensor, its scale if it has one, and which part of each."""
 
     slot: Slot
     weight: Wanted
-    scale: Wanted | None
+    scale: Wanted | None = None
 
 
 def load(
-    checkpoint: Checkpoint, slots: Mapping[str, Slot], *, progress: Progress | None = None, shards: Shards | None = None
+    checkpoint: Checkpoint,
+    slots: Mapping[str, Slot],
+    *,
+    progress: Progress | None = None,
+    shards: Shards | None = None,
+    whole: bool = True,
 ) -> None:
     """Fill every slot from a checkpoint.
 
     Args:
         checkpoint: Where from.
         slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
-        progress: Told of the bytes read.
+        progress: Receives the bytes read.
         shards: Which part of each tensor this rank holds; default is all.
+        whole: The slots are those of a whole model: tensors without one are errors.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
         ConfigError: A tensor cannot be cut as ``shards`` says.
     """
-    _read(match(checkpoint.headers, slots, shards), progress)
-
-
-def reload(checkpoint: Checkpoint, slots: Mapping[str, Slot], *, shards: Shards | None = None) -> None:
-    """Fill some slots of a model from the checkpoint that it was loaded from.
-
-    Raises:
-        CheckpointError, ConfigError: As for ``load``.
-    """
-    scales = {scale_name(name) for name in slots}
-    _read(match({name: info for name, info in checkpoint.headers.items() if name in slots or name in scales}, slots, shards), None)
-
-
-def _read(assignments: Mapping[str, Assignment], progress: Progress | None) -> None:
+    headers = checkpoint.headers
+    if not whole:
+        headers = {name: headers[name] for slot in slots for name in (slot, scale_name(slot)) if name in headers}
+    assignments = match(headers, slots, shards)
     wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
-    with_scale = {name for name, a in assignments.items() if a.scale is not None}
     stream = ((info.name, tensor) for info, tensor in read_tensors(wanted, progress=progress))
-    for name, weight, scale in paired(stream, with_scale):
+    for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
         assignments[name].slot.store(weight, scale)
 
 
@@ -172,7 +130,7 @@ def cut_pair(name: str, weight: Tensor, scale: Tensor | None, shards: Shards) ->
     """
     if scale is None:
         return weight[shards.cut(name, weight.shape)].contiguous(), None
-    form = _FP4 if weight.dtype in (torch.int8, torch.uint8) else _FP8
+    form = FORMATS["fp4" if weight.dtype in (torch.int8, torch.uint8) else "fp8"]
     cut = shards.cut(name, (weight.shape[0], weight.shape[1] * form.pack), form.block)
     return weight[blocks_of(cut, (1, form.pack))].contiguous(), scale[blocks_of(cut, form.block)].contiguous()
 
@@ -207,22 +165,19 @@ def _assign(
         if scale is not None:
             problems.append(f"{scale.name}: a scale, but {name} is {info.dtype}, which has none")
             return None
-        return Assignment(slot=slot, weight=Wanted(info, cut or ()), scale=None)
+        return Assignment(slot, Wanted(info, cut or ()))
     if scale is None:
         problems.append(f"{scale_name(name)}: missing; {name} is {info.dtype} and needs a scale")
         return None
     if scale.dtype not in form.scales:
         problems.append(f"{scale.name}: dtype {scale.dtype}, expected {' or '.join(form.scales)}")
-    expected = tuple(-(-n // size) for n, size in zip(shape, form.block, strict=True))
+    expected = form.blocks(*shape)
     if scale.shape != expected:
         problems.append(f"{scale.name}: shape {list(scale.shape)}, expected {list(expected)}: one per {form.block}")
     if len(problems) > before:
         return None
-    return Assignment(
-        slot=slot,
-        weight=Wanted(info, blocks_of(cut, (1, form.pack)) if cut else ()),
-        scale=Wanted(scale, blocks_of(cut, form.block) if cut else ()),
-    )
+    parts = (blocks_of(cut, (1, form.pack)), blocks_of(cut, form.block)) if cut else ((), ())
+    return Assignment(slot, Wanted(info, parts[0]), Wanted(scale, parts[1]))
 
 
 def _unexpected(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:

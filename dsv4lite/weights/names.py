@@ -53,7 +53,7 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
 
     Args:
         name: External name.
-        shape: Its shape, which tells how many experts a stacked tensor holds.
+        shape: Its shape: the first dimension of a stacked tensor is its experts.
         tables: Of the model's family.
 
     Returns:

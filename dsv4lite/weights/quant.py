@@ -40,10 +40,10 @@ class Numerics:
         dtype: Activations between operators.
         quantized: Apply the roundings of quantized checkpoints: FP8 activations, FP8 kv rows, Hadamard and FP4 index vectors.
         deterministic: A token's result does not depend on what else is computed with it.
-        matrix_dtype: Resident form of plain matrices. On CPU all are widened to float32 once, at load.
+        matrix_dtype: Resident form of unquantized matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
-        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts.py``), ``plain`` are widened.
+        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), others are widened.
     """
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Numerics:
     matrix_dtype: torch.dtype
     device: torch.device
     resident_fp8: bool = False
-    resident_experts: ExpertFormat = "plain"
+    resident_experts: ExpertFormat = "unquantized"
 
     @classmethod
     def choose(
@@ -63,15 +63,12 @@ class Numerics:
         deterministic: bool,
         device: torch.device,
         dense_fp8: bool = False,
-        expert_format: ExpertFormat = "plain",
+        expert_format: ExpertFormat = "unquantized",
     ) -> Numerics:
         """Pick the resident form for a device.
 
         Args:
-            dtype: Activations between operators.
-            quantized: Whether the checkpoint is.
-            deterministic: A token's result does not depend on what else is computed with it.
-            device: Where everything lives.
+            dtype, quantized, deterministic, device: Those of the class.
             dense_fp8: The checkpoint stores every dense matrix in FP8 with e8m0 scales.
             expert_format: How the checkpoint stores routed experts.
         """
@@ -83,8 +80,12 @@ class Numerics:
             matrix_dtype=torch.float32 if on_cpu else dtype,
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
-            resident_experts=expert_format if quantized and not on_cpu else "plain",
+            resident_experts=expert_format if quantized and not on_cpu else "unquantized",
         )
+
+    def fp8_bytes(self, width: int) -> int:
+        """Return the bytes of a row of inputs in FP8, codes and scales, if products of this arithmetic take such."""
+        return width + -(-width // ACTIVATION_GROUP) if self.quantized else 0
 
     @property
     def row_tile(self) -> int | None:
@@ -98,14 +99,14 @@ class Matrix(nn.Module):
     Several matrices of the checkpoint that share an input may lie in one, row block under row block; ``rows`` names a block.
 
     Attributes:
-        weight: Plain numbers, or FP8 codes.
+        weight: Unquantized numbers, or FP8 codes.
         scale: uint8 e8m0 bytes of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the checkpoint
-            has them, or one per row where a border between its matrices goes through 128 rows. ``None`` for plain numbers.
+            has them, or one per row where a boundary between its matrices goes through 128 rows. ``None`` if unquantized.
         rounds_input: Inputs are rounded to FP8, 1x128, before the product (specification 4.1).
     """
 
     def __init__(
-        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, borders: Sequence[int] = ()
+        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, boundaries: Sequence[int] = ()
     ) -> None:
         """Allocate.
 
@@ -114,25 +115,30 @@ class Matrix(nn.Module):
             numerics: Resident form, and whether inputs are rounded at all.
             rounds_input: Quantized models round the inputs.
             fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128.
-            borders: Rows at which one matrix of the checkpoint ends and another begins.
+            boundaries: Rows at which one matrix of the checkpoint ends and another begins.
         """
         super().__init__()
+        self.shape, self.row_tile = shape, numerics.row_tile
         self.rounds_input = rounds_input and numerics.quantized
-        self.row_tile = numerics.row_tile
         self.scale: nn.Parameter | None = None
         dtype = numerics.matrix_dtype
         if fp8 and numerics.resident_fp8:
             dtype = torch.float8_e4m3fn
-            per = 1 if any(border % FP8_GROUP for border in borders if border < shape[-2]) else FP8_GROUP
+            per = 1 if any(row % FP8_GROUP for row in boundaries if row < shape[-2]) else FP8_GROUP
             blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_GROUP))
             self.scale = nn.Parameter(torch.empty(blocks, dtype=torch.uint8, device=numerics.device), requires_grad=False)
         self.weight = nn.Parameter(
             torch.empty(shape, dtype=dtype, device=numerics.device), requires_grad=dtype != torch.float8_e4m3fn
         )
 
-    def rows(self, begin: int, end: int, *, expert: int | None = None) -> MatrixSlot:
+    @property
+    def stored(self) -> Tensor:
+        """The weight as kernels take it."""
+        return self.weight
+
+    def rows(self, begin: int, end: int, *, expert: int = 0) -> MatrixSlot:
         """Return the place of one checkpoint matrix: rows ``begin`` to ``end``, of one expert in a stack."""
-        first = 0 if expert is None else expert * self.weight.shape[-2]
+        first = expert * self.shape[-2]
         return MatrixSlot(self, first + begin, first + end)
 
     def whole(self) -> MatrixSlot:
@@ -181,22 +187,25 @@ def _misfit(weight: Tensor, scale: Tensor | None, wanted: str) -> CheckpointErro
 
 
 class TiledStack(nn.Module):
-    """A stack of matrices ``[E, out, in]`` in FP4 or FP8 tiles."""
+    """A stack of matrices ``[E, out, in]`` in FP4 or FP8 tiles; products with it round their inputs, and have no row tile."""
 
-    def __init__(self, count: int, rows: int, columns: int, *, fp4: bool, device: torch.device) -> None:
+    row_tile, rounds_input = None, False
+
+    def __init__(self, *shape: int, numerics: Numerics) -> None:
         super().__init__()
-        codes, scales = Tiles.shapes(count, rows, columns, fp4=fp4)
-        self.codes = nn.Parameter(torch.empty(codes, dtype=torch.uint8, device=device), requires_grad=False)
-        self.scales = nn.Parameter(torch.empty(scales, dtype=torch.int32, device=device), requires_grad=False)
+        codes, scales = Tiles.shapes(*shape, fp4=numerics.resident_experts == "fp4")
+        self.shape = shape
+        self.codes = nn.Parameter(torch.empty(codes, dtype=torch.uint8, device=numerics.device), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(scales, dtype=torch.int32, device=numerics.device), requires_grad=False)
 
     @property
-    def tiles(self) -> Tiles:
+    def stored(self) -> Tiles:
         """The stack as kernels take it."""
         return Tiles(self.codes, self.scales)
 
-    def slot(self, expert: int, half: int | None = None) -> TileSlot:
-        """Return the place of one checkpoint matrix: all rows of an expert, or those of its gate (0) or up (1) half."""
-        return TileSlot(self, expert, half)
+    def rows(self, begin: int, end: int, *, expert: int) -> TileSlot:
+        """Return the place of one checkpoint matrix: all rows of an expert, or the first (gate) or second (up) half of them."""
+        return TileSlot(self, expert, None if end - begin == self.shape[1] else begin // (end - begin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +220,16 @@ class TileSlot:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical ``(out, in)``."""
-        _, rows, columns = self.stack.tiles.shape
+        _, rows, columns = self.stack.shape
         return (rows if self.half is None else rows // 2, columns)
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Lay a matrix of the checkpoint into its tiles.
+        """Write a matrix of the checkpoint into its tiles.
 
         Raises:
             CheckpointError: The matrix is in another format than the tiles.
         """
-        tiles = self.stack.tiles
+        tiles = self.stack.stored
         if scale is None or weight.dtype not in ((torch.int8, torch.uint8) if tiles.fp4 else (torch.float8_e4m3fn,)):
             raise _misfit(
                 weight, scale, "int8 with scales per 32 inputs" if tiles.fp4 else "float8_e4m3fn with scales per 128 x 128"
@@ -233,7 +242,7 @@ class TensorSlot:
     """Where one checkpoint tensor goes as it is."""
 
     tensor: Tensor
-    kind: Literal["plain"] = "plain"
+    kind: Literal["tensor"] = "tensor"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,11 +295,7 @@ class CopiedSlot:
         return self.places[0].shape
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Take the matrix, once for each place.
-
-        Raises:
-            CheckpointError: As the places do.
-        """
+        """Store the matrix in every place."""
         for place in self.places:
             place.store(weight, scale)
 
@@ -302,11 +307,6 @@ NamedSlots = Iterator[tuple[str, Slot]]
 def parameter(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """Allocate a parameter that is no matrix: a norm, a table, a bias."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
-
-
-def _round_input(x: Tensor, matrix: Matrix) -> Tensor:
-    """Return ``x`` as the matrix wants to see it."""
-    return round_fp8(x, ACTIVATION_GROUP) if matrix.rounds_input else x
 
 
 def linear(
@@ -323,8 +323,8 @@ def linear(
     """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
     if matrix.scale is None:
-        place = None if out is None else out[:, None]
-        return float_linear(_round_input(x_TK, matrix)[:, None], weight[None], dtype, tile, out=place)[:, 0]
+        x_TK = round_fp8(x_TK, ACTIVATION_GROUP) if matrix.rounds_input else x_TK
+        return float_linear(x_TK[:, None], weight[None], dtype, tile, out=None if out is None else out[:, None])[:, 0]
     result = rounded_linear(*(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)), matrix, dtype)
     return result if out is None else out.copy_(result)
 
@@ -348,8 +348,8 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
     return fp8_linear(codes, scales, matrix.weight[:count], matrix.scale[:blocks], dtype, matrix.row_tile)[:, :rows]
 
 
-def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return ``linear(x, dense)``, and a function that returns ``linear(x, plain)`` in float32.
+def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return ``linear(x, dense)``, and a function that returns ``linear(x, other)`` in float32.
 
     Few rows are multiplied by both matrices in one launch. Of more rows the second product is computed when the function is called,
     so that its memory is not held before.
@@ -357,13 +357,13 @@ def pair(x_TK: Tensor, dense: Matrix, plain: Matrix, *, rounded: Rounded | None 
     Args:
         x_TK: Inputs as they are.
         dense: A matrix that the checkpoint stores in FP8.
-        plain: A matrix that it stores in bfloat16, which does not round its inputs.
+        other: A matrix that it stores in bfloat16, which does not round its inputs.
         rounded: ``x`` in FP8, if it is known.
     """
-    if dense.scale is None or plain.scale is not None or plain.rounds_input or len(x_TK) > PAIR_ROWS:
-        return linear(x_TK, dense, rounded=rounded), partial(linear, x_TK, plain, torch.float32)
+    if dense.scale is None or other.scale is not None or other.rounds_input or len(x_TK) > PAIR_ROWS:
+        return linear(x_TK, dense, rounded=rounded), partial(linear, x_TK, other, torch.float32)
     codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
-    first, second = pair_linear(x_TK, codes, scales, dense.weight, dense.scale, plain.weight, dense.row_tile)
+    first, second = pair_linear(x_TK, codes, scales, dense.weight, dense.scale, other.weight, dense.row_tile)
     return first, lambda: second
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
-from dsv4lite.weights.dummy import TilePart, dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import cut_pair, load, paired, reload, scale_name
+from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
+from dsv4lite.weights.loader import cut_pair, load, paired, scale_name
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
 from dsv4lite.weights.tensors import TensorSpec, stored_tensors
 
 log = logging.getLogger("dsv4lite.weights")
 
 _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "float32": torch.float32, "float16": torch.float16}  # others are bfloat16
 
 
 def log_progress(report: LoadProgress) -> None:
@@ -47,7 +47,7 @@ def _dense_fp8(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo
 
 
 def progress_of(config: EngineConfig) -> Progress | None:
-    """Return who is told of progress."""
+    """Return the receiver of progress that the settings name."""
     return log_progress if config.progress is True else config.progress or None
 
 
@@ -57,11 +57,11 @@ def _places(slot: Slot) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model before it is loaded: everything that configuration and headers tell.
+    """A model before it is loaded: all that configuration and headers contain.
 
     Attributes:
-        dtype: What the plain tensors are stored in.
-        dense_fp8: Every dense matrix is stored in FP8 with e8m0 scales; not so with float32 scales, or where some are plain.
+        dtype: What the unquantized tensors are stored in.
+        dense_fp8: Every dense matrix is stored in FP8 with e8m0 scales; not so with float32 scales, or where some are unquantized.
         checkpoint: ``None`` for random weights.
     """
 
@@ -79,19 +79,19 @@ class ModelSource:
         """The kind of drafter that it comes with.
 
         Raises:
-            CheckpointError: Config and tensors tell of different ones.
+            CheckpointError: Config and tensors are of different ones.
         """
-        told = self.model.drafter
-        if self.checkpoint is None or told is None:
-            return told
+        described = self.model.drafter
+        if self.checkpoint is None or described is None:
+            return described
         for kind, name in self.family.drafters.items():
-            if name in self.checkpoint.headers and kind != told:
+            if name in self.checkpoint.headers and kind != described:
                 raise CheckpointError(
-                    f"{self.folder}: config.json describes a drafter of kind {told!r}, but the tensors are of kind {kind!r}; "
+                    f"{self.folder}: config.json describes a drafter of kind {described!r}, but the tensors are of kind {kind!r}; "
                     "take the config.json that came with them",
                     problems=[f"{name}: unexpected"],
                 )
-        return told if self.family.drafters[told] in self.checkpoint.headers else None
+        return described if self.family.drafters[described] in self.checkpoint.headers else None
 
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:
@@ -105,45 +105,37 @@ class ModelSource:
             CheckpointError: They cannot be found or read.
             ConfigError, UnsupportedError: The model's config is wrong, or of another family.
         """
-        dummy = config.load_format == "dummy"
-        if not (dummy or fetch):
-            dummy = not any(locate(config.model, config.revision, weights=False).glob("*.safetensors"))
-        if dummy:
-            folder = locate(config.model, config.revision, weights=False)
-            raw = {**read_config(folder), **config.hf_overrides}
-            family = find_family(raw, config.family)
-            model = family.read_config(raw)
-            stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "plain"
-            dtypes = {"float32": torch.float32, "float16": torch.float16}
-            dtype = dtypes.get(str(raw.get("torch_dtype") or raw.get("dtype")), torch.bfloat16)
-            return cls(
-                folder=folder,
-                generation_config=read_generation_config(folder),
-                family=family,
-                model=model,
-                dtype=dtype,
-                expert_format=_EXPERT_FORMATS.get(stored, "plain"),
-                dense_fp8=model.quantized,
-                checkpoint=None,
-            )
 
         def family_of(raw: Mapping[str, Any]) -> Family:
             return find_family({**raw, **config.hf_overrides}, config.family)
 
-        checkpoint = Checkpoint.open(config.model, config.revision, names=lambda raw: family_of(raw).names)
-        family = family_of(checkpoint.config)
-        model = family.read_config({**checkpoint.config, **config.hf_overrides})
-        embed = checkpoint.headers.get("embed.weight")
-        if embed is None:
-            raise CheckpointError(f"{checkpoint.folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
+        dummy, checkpoint = config.load_format == "dummy", None
+        folder = locate(config.model, config.revision, weights=fetch and not dummy)
+        if dummy or not (fetch or any(folder.glob("*.safetensors"))):
+            raw, generation_config = read_config(folder), read_generation_config(folder)
+        else:
+            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
+            raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
+        raw, family = {**raw, **config.hf_overrides}, family_of(raw)
+        model = family.read_config(raw)
+        if checkpoint is None:
+            dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
+            stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "unquantized"
+            expert_format, dense_fp8 = _EXPERT_FORMATS.get(stored, "unquantized"), model.quantized
+        else:
+            if "embed.weight" not in checkpoint.headers:
+                raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
+            dtype, expert_format = checkpoint.headers["embed.weight"].dtype, checkpoint.expert_format
+            dense_fp8 = _dense_fp8(family.tensors.specs(model), checkpoint.headers)
+            model = replace(model, quantized=checkpoint.quantized)
         return cls(
-            folder=checkpoint.folder,
-            generation_config=checkpoint.generation_config,
+            folder=folder,
+            generation_config=generation_config,
             family=family,
-            model=replace(model, quantized=checkpoint.quantized),
-            dtype=_FLOATS.get(embed.dtype, torch.bfloat16),
-            expert_format=checkpoint.expert_format,
-            dense_fp8=_dense_fp8(family.tensors.specs(model), checkpoint.headers),
+            model=model,
+            dtype=_FLOATS.get(dtype, torch.bfloat16),
+            expert_format=expert_format,
+            dense_fp8=dense_fp8,
             checkpoint=checkpoint,
         )
 
@@ -156,7 +148,7 @@ class ModelSource:
         dispatcher: str | DispatcherFactory = "auto",
         redundant_experts: int | None = None,
         seed: int = 0,
-        progress: bool | Progress = False,
+        progress: Progress | None = None,
     ) -> Model:
         """Allocate the model, or a rank's share of it, and fill it.
 
@@ -168,57 +160,51 @@ class ModelSource:
             redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with ``None`` no expert
                 moves.
             seed: Of random weights; every rank gets its part of the same ones.
-            progress: Told of the bytes read.
+            progress: Receives the bytes read.
 
         Raises:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.
             ConfigError: The model cannot be shared so.
         """
-        mesh = mesh or Mesh.single()
-        shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
-        started = time.monotonic()
-        report = log_progress if progress is True else progress or None
-        model = self.family.build(
+        mesh, started = mesh or Mesh.single(), time.monotonic()
+        empty = self.family.build(
             self.model, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp
         )
-        slots = model.slots()
-        if self.checkpoint is not None:
-            load(self.checkpoint, slots, progress=report, shards=shards)
-        else:
-            self._invent(slots, shards, seed, numerics.device)
-        built: Model = model.requires_grad_(False).eval()
+        model: Model = empty.requires_grad_(False).eval()
+        self.fill(model.slots(), numerics, mesh, seed=seed, progress=progress, whole=True)
         log.info("%s: weights ready in %.1f s", self.folder, time.monotonic() - started)
-        return built
+        return model
 
-    def refill(self, slots: Mapping[str, Slot], numerics: Numerics, mesh: Mesh, *, seed: int = 0) -> None:
-        """Fill some places of a rank's share again, with what ``build`` would have put there.
+    def fill(
+        self,
+        slots: Mapping[str, Slot],
+        numerics: Numerics,
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        progress: Progress | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Fill all places of a rank's model, or some of them again; random numbers are made where they stay.
 
         Raises:
-            CheckpointError: The checkpoint cannot be read any more, or is another one.
+            CheckpointError: The checkpoint does not fit the model, or cannot be read (any more).
         """
         shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
-            reload(self.checkpoint, slots, shards=shards)
-        else:
-            self._invent(slots, shards, seed, numerics.device)
-
-    def _invent(self, slots: Mapping[str, Slot], shards: Shards, seed: int, device: torch.device) -> None:
-        """Fill a model with random numbers, made where they stay; a stack of tiles is filled as a whole."""
+            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole)
+            return
         self._fill_stacks(slots, shards, seed)
         names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
-        tensors = dummy_tensors(
-            self.model,
-            self.family.tensors,
-            expert_format=self.expert_format,
-            quantized=self.model.quantized,
-            seed=seed,
-            device=device,
-            names=names,
-        )
-        for name, weight, scale in paired(tensors, self._scaled(names)):
+        form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
+        specs = self.family.tensors.specs(self.model)
+        scaled = {name for name in names if len(stored_tensors(name, specs[name], **form)) == 2}
+        tensors = dummy_tensors(self.model, self.family.tensors, **form, seed=seed, device=numerics.device, names=names)
+        for name, weight, scale in paired(tensors, scaled):
             slots[name].store(*cut_pair(name, weight, scale, shards))
 
     def _fill_stacks(self, slots: Mapping[str, Slot], shards: Shards, seed: int) -> None:
+        """Fill stacks of tiles, each as a whole where all of its matrices are wanted."""
         stacks: dict[int, dict[int, tuple[str, TileSlot]]] = {}
         for name, slot in slots.items():
             for place in _places(slot):
@@ -227,21 +213,10 @@ class ModelSource:
         hidden, width = self.model.hidden_size, self.model.expert_width
         for entries in stacks.values():
             name, place = next(iter(entries.values()))
-            rows, columns = (2 * width, hidden) if place.half == 0 else (hidden, width)
-            tiles = place.stack.tiles
-            whole = tiles.shape[1:] == (rows, columns)
-            part = None if whole else TilePart.of(rows, columns, shards.cut(name, (rows, columns)))
+            shape = (2 * width, hidden) if place.half == 0 else (hidden, width)
+            tiles, cut = place.stack.stored, shards.cut(name, shape)
             if len(entries) == tiles.shape[0]:
-                fill_tiles(tiles, [entries[i][0] for i in range(len(entries))], seed, part=part)
+                fill_tiles(tiles, [entries[i][0] for i in range(len(entries))], seed, shape=shape, cut=cut)
                 continue
             for i, (name, _) in entries.items():
-                fill_tiles(Tiles(tiles.codes[i : i + 1], tiles.scales[i : i + 1]), [name], seed, part=part)
-
-    def _scaled(self, names: Container[str]) -> set[str]:
-        """Return which of the tensors come with a scale."""
-        stored = {
-            name: stored_tensors(name, spec, quantized=self.model.quantized, expert_format=self.expert_format)
-            for name, spec in self.family.tensors.specs(self.model).items()
-            if name in names
-        }
-        return {name for name, parts in stored.items() if len(parts) == 2}
+                fill_tiles(Tiles(tiles.codes[i : i + 1], tiles.scales[i : i + 1]), [name], seed, shape=shape, cut=cut)

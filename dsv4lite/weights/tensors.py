@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,6 +13,32 @@ from dsv4lite.parallel.shard import Rule
 from dsv4lite.weights.checkpoint import ExpertFormat
 
 TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
+
+
+class MatrixFormat(NamedTuple):
+    """How quantized matrices are stored.
+
+    Attributes:
+        pack: Elements per stored element along the input dimension.
+        block: Elements per scale along (out, in).
+        dtype: As which we write them.
+        scales: Dtypes that the scale may have.
+    """
+
+    pack: int
+    block: tuple[int, int]
+    dtype: torch.dtype
+    scales: tuple[str, ...]
+
+    def blocks(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of the scales of a matrix ``[out, in]``."""
+        return tuple(-(-n // size) for n, size in zip(shape, self.block, strict=True))
+
+
+FORMATS: Mapping[str, MatrixFormat] = {
+    "fp4": MatrixFormat(2, (1, 32), torch.int8, ("F8_E8M0",)),
+    "fp8": MatrixFormat(1, (128, 128), torch.float8_e4m3fn, ("F8_E8M0", "F32")),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +88,20 @@ def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_forma
     Args:
         name: Official name.
         spec: Its shape and kind.
-        quantized: The dense matrices are FP8 with one scale per 128 x 128 block.
-        expert_format: Of the routed experts: ``fp4`` packs two elements per byte, with one scale per 32 elements of a row.
+        quantized: The dense matrices are FP8.
+        expert_format: Of the routed experts.
     """
-    form = expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "plain"
-    if form == "plain":
+    name_of_form = expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "unquantized"
+    form = FORMATS.get(name_of_form)
+    if form is None:
         return {name: StoredTensor(spec.shape, _PLAIN_DTYPES[spec.kind])}
     rows, columns = spec.shape
-    scale = name.removesuffix("weight") + "scale"
-    if form == "fp4":
-        return {
-            name: StoredTensor((rows, columns // 2), torch.int8),
-            scale: StoredTensor((rows, -(-columns // 32)), torch.float8_e8m0fnu),
-        }
     return {
-        name: StoredTensor((rows, columns), torch.float8_e4m3fn),
-        scale: StoredTensor((-(-rows // 128), -(-columns // 128)), torch.float8_e8m0fnu),
+        name: StoredTensor((rows, columns // form.pack), form.dtype),
+        name.removesuffix("weight") + "scale": StoredTensor(form.blocks(rows, columns), torch.float8_e8m0fnu),
     }
 
 
-_PLAIN_DTYPES: Mapping[TensorKind, torch.dtype] = {
-    "dense": torch.bfloat16,
-    "expert": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "i64": torch.int64,
-}
+_PLAIN_DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "i64": torch.int64} | dict.fromkeys(
+    ("dense", "expert", "bf16"), torch.bfloat16
+)

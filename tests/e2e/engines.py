@@ -103,7 +103,7 @@ def write_model(
         change: What to store instead of a tensor; ``None`` leaves it out.
         shard_bytes: Size of a shard; default is a single file.
     """
-    tensors = float32(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="plain", quantized=False, seed=seed))
+    tensors = float32(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="unquantized", quantized=False, seed=seed))
     changed = ((name, change(name, tensor)) for name, tensor in tensors)
     write_checkpoint(folder, config, ((n, t) for n, t in changed if t is not None), shard_bytes=shard_bytes)
     return write_tokenizer(folder, config["vocab_size"])

@@ -200,7 +200,7 @@ def test_drafter_that_the_config_does_not_describe_is_refused(
     tmp_path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> None:
     """The preview's config with the weights of a refreshed release, and the other way round: only who wants drafts is told."""
-    tensors = float32(dummy_tensors(parse_config(theirs), V4_TENSORS, expert_format="plain", quantized=False))
+    tensors = float32(dummy_tensors(parse_config(theirs), V4_TENSORS, expert_format="unquantized", quantized=False))
     folder = write_tokenizer(write_checkpoint(tmp_path, ours, tensors), VOCAB)
     for speculative in ("auto", MTP(), DSpark(4)):
         with pytest.raises(CheckpointError, match=r"config\.json describes a drafter of kind"):

@@ -174,7 +174,7 @@ def test_unknown_and_misspelled_engine_settings_have_a_near_match() -> None:
         ({"device": "abacus"}, ConfigError, "device='abacus'"),
         ({"device": "meta"}, UnsupportedError, "only 'cpu' and 'cuda'"),
         ({"device": "cuda:7"}, ConfigError, "this machine has|without CUDA|finds no device"),
-        ({"kv_cache_dtype": "fp8"}, UnsupportedError, "kv_cache_dtype='fp8' with a plain"),
+        ({"kv_cache_dtype": "fp8"}, UnsupportedError, "kv_cache_dtype='fp8' does not fit this unquantized"),
     ],
 )
 def test_settings_that_this_machine_or_model_cannot_have_are_refused(

@@ -119,7 +119,7 @@ def models(steps: Mapping[str, Path]) -> tuple[DeepseekV4, DeepseekV4]:
     """The model with quantized weights, where the steps ran, and the one with widened weights on the CPU."""
     dump = StepDump.load(steps["prefill"])
     paged = replace(dump.numerics, matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
-    plain = {"matrix_dtype": torch.float32, "resident_fp8": False, "resident_experts": "plain"}
+    plain = {"matrix_dtype": torch.float32, "resident_fp8": False, "resident_experts": "unquantized"}
     ordinary = replace(paged, device=torch.device("cpu"), **plain)
     return load_model(dump.settings, paged), load_model(dump.settings, ordinary)
 

@@ -18,14 +18,12 @@ from dsv4lite.config import MTP, EngineConfig, NGram, Speculator
 from dsv4lite.engine import runner
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput, graph_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
-from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import DraftProposer
-from dsv4lite.state.store import LayerCache
 from tests import recorded
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
@@ -230,15 +228,10 @@ def test_steps_planned_ahead_between_guesses_change_no_token(
 
 def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
     """Chain drafts behind a text of which all but the last token ran, in single passes from its beginning."""
-    c = model.config
-
-    def run(ids: Sequence[int]) -> tuple[Batch, list[LayerCache]]:
-        return one_pass([ids], c, model.rotary, model.numerics, num_layers=c.num_hidden_layers + 1)
-
-    batch, caches = run(tokens[:-1])
+    batch, caches = model.prepare(tokens[:-1], drafter=True)
     streams, following, found = model(batch, caches[:-1]), list(tokens[1:]), []
     for _ in range(k):
-        batch, caches = run(following)  # only its places and its cache count
+        batch, caches = model.prepare(following, drafter=True)  # only its places and its cache count
         out = model.mtp_forward(streams, replace(batch, token_ids_T=torch.tensor(following)), caches[-1])
         found.append(int(model.mtp_logits(out[-1:]).argmax()))
         following.append(found[-1])

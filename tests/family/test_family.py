@@ -150,8 +150,11 @@ def test_what_the_family_lacks_is_refused(folder: Path) -> None:
         plan_memory(str(folder), device="cpu")
     with pytest.raises(ConfigError, match="num_attention_heads=4 cannot be shared equally by tp=3"):
         plan_memory(EngineConfig(model=str(folder), family=TINY, device="cpu", tensor_parallel_size=3))
-    with opened(folder, family=TINY) as llm, pytest.raises(UnsupportedError, match="no chat format"):
-        llm.chat([{"role": "user", "content": "a"}])
+    with opened(folder, family=TINY) as llm:
+        with pytest.raises(UnsupportedError, match="no chat format"):
+            llm.chat([{"role": "user", "content": "a"}])
+        with pytest.raises(UnsupportedError, match="no routed experts"):
+            llm.generate(PROMPTS[0], GREEDY.replace(return_routed_experts=True))
 
 
 @pytest.mark.parametrize("layer", [-1, 1, 2])

@@ -26,6 +26,7 @@ from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
+from dsv4lite.models.partial_sums import embedding, side_by_side
 from dsv4lite.models.share import Share
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.parallel.mesh import Mesh
@@ -227,16 +228,14 @@ class Tiny(nn.Module):
         )
 
     def forward(self, batch: TinyBatch, caches: Sequence[LayerCache], hidden: Tensor | None = None) -> Tensor:
-        row_T, vocab = batch.token_ids_T - self.share.vocab.start, self.share.vocab
-        held_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
-        x_TD = self.share.mesh.tp.all_reduce(torch.where(held_T1, self.embed[row_T.clamp(0, len(vocab) - 1)], 0))
+        x_TD = embedding(self.share.mesh.tp, self.embed, self.share.vocab, batch.token_ids_T)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_TD = layer(x_TD, batch, cache)
         return x_TD
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        part = linear(rms_norm(hidden, self.norm, EPS), self.head, torch.float32)
-        return self.share.mesh.tp.all_gather(part, dim=1)
+        x_TD = rms_norm(hidden, self.norm, EPS)
+        return side_by_side(self.share.mesh.tp, lambda place: linear(x_TD, self.head, torch.float32, out=place), out)
 
     @contextmanager
     def brief(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.spans import place_spans  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
-from dsv4lite.models.deepseek_v4.batch import Batch, make_batch  # noqa: E402
+from dsv4lite.models.deepseek_v4.batch import Batch  # noqa: E402
 from dsv4lite.models.deepseek_v4.config import parse_config  # noqa: E402
 from dsv4lite.models.deepseek_v4.model import DeepseekV4  # noqa: E402
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS  # noqa: E402
@@ -39,6 +39,7 @@ from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
 from dsv4lite.weights.quant import Numerics  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
 from tests.kernels.test_warmup import Hopper  # noqa: E402
+from tests.models.paged import make_batch  # noqa: E402
 from tests.recorded import Recording, without_device  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -166,7 +167,7 @@ def prompt_of(model: DeepseekV4, tokens: int) -> Batch:
     sequence = SequenceInput(
         token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
     )
-    return make_batch([sequence], model.rotary, CPU, deterministic=True)
+    return make_batch(model, [sequence])
 
 
 def test_no_number_of_tokens_launches_what_warming_up_has_not() -> None:

@@ -9,14 +9,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Batch, make_batch
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
-from dsv4lite.state.paging import SequenceInput
+from dsv4lite.state.paging import SequenceInput, make_paging
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
+
+
+def make_batch(model: DeepseekV4, sequences: Sequence[SequenceInput]) -> Batch:
+    token_ids_T, paging, longest = make_paging(sequences, model.numerics.device)
+    return model.batch(token_ids_T, paging, max_tokens=longest)
 
 
 class Pool:
@@ -92,7 +97,7 @@ class PagedModel:
         sequence.window_first = first_read
         first_write = max(start, end - self.model.config.window)
         for page in range(first_read + len(sequence.window_pages), (end - 1) // WINDOW_PAGE_TOKENS + 1):
-            # A long chunk skips pages that nobody will read: its early rows are never written.
+            # A long chunk skips pages that are not read any more: its early rows are never written.
             sequence.window_pages.append(self._window.take() if (page + 1) * WINDOW_PAGE_TOKENS > first_write else -1)
         return SequenceInput(
             token_ids=token_ids,
@@ -113,7 +118,7 @@ class PagedModel:
     def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:
         """Prepare the next tokens of some sequences, single ones first."""
         inputs = [self.prepare(*part) for part in parts]
-        return make_batch(inputs, self.model.rotary, self.device, deterministic=self.model.numerics.deterministic)
+        return make_batch(self.model, inputs)
 
     def step(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
         """Run the next tokens of some sequences together; return each one's final streams."""
@@ -139,5 +144,5 @@ def run_in_cuts(model: DeepseekV4, token_ids: Sequence[int], cuts: Sequence[int]
     """Run one sequence in chunks that end at ``cuts``; return the final streams of all tokens."""
     paged = PagedModel(model, tokens=len(token_ids), seed=seed)
     sequence = paged.open()
-    borders = [0, *cuts, len(token_ids)]
-    return torch.cat([paged.step([(sequence, token_ids[a:b])])[0] for a, b in pairwise(borders) if b > a])
+    ends = [0, *cuts, len(token_ids)]
+    return torch.cat([paged.step([(sequence, token_ids[a:b])])[0] for a, b in pairwise(ends) if b > a])

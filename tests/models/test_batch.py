@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models.deepseek_v4.batch import Rotary, make_batch
-from dsv4lite.state.paging import SequenceInput
-
-CPU = torch.device("cpu")
-ROTARY = Rotary.of(main=torch.ones(32), compress=torch.ones(32), ratios=(0, 4, 128), device=CPU)
+from dsv4lite.state.paging import SequenceInput, make_paging
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (3, 5), (1, 1, 7), (301,), (1, 1, 1, 1, 302)])
@@ -29,12 +25,12 @@ def test_places_of_a_step_are_aligned_whatever_its_lengths(lengths: tuple[int, .
         )
         for i, n in enumerate(lengths)
     ]
-    batch = make_batch(sequences, ROTARY, CPU, deterministic=False)
-    places = [getattr(batch.paging, field.name) for field in fields(batch.paging)]
+    token_ids_T, paging, longest = make_paging(sequences, torch.device("cpu"))
+    places = [getattr(paging, field.name) for field in fields(paging)]
     tensors = [place for place in places if isinstance(place, Tensor)]
-    assert len(tensors) > 8
+    assert len(tensors) > 8 and longest == max(5 + i + n for i, n in enumerate(lengths))
     assert all(tensor.storage_offset() * tensor.element_size() % 16 == 0 for tensor in tensors)
-    assert batch.token_ids_T.tolist() == [7 + j for n in lengths for j in range(n)]
-    assert batch.paging.positions_T.tolist() == [5 + i + j for i, n in enumerate(lengths) for j in range(n)]
-    assert batch.paging.lens_S.tolist() == list(lengths)
-    assert batch.paging.grow_SP.tolist() == [[3 * i, 3 * i + 1] for i in range(len(lengths))]
+    assert token_ids_T.tolist() == [7 + j for n in lengths for j in range(n)]
+    assert paging.positions_T.tolist() == [5 + i + j for i, n in enumerate(lengths) for j in range(n)]
+    assert paging.lens_S.tolist() == list(lengths)
+    assert paging.grow_SP.tolist() == [[3 * i, 3 * i + 1] for i in range(len(lengths))]

@@ -29,7 +29,7 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.planning.memory import weight_bytes
 from dsv4lite.weights.dummy import dummy_tensors
-from dsv4lite.weights.quant import Numerics, linear
+from dsv4lite.weights.quant import linear
 from tests.golden import OFFICIAL, TINY_DSPARK, WIDE, fill, plain, poisoned, rounded, tiny_checkpoint, tiny_ids, tiny_model
 from tests.models.paged import PagedModel, PagedSequence
 from tests.tiny import TINY_REFRESHED
@@ -55,26 +55,26 @@ def drafter_of(model: DeepseekV4) -> DSparkDrafter:
     return model.dspark
 
 
-def draft(state: PagedModel, sequences: Sequence[PagedSequence], anchors: Sequence[int]) -> Drafts:
-    """Draft behind sequences in the pages of the step they have just run."""
+def draft(state: PagedModel, sequences: Sequence[PagedSequence | None], anchors: Sequence[int], **pick: Any) -> Drafts:
+    """Draft after sequences in the pages of the step they have just run; ``None`` is padding."""
     model, device = state.model, state.device
-    width = max(len(s.window_pages) for s in sequences)
-    pages = [[*s.window_pages, *([-1] * (width - len(s.window_pages)))] for s in sequences]
+    width = max(len(s.window_pages) for s in sequences if s is not None)
+    pages = [[*(s.window_pages if s is not None else ()), *[-1] * width][:width] for s in sequences]
     where = DraftBlock.of(
-        torch.tensor([s.length for s in sequences], device=device),
+        torch.tensor([-1 if s is None else s.length for s in sequences], device=device),
         torch.tensor(pages, dtype=torch.int32, device=device),
-        torch.tensor([s.window_first for s in sequences], dtype=torch.int32, device=device),
+        torch.tensor([0 if s is None else s.window_first for s in sequences], dtype=torch.int32, device=device),
         drafter_of(model).block,
         model.rotary.main,
     )
     caches = state.cache.layers[model.config.num_hidden_layers :]
     with torch.no_grad():
-        out: Drafts = drafter_of(model)(torch.tensor(anchors, device=device), where, caches, model.embedded, model.project)
+        out: Drafts = drafter_of(model)(torch.tensor(anchors, device=device), where, caches, model.embedded, model.project, **pick)
     return out
 
 
 def run(state: PagedModel, sequence: PagedSequence, ids: Sequence[int], cuts: Iterable[int] = ()) -> list[int]:
-    """Run tokens, in chunks that end at ``cuts``; return the best next token behind each."""
+    """Run tokens, in chunks that end at ``cuts``; return the best next token after each."""
     streams, begin = [], 0
     for end in (*cuts, len(ids)):
         streams.append(state.step([(sequence, ids[begin:end])])[0])
@@ -87,7 +87,7 @@ def run(state: PagedModel, sequence: PagedSequence, ids: Sequence[int], cuts: It
 def drafts_after(
     model: DeepseekV4, ids: Sequence[int], cuts: Iterable[int] = (), *, anchor: int | None = None
 ) -> tuple[int, Drafts]:
-    """Return the next token of a prompt, by default the best one, and what is drafted behind it."""
+    """Return the next token of a prompt, by default the best one, and the drafts after it."""
     state = PagedModel(model, tokens=len(ids))
     sequence = state.open()
     best = run(state, sequence, ids, cuts)[-1]
@@ -115,7 +115,7 @@ def test_generated_weights_are_the_published_ones() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Published results behind a prompt of ``length`` tokens."""
+    """Published results after a prompt of ``length`` tokens."""
 
     length: int
     anchor: int
@@ -280,7 +280,7 @@ def test_every_part_gives_the_published_values(model: DeepseekV4, trace: Trace) 
 
 
 def test_round_with_forced_drafts_goes_on_as_published(model: DeepseekV4) -> None:
-    """Two of five drafts hold; the rows of the others were written, and nobody reads them."""
+    """Two of five drafts are accepted; the rows of the others were written, and are not read."""
     state = PagedModel(model, tokens=40)
     sequence = state.open()
     anchor = run(state, sequence, tiny_ids(11))[-1]
@@ -343,18 +343,12 @@ def test_block_sees_the_window_before_it_and_all_of_itself(trace: Trace, length:
 
 
 def test_drafts_follow_what_is_picked(model: DeepseekV4) -> None:
-    """Each draft's bias goes into the next one's logits, whoever chose it; confidence sees the token before."""
+    """Each draft's bias goes into the next one's logits, also if it was forced; confidence sees the previous token."""
     state = PagedModel(model, tokens=11)
     sequence = state.open()
     anchor = run(state, sequence, tiny_ids(11))[-1]
     chosen, best = [5, 6, 7, 8, 9], draft(state, [sequence], [anchor])
-    where = DraftBlock.of(
-        torch.tensor([11]), torch.tensor([sequence.window_pages], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 5,
-        model.rotary.main,
-    )  # fmt: skip
-    caches = state.cache.layers[5:]
-    pick = lambda logits, place: torch.tensor([chosen[place]])
-    out = drafter_of(model)(torch.tensor([anchor]), where, caches, model.embedded, model.project, pick)
+    out = draft(state, [sequence], [anchor], pick=lambda logits, place: torch.tensor([chosen[place]]))
     assert out.token_ids_SG.tolist() == [chosen]
     change = out.logits_SGV[0] - best.logits_SGV[0]
     before = [anchor, *best.token_ids_SG[0, :4].tolist()]
@@ -393,15 +387,8 @@ def quantized(config: V4Config, tensors: Mapping[str, Tensor], *, resident: bool
     """A small model in the release's formats, its matrices widened or as they are stored."""
     numerics = rounded()
     if resident:
-        numerics = Numerics.choose(
-            dtype=torch.bfloat16,
-            quantized=True,
-            deterministic=False,
-            device=torch.device(device),
-            dense_fp8=True,
-            expert_format="fp4",
-        )
-        numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        numerics = replace(numerics, device=torch.device(device), matrix_dtype=dtype, resident_fp8=True, resident_experts="fp4")
     return fill(poisoned(config, numerics, with_mtp=True), tensors).requires_grad_(False)
 
 
@@ -422,7 +409,7 @@ def stored_tensors() -> dict[str, Tensor]:
     return dict(dummy_tensors(STORED, V4_TENSORS, expert_format="fp4", quantized=True, seed=1))
 
 
-def behind_prompts(model: DeepseekV4) -> tuple[PagedModel, list[PagedSequence]]:
+def after_prompts(model: DeepseekV4) -> tuple[PagedModel, list[PagedSequence]]:
     """Run two prompts, the last token of each by itself."""
     state = PagedModel(model, tokens=80, sequences=2)
     sequences = [state.open(), state.open()]
@@ -442,7 +429,7 @@ def test_stored_formats_draft_as_widened_ones() -> None:
     """The same drafts but for roundings: a bfloat16 that falls on the other side moves logits by some 2^-8 of their size."""
     tensors = stored_tensors()
     wide, stored = (
-        draft(*behind_prompts(quantized(STORED, tensors, resident=resident, device="cpu")), ANCHORS) for resident in (False, True)
+        draft(*after_prompts(quantized(STORED, tensors, resident=resident, device="cpu")), ANCHORS) for resident in (False, True)
     )
     assert stored.logits_SGV.isfinite().all()
     assert distance(stored, wide) < 0.1
@@ -451,7 +438,7 @@ def test_stored_formats_draft_as_widened_ones() -> None:
 
 @pytest.fixture(scope="module")
 def on_gpu() -> tuple[PagedModel, list[PagedSequence]]:
-    return behind_prompts(quantized(STORED, stored_tensors(), resident=True, device="cuda"))
+    return after_prompts(quantized(STORED, stored_tensors(), resident=True, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -517,15 +504,7 @@ def test_padding_drafts_something_and_changes_nothing(model: DeepseekV4) -> None
     sequence = state.open()
     anchor = run(state, sequence, tiny_ids(11))[-1]
     before = [store.memory.clone() for _, part, store in state.cache.stores() if part.lifetime == "window"]
-    where = DraftBlock.of(
-        torch.tensor([11, -1]),
-        torch.tensor([sequence.window_pages, [-1] * len(sequence.window_pages)], dtype=torch.int32),
-        torch.zeros(2, dtype=torch.int32),
-        5,
-        model.rotary.main,
-    )
-    with torch.no_grad():
-        out = drafter_of(model)(torch.tensor([anchor, 0]), where, state.cache.layers[5:], model.embedded, model.project)
+    out = draft(state, [sequence, None], [anchor, 0])
     assert out.token_ids_SG[0].tolist() == [15, 1, 1, 1, 1] and out.logits_SGV[1].isfinite().all()
     after = [store.memory for _, part, store in state.cache.stores() if part.lifetime == "window"]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from dsv4lite.kernels.quantize import (
 )
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.routing import Router, route, softplus
-from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.moe import Tokens
 from dsv4lite.weights.quant import linear
 from tests.golden import TINY, fill, plain, poisoned, tiny_checkpoint, tiny_ids, tiny_model
 
@@ -51,7 +53,7 @@ class Trace:
 
     def __init__(self, model: DeepseekV4, count: int) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.batch, self.caches = one_pass([tiny_ids(count)], TINY, model.rotary, model.numerics, num_layers=TINY.num_hidden_layers)
+        self.batch, self.caches = model.prepare(tiny_ids(count))
         hooks = []
         for i, block in enumerate(model.layers):
             for part in ("attn", "ffn"):
@@ -62,8 +64,9 @@ class Trace:
             hook.remove()
 
     def _keep(self, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self.tensors[name + ".in"], self.tensors[name + ".out"] = args[0], output
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self.tensors[name + ".in"] = args[0].x_TD if isinstance(args[0], Tokens) else args[0]
+            self.tensors[name + ".out"] = output
 
         return hook
 
@@ -81,7 +84,7 @@ def logits_of(model: DeepseekV4, count: int) -> Tensor:
 def mtp_logits_of(model: DeepseekV4, count: int) -> Tensor:
     """Run the MTP block over all positions but the last, each with the token that follows it."""
     ids = tiny_ids(count)
-    batch, caches = one_pass([ids[1:]], TINY, model.rotary, model.numerics, num_layers=TINY.num_hidden_layers + 1)
+    batch, caches = model.prepare(ids[1:], drafter=True)
     with torch.no_grad():
         streams = model.one_pass(ids)[:-1]
         return model.mtp_logits(model.mtp_forward(streams, batch, caches[-1]))

@@ -1,6 +1,6 @@
 """The model with widened weights against stored outputs of the official code, stage by stage from the stored inputs.
 
-The data's own page says what to expect: the suggested limits tell a defect from another order of summation. The limits here lie
+The data's own page says what to expect: the suggested limits separate a defect from another order of summation. The limits here lie
 closer, at about twice what plain torch with all the official roundings reaches; from token ids only the suggested mean anything.
 """
 
@@ -18,9 +18,9 @@ from dsv4lite.kernels.attention import sparse_attention
 from dsv4lite.kernels.hc import hc_project, hc_split
 from dsv4lite.kernels.indexer import choose_paged
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp4, round_fp8
-from dsv4lite.models.deepseek_v4.batch import Batch, one_pass
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.moe import Tokens
 from dsv4lite.weights.quant import Matrix, linear
 from tests.golden import OFFICIAL, OFFICIAL_DIGEST, digest, official_ids, rounded
 from tests.models.paged import PagedModel
@@ -40,10 +40,6 @@ def distances(got: Tensor, wanted: Tensor) -> Tensor:
     assert got.shape == wanted.shape
     got, wanted = got.float().flatten(1), wanted.float().flatten(1)
     return (got - wanted).norm(dim=1) / wanted.norm(dim=1)
-
-
-def whole(model: DeepseekV4, token_ids: list[int]) -> tuple[Batch, list]:
-    return one_pass([token_ids], OFFICIAL, model.rotary, model.numerics, num_layers=OFFICIAL.num_hidden_layers + 1)
 
 
 # Data ----------------------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ class AttentionRun:
 
     def __init__(self, model: DeepseekV4, outputs: Outputs, layer: int) -> None:
         self.chosen = torch.empty(0)
-        batch, caches = whole(model, official_ids(400))
+        batch, caches = model.prepare(official_ids(400))
         self.cache = caches[layer]
 
         def recorded(*args: Any, **kwargs: Any) -> Tensor:
@@ -204,7 +200,7 @@ def test_selection_agrees_but_for_ties(csa: AttentionRun, outputs: Outputs) -> N
 def test_experts_agree_bit_for_bit(official: DeepseekV4, outputs: Outputs, layer: int) -> None:
     ids = torch.tensor(official_ids(400))[outputs["main.pos"].long()]
     routed = torch.empty(len(ids), OFFICIAL.experts_per_token, dtype=torch.int16)
-    got = official.layers[layer].ffn(outputs[f"main.ffn_in.{layer}"], ids, routed)
+    got = official.layers[layer].ffn(Tokens(outputs[f"main.ffn_in.{layer}"], ids, routed))
     assert distance(got, outputs[f"main.ffn_out.{layer}"]) < 1e-4
     wanted = outputs[f"main.gate_idx.{layer}"][outputs["main.pos"].long()]
     assert torch.equal(routed, wanted.sort(-1).values)
@@ -218,7 +214,7 @@ LAYER_LIMITS = (1.8e-2, 1.3e-2, 2.2e-2, 1e-2, 1e-2)
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_whole_layer_agrees(official: DeepseekV4, outputs: Outputs, layer: int) -> None:
-    batch, caches = whole(official, official_ids(136))
+    batch, caches = official.prepare(official_ids(136))
     streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics)
     official.layers[layer](streams, batch, caches[layer])
     assert distance(streams.final(), outputs[f"mid.streams.{layer + 1}"]) < LAYER_LIMITS[layer]
@@ -236,7 +232,7 @@ def test_head_agrees(official: DeepseekV4, outputs: Outputs) -> None:
 
 
 def test_mtp_block_agrees(official: DeepseekV4, outputs: Outputs) -> None:
-    batch, caches = whole(official, official_ids(136)[1:])
+    batch, caches = official.prepare(official_ids(136)[1:], drafter=True)
     got = official.mtp_logits(official.mtp_forward(outputs["mid.streams.5"][:-1], batch, caches[-1]))
     position = outputs["mid.pos"].long()
     position = position[position < len(got)]
@@ -284,13 +280,8 @@ def test_logits_agree_within_the_noise(
     assert (got.argmax(-1) == outputs[f"{run}.argmax"]).float().mean() > agree
 
 
-def test_paged_steps_agree_with_one_pass(official_deterministic: DeepseekV4, outputs: Outputs) -> None:
-    for run in ("short", "mid"):
-        assert torch.equal(in_steps(official_deterministic, run, outputs), in_one_pass(official_deterministic, run, outputs))
-
-
 def test_routing_agrees_where_the_streams_do(official: DeepseekV4, outputs: Outputs) -> None:
-    batch, caches = whole(official, official_ids(136))
+    batch, caches = official.prepare(official_ids(136))
     for layer in LAYERS:
         streams = Streams(outputs[f"mid.streams.{layer}"], OFFICIAL, official.numerics)
         routed = torch.empty(136, OFFICIAL.experts_per_token, dtype=torch.int16)

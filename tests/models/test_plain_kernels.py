@@ -20,7 +20,6 @@ from dsv4lite.weights.quant import Numerics
 from tests.golden import TINY, WIDE, fill, poisoned, tiny_checkpoint, tiny_ids
 from tests.models.paged import PagedModel, run_in_cuts
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIGS = {"short_groups": replace(TINY, streams=3), "release_ratios": WIDE}
 
 
@@ -92,9 +91,12 @@ def test_bfloat16_agrees_within_its_noise() -> None:
     assert (got - truth).norm(dim=-1).quantile(0.9) < 1.3 * noise.quantile(0.9)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+on_gpu = [pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), *on_gpu])
 def test_cutting_a_prompt_changes_no_bit(dtype: torch.dtype, device: str) -> None:
+    """For float32 on a CPU ``test_invariance`` does the same."""
     model = model_of(WIDE, dtype, device, deterministic=True)
     ids = tiny_ids(140, WIDE)
     whole = logits(model, ids, [])

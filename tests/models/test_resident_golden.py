@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.moe import Tokens
 from tests.golden import OFFICIAL, fill, official_ids, poisoned, rounded
 from tests.models.paged import PagedModel
 from tests.models.test_official_golden import PREFILL, Outputs, distance, distances
@@ -90,7 +91,7 @@ def test_experts_agree(model: DeepseekV4, outputs: Outputs, layer: int) -> None:
     ids = on(model, torch.tensor(official_ids(400))[outputs["main.pos"].long()])
     routed = on(model, torch.empty(len(ids), OFFICIAL.experts_per_token, dtype=torch.int16))
     x = on(model, outputs[f"main.ffn_in.{layer}"])
-    got = model.layers[layer].ffn(x, ids, routed, quantize_fp8(x, 128))
+    got = model.layers[layer].ffn(Tokens(x, ids, routed, quantize_fp8(x, 128)))
     assert distance(got.cpu(), outputs[f"main.ffn_out.{layer}"]) < 5e-3
     wanted = outputs[f"main.gate_idx.{layer}"][outputs["main.pos"].long()]
     assert torch.equal(routed.cpu(), wanted.sort(-1).values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.golden import fill, plain, poisoned
 from tests.models.paged import run_in_cuts
 from tests.tiny import trainer_model, trainer_settings
 
-BORDERS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130)
+BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130)
 FAR = (255, 256, 257, 300)
 
 # Limits on SwiGLU so low that most experts clamp; few entries to select, so that selection bites early.
@@ -71,16 +72,16 @@ class Pair:
         return torch.randint(self.ours.config.vocab_size, (count,), generator=generator).tolist()
 
 
-def official_state(model: Any) -> dict[str, Tensor]:
-    """Return transformers' parameters and buffers under the official names."""
-    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not name.endswith("inv_freq")}
-    return {piece.name: tensor[piece.index] for name, tensor in state.items() for piece in translate(name, tensor.shape, V4_NAMES)}
+def official(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by transformers' names under the official ones."""
+    return {piece.name: tensor[piece.index] for name, tensor in named.items() for piece in translate(name, tensor.shape, V4_NAMES)}
 
 
 def make_pair(name: str, *, deterministic: bool = False) -> Pair:
     theirs = trainer_model(trainer_settings(**MODELS[name]), seed=list(MODELS).index(name))
     config = parse_config(theirs.config.to_dict())
-    return Pair(theirs, fill(poisoned(config, plain(deterministic)), official_state(theirs)))
+    state = {name: tensor for name, tensor in theirs.state_dict(keep_vars=True).items() if not name.endswith("inv_freq")}
+    return Pair(theirs, fill(poisoned(config, plain(deterministic)), official(state)))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -93,7 +94,7 @@ def their_logits(pair: Pair, ids: list[int]) -> Tensor:
         return pair.theirs(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("count", (*BORDERS, *FAR))
+@pytest.mark.parametrize("count", (*BOUNDARIES, *FAR))
 def test_logits_of_one_pass_agree(pair: Pair, count: int) -> None:
     ids = pair.ids(count)
     with torch.no_grad():
@@ -126,12 +127,8 @@ def test_gradients_of_all_weights_agree(deterministic: bool) -> None:
     ids = torch.tensor(pair.ids(41))
     loss = torch.nn.functional.cross_entropy(pair.theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:])
     loss.backward()
-    grads = {name: p.grad for name, p in pair.theirs.named_parameters()}
-    wanted = {
-        piece.name: (torch.zeros_like(tensor) if grads[name] is None else grads[name])[piece.index]
-        for name, tensor in pair.theirs.named_parameters()
-        for piece in translate(name, tensor.shape, V4_NAMES)
-    }
+    named = pair.theirs.named_parameters()
+    wanted = official({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named})
     ours = torch.nn.functional.cross_entropy(pair.ours.logits(pair.ours.one_pass(ids.tolist()))[:-1], ids[1:])
     assert (ours - loss).abs() < 1e-5
     ours.backward()
@@ -141,5 +138,5 @@ def test_gradients_of_all_weights_agree(deterministic: bool) -> None:
         got = gradient(slots[name])
         assert got.shape == expected.shape
         assert (got - expected).norm() <= 1e-3 * expected.norm() + 1e-9, name
-        # Selection has no gradient, so the indexer learns nothing; nor does an expert that nobody chose.
+        # Selection has no gradient, so the indexer learns nothing; nor does an expert that no token chose.
         assert expected.norm() > 0 or ".indexer." in name or ".experts." in name, name

@@ -18,7 +18,7 @@ from dsv4lite.models.share import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import Checkpoint
-from dsv4lite.weights.loader import load, reload
+from dsv4lite.weights.loader import load
 from dsv4lite.weights.quant import CopiedSlot, MatrixSlot, TileSlot
 from tests.golden import OFFICIAL, TINY, plain, poisoned, rounded
 from tests.models.paged import PagedModel
@@ -81,7 +81,7 @@ def build(mesh: Mesh, job: Job) -> DeepseekV4:
         numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
     model = poisoned(job.config, numerics, mesh, dispatcher=job.dispatcher, redundant_experts=job.redundant_experts, with_mtp=True)
     load(
-        Checkpoint.open(str(job.folder), names=v4_names),
+        Checkpoint.open(job.folder, names=v4_names),
         model.slots(),
         shards=shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank),
     )
@@ -119,9 +119,8 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
     for slot in moved.values():
         for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
             forget(place)
-    reload(
-        Checkpoint.open(str(job.folder), names=v4_names), moved, shards=shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank)
-    )
+    shards = shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank)
+    load(Checkpoint.open(job.folder, names=v4_names), moved, shards=shards, whole=False)
     even = [ffn.placement.imbalance(load) for ffn, load in zip(blocks, loads, strict=True)]
     assert imbalances[: len(blocks)] == list(zip(uneven, even, strict=True))
     return before, run(model, mesh, job), len(moved), uneven, even

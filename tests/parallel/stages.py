@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.moe import Tokens
 from dsv4lite.parallel.mesh import Mesh
 from tests.golden import OFFICIAL, OFFICIAL_OUTPUTS, official_ids
 from tests.models.paged import PagedModel
@@ -43,7 +44,7 @@ def official_stages(mesh: Mesh, job: Job) -> dict[str, Tensor]:
     for layer in (0, 2):
         x_TD = stored[f"main.ffn_in.{layer}"]
         ids_T = torch.tensor(main, device=device)[kept]
-        found[f"main.ffn_out.{layer}"] = model.layers[layer].ffn(x_TD, ids_T, None, quantize_fp8(x_TD, 128))
+        found[f"main.ffn_out.{layer}"] = model.layers[layer].ffn(Tokens(x_TD, ids_T, None, quantize_fp8(x_TD, 128)))
     for layer in range(OFFICIAL.num_hidden_layers):
         batch, caches = start(model, mid)
         streams = model._streams(stored[f"mid.streams.{layer}"])

@@ -23,7 +23,7 @@ from dsv4lite.models.share import Share, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning import memory
 from dsv4lite.planning.memory import _working, plan_memory
-from dsv4lite.planning.roofline import HOP_S, stage_floor
+from dsv4lite.planning.roofline import HOP_S, stage_roofline
 from tests.e2e.engines import SMALL
 from tests.golden import plain
 from tests.tiny import flash, pro
@@ -141,7 +141,7 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
     for layout, sums in ((Layout(), 0), (Layout(tp=2), 2), (Layout(tp=2, ep=2), 2), (Layout(ep=2), 1)):
         share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
         sequences, weights = 1000, 10**9
-        got = stage_floor(config, plain(), share, weights, sequences, H200, row_reads(config, plain()))
+        got = stage_roofline(config, plain(), share, weights, sequences, H200, row_reads(config, plain()))
         rows = sequences * 2 * (config.window + config.index_topk) * 4 * config.head_dim
         read = weights - 4 * len(share.vocab) * config.hidden_size + rows
         travels = HOP_S + 4 * sequences * config.hidden_size / H200.link_bytes_s  # an all-reduce of two sends half of it twice
@@ -151,7 +151,9 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
 def test_floor_of_one_token_reads_its_experts_only() -> None:
     config, layout = parse_config(MODEL), Layout(ep=2)
     share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
-    one, all_of_them = (stage_floor(config, plain(), share, 10**9, count, H200, row_reads(config, plain())) for count in (1, 10**4))
+    one, all_of_them = (
+        stage_roofline(config, plain(), share, 10**9, count, H200, row_reads(config, plain())) for count in (1, 10**4)
+    )
     expert = 3 * config.hidden_size * config.expert_width * 4
     assert one < all_of_them
     idle = config.num_hidden_layers * (4 - 4 * config.experts_per_token / 8) * expert

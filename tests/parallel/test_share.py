@@ -42,7 +42,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("config", "numerics"), [(PLAIN, plain()), (QUANTIZED, rounded())], ids=["plain", "quantized"])
+@pytest.mark.parametrize(("config", "numerics"), [(PLAIN, plain()), (QUANTIZED, rounded())], ids=["unquantized", "quantized"])
 def test_ranks_hold_every_element_once_and_otherwise_whole_copies(config: V4Config, numerics: Numerics, layout: Layout) -> None:
     """Every tensor is tiled by different parts, and each of these is on equally many ranks."""
     held: dict[str, Counter[tuple[tuple[int, int], ...]]] = {}
@@ -107,7 +107,7 @@ def test_stages_are_the_best_of_all_cuts(count: int) -> None:
     config = replace(PLAIN, num_hidden_layers=9, ratios=(4, 4, 0, 0, 0, 4, 4, 4, 0, 0), vocab_size=512)
     weights = [0] * 9
     for name, spec in official_shapes(config).items():
-        stored = stored_tensors(name, spec, quantized=False, expert_format="plain").values()
+        stored = stored_tensors(name, spec, quantized=False, expert_format="unquantized").values()
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0 if "embed" in name else 8
         weights[layer] += sum(tensor.nbytes for tensor in stored)
     cuts = [(0, *cut, 9) for cut in combinations(range(1, 9), count - 1)]
@@ -118,7 +118,7 @@ def test_stages_are_the_best_of_all_cuts(count: int) -> None:
 def value(slot: Slot) -> torch.Tensor:
     """What lies in a place, as numbers."""
     if isinstance(slot, TileSlot):
-        return slot.stack.tiles.dequantize(slot.expert, slot.half)
+        return slot.stack.stored.dequantize(slot.expert, slot.half)
     if isinstance(slot, MatrixSlot):
         return slot.matrix.weight.detach().flatten(0, -2)[slot.begin : slot.end]
     return slot.tensor
@@ -127,8 +127,8 @@ def value(slot: Slot) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("plain", Layout(tp=4, ep=2)),
-        ("plain", Layout(pp=2)),
+        ("unquantized", Layout(tp=4, ep=2)),
+        ("unquantized", Layout(pp=2)),
         ("fp4", Layout(tp=2)),
         ("fp4", Layout(ep=4)),
         ("fp8", Layout(tp=2, ep=2)),
@@ -136,8 +136,8 @@ def value(slot: Slot) -> torch.Tensor:
     ids=str,
 )
 def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layout: Layout) -> None:
-    config = replace(QUANTIZED, quantized=form != "plain", num_experts=4, vocab_size=64)
-    numerics = plain() if form == "plain" else replace(rounded(), resident_experts=form)
+    config = replace(QUANTIZED, quantized=form != "unquantized", num_experts=4, vocab_size=64)
+    numerics = plain() if form == "unquantized" else replace(rounded(), resident_experts=form)
     source = ModelSource(
         family=FAMILIES["deepseek_v4"],
         folder=Path("."),
@@ -145,7 +145,7 @@ def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layou
         model=config,
         dtype=torch.bfloat16,
         expert_format=form,
-        dense_fp8=form != "plain",
+        dense_fp8=form != "unquantized",
         checkpoint=None,
     )
     whole = source.build(numerics, with_mtp=True, seed=3).slots()

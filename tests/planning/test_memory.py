@@ -131,7 +131,7 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
 
 
 def machine(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """Write what Linux tells of a machine with 64 GiB free, whose control groups have these files."""
+    """Write what Linux reports of a machine with 64 GiB free, whose control groups have these files."""
     texts = {"proc/meminfo": "MemTotal: 1\nMemAvailable: 67108864 kB\n", "proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
     for name, text in {**texts, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def test_host_memory_without_limits_is_what_is_free(tmp_path: Path) -> None:
 
 def test_float16_checkpoint_is_computed_in_float32_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was computed in bfloat16, which rounds its weights, without a word."""
-    tensors = dummy_tensors(parse_config(SMALL), V4_TENSORS, expert_format="plain", quantized=False)
+    tensors = dummy_tensors(parse_config(SMALL), V4_TENSORS, expert_format="unquantized", quantized=False)
     halves = ((name, tensor.half() if tensor.is_floating_point() else tensor) for name, tensor in tensors)
     write_checkpoint(tmp_path, {**SMALL, "torch_dtype": "float16"}, halves)
     assert "float32 matrices, float32 experts, float32 KV rows" in plan_memory(str(tmp_path), memory_bytes=GIB).planned_for

@@ -19,11 +19,15 @@ import dsv4lite.kernels
 from dsv4lite.config import tiny_model
 from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
-from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, paged_workspace, sampling_workspace
+from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, step_bytes
+from dsv4lite.request import Request, SamplingParams
+from dsv4lite.sampling.sampler import Sampler
+from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import read_config
@@ -74,17 +78,17 @@ class Allocator:
 
 
 class Ledger(TorchDispatchMode):
-    """Tells an allocator of every tensor on the meta device as it comes and goes."""
+    """Keeps an allocator informed of every tensor on a device as it is made and freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = META) -> None:
         super().__init__()
-        self.allocator = Allocator()
+        self.device, self.allocator = device, Allocator()
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor) and tensor.device == META:
+            if isinstance(tensor, Tensor) and tensor.device == self.device:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known and storage.nbytes():
                     self._known.add(storage._cdata)
@@ -94,6 +98,11 @@ class Ledger(TorchDispatchMode):
     def _gone(self, key: int, allocator: Allocator, taken: tuple[int, bool, Block]) -> None:
         self._known.discard(key)
         allocator.give_back(*taken)
+
+
+def tensor_of(given: Any) -> Tensor:
+    """The first tensor of some arguments, also in tuples."""
+    return next(tensor_of(one) if isinstance(one, tuple) else one for one in given if isinstance(one, (Tensor, tuple)))
 
 
 @pytest.fixture
@@ -169,8 +178,7 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
 
 def whole_workspace(model: DeepseekV4, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
     step = workspace(model.config, numerics, model.share, tokens=tokens, longest=longest)
-    sampling = sampling_workspace(model.config.vocab_size, sequences, 0)
-    return paged_workspace(step, numerics, tokens=tokens, sampling=sampling)
+    return step_bytes(step, numerics, model.config.vocab_size, tokens=tokens, sequences=sequences, listed=0)
 
 
 def check_widest_point(ledger: Ledger, case: str, kind: str, *, deterministic: bool) -> None:
@@ -229,3 +237,20 @@ def test_workspace_in_one_piece_holds_steps_of_any_size(
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 def test_workspace_in_one_piece_holds_steps_of_plain_models(ledger: Ledger, kind: str) -> None:
     check_one_piece(ledger, FLASH, numerics_of(kind, deterministic=False), 8192, 1 << 17)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3000, "presence_penalty": 1.0}, {"logprobs": 50}], ids=str)
+def test_workspace_holds_sampling_on_a_cpu(settings: dict[str, Any]) -> None:
+    """All logits are equal, so that a nucleus is nearly the whole vocabulary."""
+    rows, vocab, cpu = 64, 4096, torch.device("cpu")
+    sampler = Sampler(vocab, "cpu", 0, None, slots=rows, rows=rows)
+    params = SamplingParams(**settings, logprobs_mode="processed")
+    runs = [SequencePlan(i, i, 3, (0,), (), 0, (), True) for i in range(rows)]
+    for i in range(rows):
+        sampler.add(i, Request(request_id=str(i), prompt_token_ids=(5, 6, 7), params=params), 0)
+    numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=False, device=cpu)
+    counted = step_bytes(PassBytes(hidden=0, held=0, widest=0), numerics, vocab, tokens=0, sequences=rows, listed=50)
+    last_token = torch.zeros(rows + 1, dtype=torch.int64)
+    with torch.inference_mode(), Ledger(cpu) as ledger:
+        sampler.sample(torch.zeros(rows, vocab), runs, last_token)
+        assert 0.2 * counted < ledger.allocator.peak <= counted

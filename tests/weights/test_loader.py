@@ -58,7 +58,7 @@ class FakeSlot:
     """Keeps what it was given, dequantized, and says what is wrong with how it was called."""
 
     shape: tuple[int, ...]
-    kind: Literal["plain", "matrix"] = "matrix"
+    kind: Literal["tensor", "matrix"] = "matrix"
     stored: list[Tensor] = field(default_factory=list)
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
@@ -90,7 +90,7 @@ def slots_for(config: V4Config, shards: Shards | None = None, *, mtp: bool = Tru
         cut = tuple(slice(0, n) for n in spec.shape) if shards is None else shards.cut(name, spec.shape)
         if (shards is None or holds(shards, name)) and (mtp or not name.startswith("mtp.")):
             shape = tuple(part.stop - part.start for part in cut)
-            found[name] = FakeSlot(shape, "matrix" if spec.kind in MATRICES else "plain")
+            found[name] = FakeSlot(shape, "matrix" if spec.kind in MATRICES else "tensor")
     return found
 
 
@@ -108,7 +108,7 @@ def everything(config: V4Config, expert_format: ExpertFormat = "fp4", quantized:
 
 
 def opened(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None = None) -> Checkpoint:
-    return Checkpoint.open(str(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes)), names=v4_names)
+    return Checkpoint.open(write_checkpoint(folder, CONFIG, tensors, shard_bytes=shard_bytes), names=v4_names)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def config() -> V4Config:
 # ------------------------------------------------------------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize(("expert_format", "quantized"), [("fp4", True), ("fp8", True), ("plain", False)])
+@pytest.mark.parametrize(("expert_format", "quantized"), [("fp4", True), ("fp8", True), ("unquantized", False)])
 @pytest.mark.parametrize("shard_bytes", [None, 100_000])
 def test_load_fills_every_slot_once(
     tmp_path: Path, config: V4Config, expert_format: ExpertFormat, quantized: bool, shard_bytes: int | None
@@ -170,7 +170,7 @@ def test_load_takes_unsigned_packed_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 4)])
-@pytest.mark.parametrize(("expert_format", "quantized"), [("fp4", True), ("plain", False)])
+@pytest.mark.parametrize(("expert_format", "quantized"), [("fp4", True), ("unquantized", False)])
 def test_shards_of_all_ranks_make_the_whole(
     tmp_path: Path, config: V4Config, tp: int, ep: int, expert_format: ExpertFormat, quantized: bool
 ) -> None:

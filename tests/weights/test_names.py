@@ -45,7 +45,7 @@ def test_module_names_of_transformers_give_the_official_table(theirs: Any) -> No
 
 def test_saved_model_of_transformers_gives_the_official_table_and_values(theirs: Any, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
-    checkpoint = Checkpoint.open(str(tmp_path), names=v4_names)
+    checkpoint = Checkpoint.open(tmp_path, names=v4_names)
     assert {name: info.shape for name, info in checkpoint.headers.items()} == EXPECTED
     values = official(theirs.state_dict())
     for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values()):
@@ -58,7 +58,7 @@ def test_model_saved_under_its_module_names_gives_the_same_values(theirs: Any, t
 
     theirs.config.save_pretrained(tmp_path)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(str(tmp_path), names=v4_names)
+    checkpoint = Checkpoint.open(tmp_path, names=v4_names)
     values = official(theirs.state_dict())
     read = {info.name: tensor.clone() for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values())}
     assert read.keys() == values.keys() == EXPECTED.keys()

@@ -8,69 +8,50 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
-from dsv4lite.models.config import DrafterKind, MoEConfig
+from dsv4lite.models.config import DrafterKind, ModelConfig
 from dsv4lite.paging import PAGE_TOKENS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
 ARCHITECTURE, MODEL_TYPE = "DeepseekV4ForCausalLM", "deepseek_v4"
 
-_RENAMED = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_dim",
-    "q_lora_rank": "q_lora_rank",
-    "o_groups": "o_groups",
-    "o_lora_rank": "o_lora_rank",
-    "n_routed_experts": "num_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "n_shared_experts": "num_shared_experts",
-    "moe_intermediate_size": "expert_width",
-    "routed_scaling_factor": "route_scale",
-    "swiglu_limit": "swiglu_limit",
-    "sliding_window": "window",
-    "index_n_heads": "index_heads",
-    "index_head_dim": "index_dim",
-    "index_topk": "index_topk",
-    "hc_mult": "streams",
-    "hc_sinkhorn_iters": "sinkhorn_iters",
-    "hc_eps": "hc_eps",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "compress_rope_theta": "compress_rope_theta",
-    "max_position_embeddings": "max_positions",
-    "num_nextn_predict_layers": "num_mtp_layers",
+MOST_TOKENS = 1 << 23  # of a vocabulary, and what sampling can number
+MOST_EXPERTS = 4096  # of a layer
+# Each key of config.json that is one number: the field that it sets, and the largest integer that is accepted, several times that
+# of the largest release (V4-Pro, in brackets): larger ones mean a broken config.
+_NUMBERS: Mapping[str, tuple[str, int | None]] = {
+    "vocab_size": ("vocab_size", MOST_TOKENS),  # (129,280)
+    "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
+    "num_hidden_layers": ("num_hidden_layers", 256),  # (61)
+    "num_attention_heads": ("num_attention_heads", 4096),  # (128)
+    "head_dim": ("head_dim", 8192),  # (512)
+    "qk_rope_head_dim": ("rope_dim", 8192),  # (64)
+    "q_lora_rank": ("q_lora_rank", 1 << 17),  # (1,536)
+    "o_groups": ("o_groups", 4096),  # (16)
+    "o_lora_rank": ("o_lora_rank", 1 << 17),  # (1,024)
+    "n_routed_experts": ("num_experts", MOST_EXPERTS),  # (384)
+    "num_experts_per_tok": ("experts_per_token", 64),  # (6)
+    "n_shared_experts": ("num_shared_experts", 64),  # (1)
+    "moe_intermediate_size": ("expert_width", 1 << 20),  # (3,072)
+    "routed_scaling_factor": ("route_scale", None),
+    "swiglu_limit": ("swiglu_limit", None),
+    "sliding_window": ("window", 1 << 16),  # (128)
+    "index_n_heads": ("index_heads", 4096),  # (64)
+    "index_head_dim": ("index_dim", 8192),  # (128)
+    "index_topk": ("index_topk", 1 << 16),  # (1,024)
+    "hc_mult": ("streams", 64),  # (4)
+    "hc_sinkhorn_iters": ("sinkhorn_iters", 256),  # (20)
+    "hc_eps": ("hc_eps", None),
+    "rms_norm_eps": ("norm_eps", None),
+    "rope_theta": ("rope_theta", None),
+    "compress_rope_theta": ("compress_rope_theta", None),
+    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (1,048,576)
+    "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
 }
-# Limits that only tell a broken config from a model: several times what the largest release has (V4-Pro, in brackets).
-MOST_TOKENS = 1 << 23  # of a vocabulary, and what sampling can number (129,280)
-MOST_EXPERTS = 4096  # of a layer (384)
 _MOST: Mapping[str, int] = {
-    "vocab_size": MOST_TOKENS,
-    "hidden_size": 1 << 17,  # (7,168)
-    "num_hidden_layers": 256,  # (61)
-    "num_attention_heads": 4096,  # (128)
-    "head_dim": 8192,  # (512)
-    "qk_rope_head_dim": 8192,  # (64)
-    "q_lora_rank": 1 << 17,  # (1,536)
-    "o_groups": 4096,  # (16)
-    "o_lora_rank": 1 << 17,  # (1,024)
-    "n_routed_experts": MOST_EXPERTS,
+    **{key: most for key, (_, most) in _NUMBERS.items() if most is not None},
     "num_local_experts": MOST_EXPERTS,
-    "num_experts_per_tok": 64,  # (6)
-    "n_shared_experts": 64,  # (1)
-    "moe_intermediate_size": 1 << 20,  # (3,072)
-    "sliding_window": 1 << 16,  # (128)
-    "index_n_heads": 4096,  # (64)
-    "index_head_dim": 8192,  # (128)
-    "index_topk": 1 << 16,  # (1,024)
-    "hc_mult": 64,  # (4)
-    "hc_sinkhorn_iters": 256,  # (20)
-    "max_position_embeddings": 1 << 24,  # whose angles float32 can tell apart (1,048,576)
     "original_max_position_embeddings": 1 << 24,
-    "num_nextn_predict_layers": 64,  # (1)
     "n_mtp_layers": 64,  # (3)
     "num_hash_layers": 256,  # (3)
     "dspark_markov_rank": 1 << 17,  # (512)
@@ -145,7 +126,7 @@ class DSparkConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class V4Config(MoEConfig):
+class V4Config(ModelConfig):
     """Sizes of a DeepSeek-V4 model.
 
     Attributes:
@@ -268,10 +249,10 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
 
     settings: dict[str, Any] = {}
     problems: list[str] = []
-    for theirs, ours in _RENAMED.items():
+    for theirs, (ours, most) in _NUMBERS.items():
         if raw.get(theirs) is not None:
             try:
-                settings[ours] = _integer(raw, theirs) if _TYPES[ours] == "int" else _real(raw, theirs)
+                settings[ours] = _real(raw, theirs) if most is None else _integer(raw, theirs)
             except ConfigError as error:
                 problems.append(str(error))
     if problems:
@@ -280,7 +261,7 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         settings["rope_dim"] = round(settings.get("head_dim", 0) * _real(raw, "partial_rotary_factor"))
     if raw.get("n_routed_experts") is None and raw.get("num_local_experts") is not None:
         settings["num_experts"] = _integer(raw, "num_local_experts")
-    missing = [theirs for theirs, ours in _RENAMED.items() if ours in _REQUIRED and ours not in settings]
+    missing = [theirs for theirs, (ours, _) in _NUMBERS.items() if ours in _REQUIRED and ours not in settings]
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
     settings.update(_rope(raw))
@@ -300,13 +281,12 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         **settings,
         ratios=tuple(ratios[: layers + drafting]),
         quantized=bool(quantization),
-        bos_token_id=next(iter(_token_ids(raw, "bos_token_id", vocab_size, default=0)), None),
-        eos_token_id=next(iter(_token_ids(raw, "eos_token_id", vocab_size, default=1)), None),
+        bos_token_id=_token_id(raw, "bos_token_id", vocab_size, default=0),
+        eos_token_id=_token_id(raw, "eos_token_id", vocab_size, default=1),
         dspark=dspark,
     )
 
 
-_TYPES = {field.name: field.type for field in fields(V4Config)}
 _REQUIRED = frozenset(field.name for field in fields(V4Config) if field.default is MISSING)
 
 
@@ -320,7 +300,7 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
 def _check_spelling(raw: Mapping[str, Any]) -> None:
     if len(raw) > _MOST_KEYS:
         raise ConfigError(f"config.json has {len(raw)} keys; at most {_MOST_KEYS} are read")
-    meant = {*_RENAMED, *_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES}
+    meant = {*_NUMBERS, *_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES}
     for key in raw:
         if not isinstance(key, str):
             raise ConfigError(f"key {shown(key)} of the model's config must be a string")
@@ -350,13 +330,13 @@ def _real(raw: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _token_ids(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> list[int]:
-    """Return one id, several, or none; an explicit null means none."""
+def _token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:
+    """Return an id, the first one of a list; an explicit null means none."""
     value = raw.get(key, default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise ConfigError(f"{key}={shown(value)} must be a token id below vocab_size={vocab_size}, a list of them, or null")
-    return ids
+    return ids[0] if ids else None
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -432,14 +412,13 @@ def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the nested rotary settings say; the plain keys of the release form win."""
+    """Return what the nested rotary settings say; the keys of the release form take precedence."""
     nested = _mapping(raw, "rope_parameters")
     main, compress = _mapping(nested, "main"), _mapping(nested, "compress")
     out: dict[str, Any] = {}
-    if raw.get("rope_theta") is None and main.get("rope_theta") is not None:
-        out["rope_theta"] = _real(main, "rope_theta")
-    if raw.get("compress_rope_theta") is None and compress.get("rope_theta") is not None:
-        out["compress_rope_theta"] = _real(compress, "rope_theta")
+    for key, part in (("rope_theta", main), ("compress_rope_theta", compress)):
+        if raw.get(key) is None and part.get("rope_theta") is not None:
+            out[key] = _real(part, "rope_theta")
     scaling = _mapping(raw, "rope_scaling") or compress
     kind = scaling.get("type") or scaling.get("rope_type") or "default"
     if kind == "default":

@@ -1,9 +1,9 @@
 """DSpark, the block drafter of refreshed V4 releases (specification of DSpark 3 to 7).
 
-For every token of the main model the streams behind three late layers become one feature vector, and of it each stage keeps a kv
-row. A draft is one pass over a block: the newest token and noise in place of those to come. Every row of the block attends to the
-window before it and to all of the block; row k foretells the token after it. A bias that each token gives to the next one is then
-added from left to right, and another head estimates whether the drafts will hold.
+For every token of the main model the streams after three late layers become one feature vector; each stage stores a kv row of it. A
+draft is one pass over a block: the newest token, and noise in place of later ones. Every row of the block attends to the window
+before it and to all of the block; row k predicts the token after it. A bias that each token gives to the next one is then added
+from left to right, and another head estimates whether the drafts will be accepted.
 
 Kv rows are addressed by position: the rows of rejected drafts are overwritten before they are read. The block's own rows are not
 stored.
@@ -14,7 +14,8 @@ Shape suffixes: S sequences, G rows of a block, T = S G tokens, otherwise those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4.model import Attention, Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
+from dsv4lite.models.moe import Tokens
 from dsv4lite.models.share import Share
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.state.store import LayerCache
@@ -43,14 +45,13 @@ def _best(logits_SV: Tensor, place: int) -> Tensor:
     return logits_SV.argmax(-1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafts:
-    """What a block foretells.
+class Drafts(NamedTuple):
+    """The drafts of a block.
 
     Attributes:
         token_ids_SG: int64.
         logits_SGV: float32, of which they were chosen.
-        confidence_SG: float32 in (0, 1), the chance that a draft holds if those before it do.
+        confidence_SG: float32 in (0, 1), the probability that a draft is accepted if those before it are.
     """
 
     token_ids_SG: Tensor
@@ -58,13 +59,12 @@ class Drafts:
     confidence_SG: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftBlock:
-    """Where the blocks of some sequences stand; all of it is worked out on the device.
+class DraftBlock(NamedTuple):
+    """Where the blocks of some sequences stand; all of it is computed on the device.
 
     Attributes:
         own: The rows at their positions, without pages: they are stored nowhere.
-        whole: The rows all at the last one's position: attention from there, as many rows farther, is that of a block.
+        whole: The rows all at the last one's position: attention from there, over as many more rows, is that of a block.
         angles: cos and sin of the rows, float32 [T, rope / 2].
     """
 
@@ -74,7 +74,7 @@ class DraftBlock:
 
     @classmethod
     def of(cls, next_S: Tensor, window_SP: Tensor, window_first_S: Tensor, rows: int, frequencies: Tensor) -> DraftBlock:
-        """Place a block of ``rows`` behind each sequence.
+        """Place a block of ``rows`` after each sequence.
 
         Args:
             next_S: int64, position of the newest token, which did not run yet; negative for padding.
@@ -103,21 +103,9 @@ class DraftBlock:
             window_first_S=first_S // WINDOW_PAGE_TOKENS,
             singles=False,
         )
-        whole = Paging(
-            positions_T=position_SG[:, -1].repeat_interleave(rows),
-            sequence_T=own.sequence_T,
-            slots_S=nothing_S,
-            first_S=first_S,
-            rows_S=own.rows_S,
-            lens_S=own.lens_S,
-            drafts_S=nothing_S,
-            state_copy_S=nothing_S,
-            grow_SP=own.grow_SP,
-            window_SP=window_SP,
-            window_first_S=window_first_S,
-            singles=False,
-        )
-        return cls(own=own, whole=whole, angles=rope_angles(own.positions_T.long(), frequencies))
+        last_T = position_SG[:, -1].repeat_interleave(rows)
+        whole = replace(own, positions_T=last_T, window_SP=window_SP, window_first_S=window_first_S)
+        return cls(own, whole, rope_angles(own.positions_T.long(), frequencies))
 
 
 class DSparkDrafter(nn.Module):
@@ -133,23 +121,17 @@ class DSparkDrafter(nn.Module):
         self.targets, self.noise_token_id = dspark.targets, dspark.noise_token_id
         self.main_proj = Matrix(d, d * len(dspark.targets), numerics=numerics, rounds_input=True, fp8=True)
         self.main_norm, self.norm = parameter(d, numerics=numerics), parameter(d, numerics=numerics)
-        self.stages = nn.ModuleList(Block(config, numerics, share, config.num_hidden_layers + i) for i in range(dspark.stages))
+        self.blocks = tuple(Block(config, numerics, share, config.num_hidden_layers + i) for i in range(dspark.stages))
+        self.stages = nn.ModuleList(self.blocks)
         self.hc_head = Hc(config, numerics, head=True)
         self.markov_w1 = parameter(config.vocab_size, rank, numerics=numerics, dtype=numerics.dtype)
         self.markov_w2 = Matrix(config.vocab_size, rank, numerics=numerics)
         self.confidence = parameter(1, d + rank, numerics=numerics)
 
     def feed(self, taps_TK: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        """Store the kv rows of a step's tokens.
-
-        Args:
-            taps_TK: Averaged streams behind the target layers, side by side.
-            batch: The step.
-            caches: One for each stage.
-        """
+        """Store the kv rows of a step's tokens, from the averaged streams after the target layers, side by side."""
         x_TD = rms_norm(linear(taps_TK, self.main_proj), self.main_norm, self.config.norm_eps)
-        for stage, cache in zip(self.stages, caches, strict=True):
-            assert isinstance(stage, Block)
+        for stage, cache in zip(self.blocks, caches, strict=True):
             stage.attn.feed(x_TD, None, batch, cache)
 
     def forward(
@@ -162,7 +144,7 @@ class DSparkDrafter(nn.Module):
         pick: Pick = _best,
         most_sequences: int | None = None,
     ) -> Drafts:
-        """Draft behind each sequence's newest token.
+        """Draft after each sequence's newest token.
 
         Args:
             anchors_S: int64, that token.
@@ -185,12 +167,11 @@ class DSparkDrafter(nn.Module):
             drafts.append(previous_S)
         features = torch.cat([h_SGD, torch.stack(before, 1)], -1).float()
         confidence_SG = torch.sigmoid((features * self.confidence[0]).sum(-1))
-        return Drafts(token_ids_SG=torch.stack(drafts, 1), logits_SGV=logits_SGV, confidence_SG=confidence_SG)
+        return Drafts(torch.stack(drafts, 1), logits_SGV, confidence_SG)
 
     def take_part(self, most_sequences: int) -> None:
-        """Let this rank's experts work on other ranks' blocks, with none of its own."""
-        for stage in self.stages:
-            assert isinstance(stage, Block)
+        """Run this rank's experts on other ranks' blocks, with none of its own."""
+        for stage in self.blocks:
             stage.ffn.take_part(most_sequences * self.block)
 
     def _backbone(
@@ -201,19 +182,18 @@ class DSparkDrafter(nn.Module):
         embed: Callable[[Tensor], Tensor],
         most_tokens: int | None,
     ) -> Tensor:
-        """Return what the last stage makes of the blocks, before the norm, [S, G, D]."""
+        """Return the last stage's output of the blocks, before the norm, [S, G, D]."""
         c = self.config
         ids_SG = anchors_S[:, None].repeat(1, self.block)
         ids_SG[:, 1:] = self.noise_token_id
         ids_T = ids_SG.flatten()
         value_TND = embed(ids_T)[:, None].repeat(1, c.streams, 1)
         streams = Streams(value_TND, c, self.numerics)
-        for stage, cache in zip(self.stages, caches, strict=True):
-            assert isinstance(stage, Block)
+        for stage, cache in zip(self.blocks, caches, strict=True):
             x_TD, x_rounded = streams.enter(stage.hc_attn.weights, stage.attn_norm)
             streams.leave(self._attend(stage.attn, x_TD, x_rounded, where, cache))
             x_TD, x_rounded = streams.enter(stage.hc_ffn.weights, stage.ffn_norm)
-            streams.leave(stage.ffn(x_TD, ids_T, None, x_rounded, where.own.positions_T, most_tokens))
+            streams.leave(stage.ffn(Tokens(x_TD, ids_T, None, x_rounded, where.own.positions_T, most_tokens)))
         h_TD = hc_head(streams.final(), self.hc_head.weights, None, c.hc_eps, c.norm_eps, self.numerics.row_tile)
         return h_TD.view(len(anchors_S), self.block, -1)
 
@@ -245,8 +225,7 @@ class DSparkDrafter(nn.Module):
         """Name the tensors, stage by stage; the heads are with the last one."""
         yield prefix + "0.main_proj.weight", self.main_proj.whole()
         yield prefix + "0.main_norm.weight", TensorSlot(self.main_norm)
-        for i, stage in enumerate(self.stages):
-            assert isinstance(stage, Block)
+        for i, stage in enumerate(self.blocks):
             yield from stage.slots(f"{prefix}{i}.")
         last = f"{prefix}{len(self.stages) - 1}."
         yield last + "norm.weight", TensorSlot(self.norm)

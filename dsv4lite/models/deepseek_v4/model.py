@@ -23,20 +23,22 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
-from dsv4lite.kernels.rows import RowStore
-from dsv4lite.models.deepseek_v4.batch import Batch, Rotary, one_pass
+from dsv4lite.kernels.rows import GradientStore, RowStore
+from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.moe import MoE
+from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.spec import StateSpec
-from dsv4lite.state.store import LayerCache
+from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.state.spec import StateSizes, StateSpec
+from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -92,9 +94,10 @@ class Attention(nn.Module):
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
         index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        self._index_scale = float((c.index_dim * c.index_heads) ** -0.5)
         dense = partial(Matrix, numerics=numerics, fp8=True)
-        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, borders=[c.q_lora_rank])
-        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, borders=[heads * channels])
+        self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, boundaries=[c.q_lora_rank])
+        self.wq_b = dense(heads * channels + index_rows, c.q_lora_rank, rounds_input=True, boundaries=[heads * channels])
         self.wo_a = dense(self.groups, c.o_lora_rank, heads * channels // self.groups)
         self.wo_b = dense(c.hidden_size, self.groups * c.o_lora_rank, rounds_input=True)
         if self.ratio:
@@ -174,10 +177,6 @@ class Attention(nn.Module):
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
-    @property
-    def _index_scale(self) -> float:
-        return float((self.config.index_dim * self.config.index_heads) ** -0.5)
-
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
@@ -241,7 +240,8 @@ class Block(nn.Module):
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        streams.leave(self.ffn(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens))
+        tokens = Tokens(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens)
+        streams.leave(self.ffn(tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -281,22 +281,12 @@ class Mtp(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """The whole model, or one rank's share of it.
+    """The whole model, or one rank's part of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
 
-    Parameters are allocated, not initialised: fill them through ``slots()``, which names a checkpoint's tensors and their places.
-
-    Args:
-        config: Sizes of the whole model.
-        numerics: Arithmetic and device.
-        mesh: This rank's place among those that share the model; default is that there are no others.
-        dispatcher: How tokens get to experts on other ranks (``parallel/experts.py``): a name, or what makes one.
-        redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with any number, even 0, experts
-            can be moved where they are needed (``rebalance``).
-        with_mtp: Whether the last stage has a drafter: the MTP blocks, or DSpark.
+    Parameters are allocated, not initialised: fill them through ``slots()``.
 
     Attributes:
-        targets: Hidden layers that the drafter looks at.
-        passes_taps: Whether stages have to pass on what it sees there (``empty_taps``).
+        targets: Hidden layers that the drafter reads.
 
     Raises:
         ConfigError: The model cannot be shared so.
@@ -325,10 +315,11 @@ class DeepseekV4(nn.Module):
             self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
             self.norm = parameter(c.hidden_size, numerics=numerics)
             self.hc_head = Hc(c, numerics, head=True)
-        self.layers = nn.ModuleList(Block(c, numerics, share, i) for i in share.layers)
+        self.blocks = tuple(Block(c, numerics, share, i) for i in share.layers)
+        self.layers = nn.ModuleList(self.blocks)
         self._skipped: frozenset[int] = frozenset()
-        count = c.num_mtp_layers if drafts else 0
-        self.mtp = nn.ModuleList(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(count))
+        self.mtps = tuple(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
+        self.mtp = nn.ModuleList(self.mtps)
         self.dspark: DSparkDrafter | None = None
         if drafts and c.dspark is not None:
             from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # which is made of the blocks above
@@ -350,8 +341,7 @@ class DeepseekV4(nn.Module):
 
     @property
     def state_spec(self) -> StateSpec:
-        """What this rank keeps of its sequences."""
-        return state_spec(self.config, self.numerics, self.share.layers, drafter=len(self.mtp) > 0 or self.dspark is not None)
+        return state_spec(self.config, self.numerics, self.share, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -360,28 +350,27 @@ class DeepseekV4(nn.Module):
 
     @property
     def short_lengths(self) -> tuple[int, ...]:
-        """The length up to which the indexer has nothing to choose, and does not run."""
+        """The length up to which the indexer does not run: it has nothing to choose."""
         return (self.config.most_unselected,)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        """Return a step, with the angles that its layers share; see ``models.family.Model``."""
         return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
 
-        A drafter that looks at layers on the way gets its rows of these tokens, too, where ``caches`` go on with its state.
+        A drafter that reads layers on the way stores its rows of these tokens, too, if ``caches`` go on with its state.
 
         Args:
-            batch: The tokens; with ``passes_taps`` they bring the taps of the stages before.
+            batch: The tokens; with ``passes_taps`` they bring the taps of the previous stages.
             caches: State of these layers, then of the drafter's.
-            streams_TND: What the stage before this one returned; the first has none before it.
+            streams_TND: What the previous stage returned; the first stage has none.
         """
         streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND)
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
-        for i, (layer, block) in enumerate(zip(self.share.layers, self.layers, strict=True)):
+        for i, (layer, block) in enumerate(zip(self.share.layers, self.blocks, strict=True)):
             if layer in self._skipped:
                 continue
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
@@ -394,7 +383,7 @@ class DeepseekV4(nn.Module):
 
     @contextmanager
     def brief(self) -> Iterator[None]:
-        """Let passes leave out layers that launch the kernels of two others before them: what they return is of no use."""
+        """Let passes skip layers that launch the kernels of two earlier ones: their results are of no use."""
         kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.share.layers]
         alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
         self._skipped = frozenset(layer for layer, skipped in zip(self.share.layers, alike, strict=True) if skipped)
@@ -404,24 +393,19 @@ class DeepseekV4(nn.Module):
             self._skipped = frozenset()
 
     def empty_taps(self, tokens: int) -> Tensor:
-        """Return room for what the drafter sees of so many tokens: averaged streams behind its targets, side by side."""
+        """Return room for the drafter's taps of so many tokens: averaged streams after its targets, side by side."""
         width = len(self.targets) * self.config.hidden_size
         return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
     def take_part(self, most_tokens: int | None = None) -> None:
-        """Let this rank's experts work on other ranks' tokens, with none of its own.
-
-        Args:
-            most_tokens: As many as the others' batches say.
-        """
-        for block in self.layers:
-            assert isinstance(block, Block)
+        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is that of the others' batches."""
+        for block in self.blocks:
             block.ffn.take_part(most_tokens)
 
     @property
     def capturable(self) -> bool:
-        """Whether a step can be recorded in a CUDA graph, if it says ``most_tokens``."""
-        dispatchers = (block.ffn.dispatch for block in self.layers if isinstance(block, Block))
+        """Whether a step can be captured in a CUDA graph, if it has ``most_tokens``."""
+        dispatchers = (block.ffn.dispatch for block in self.blocks)
         return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
     def _enter(self, token_ids_T: Tensor) -> Tensor:
@@ -439,39 +423,34 @@ class DeepseekV4(nn.Module):
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self._head(streams_TND, self.hc_head, self.norm, out)
 
-    def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> Tensor:
+    @property
+    def _mtp(self) -> Mtp:
+        return self.mtps[0]
+
+    def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
 
         Args:
-            streams_TND: Final streams of the main model, or of this block when chaining drafts.
+            streams_TND: Final streams of the main model, or of this block when it drafts further tokens.
             batch: The same positions, with the *next* token at each.
             cache: The block's own window.
-            depth: Which MTP block.
         """
-        mtp = self.mtp[depth]
-        assert isinstance(mtp, Mtp)
-        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
-        mtp.block(streams, batch, cache)
+        streams = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
+        self._mtp.block(streams, batch, cache)
         return streams.final()
 
-    def mtp_take_part(self, most_tokens: int, depth: int = 0) -> None:
+    def mtp_take_part(self, most_tokens: int) -> None:
         """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
-        mtp = self.mtp[depth]
-        assert isinstance(mtp, Mtp)
-        mtp.block.ffn.take_part(most_tokens)
+        self._mtp.block.ffn.take_part(most_tokens)
 
-    def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache, depth: int = 0) -> None:
-        """Keep what the MTP block's later tokens see of a step's tokens; arguments are those of ``mtp_forward``."""
-        mtp = self.mtp[depth]
-        assert isinstance(mtp, Mtp)
-        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
+    def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
+        streams, block = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), self._mtp.block
         block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
-    def mtp_logits(self, streams_TND: Tensor, depth: int = 0) -> Tensor:
+    def mtp_logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
-        mtp = self.mtp[depth]
-        assert isinstance(mtp, Mtp)
-        return self._head(streams_TND, mtp.hc_head, mtp.norm)
+        return self._head(streams_TND, self._mtp.hc_head, self._mtp.norm)
 
     def draft_block(
         self,
@@ -505,30 +484,39 @@ class DeepseekV4(nn.Module):
         """Return float32 logits [T, V], in ``out`` if given."""
         return side_by_side(self.share.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
+    def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
+        """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
+        pages, windows = (range(-(-len(token_ids) // size)) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
+        whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
+        sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
+        rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
+        spec = state_spec(self.config, self.numerics, self.share, drafter=drafter)
+        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)
+        ids_T, paging, longest = make_paging([whole], self.numerics.device)
+        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
+
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
-        batch, caches = one_pass([token_ids], self.config, self.rotary, self.numerics, num_layers=self.config.num_hidden_layers)
-        streams: Tensor = self(batch, caches)
+        streams: Tensor = self(*self.prepare(token_ids))
         return streams
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose where experts shall be, by how often each was chosen since the last time, and begin to count anew.
+        """Choose the ranks of experts anew, by how often each was chosen since the last time, and restart the counts.
 
         Every rank of the stage calls this at the same time, between steps.
 
         Returns:
-            The places on this rank that wait for another expert, by the official names of the tensors that belong there. Until all
-            are filled, as at the start, no step may run. And for every layer the busiest rank's load over the average: as experts
-            lay, and as they lie now.
+            The places on this rank that get another expert, by the official names of their new tensors: no step may run until all
+            are filled. And for every layer the busiest rank's load over the average, before and after.
         """
         waiting: dict[str, Slot] = {}
         imbalances: list[tuple[float, float]] = []
-        ep, drafting = self.share.mesh.ep, self.mtp if self.dspark is None else self.dspark.stages
-        for group, name, first in ((self.layers, "layers", self.share.layers.start), (drafting, "mtp", 0)):
-            for i, part in enumerate(group, first):
-                assert isinstance(part, (Block, Mtp))
-                ffn = part.ffn if isinstance(part, Block) else part.block.ffn
-                assert ffn.map is not None, "experts stay where they are unless redundant_experts is given"
+        ep = self.share.mesh.ep
+        drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
+        for group, name, first in ((self.blocks, "layers", self.share.layers.start), (drafting, "mtp", 0)):
+            for i, block in enumerate(group, first):
+                ffn = block.ffn
+                assert ffn.map is not None
                 loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
                 ffn.map.load_E.zero_()
                 wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
@@ -543,10 +531,10 @@ class DeepseekV4(nn.Module):
             named["embed.weight"] = TensorSlot(self.embed)
         if self.share.last:
             named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
-        for group, prefix, first in ((self.layers, "layers", self.share.layers.start), (self.mtp, "mtp", 0)):
-            for i, part in enumerate(group, first):
-                assert isinstance(part, (Block, Mtp))
-                named.update(part.slots(f"{prefix}.{i}."))
+        for i, block in enumerate(self.blocks, self.share.layers.start):
+            named.update(block.slots(f"layers.{i}."))
+        for i, mtp in enumerate(self.mtps):
+            named.update(mtp.slots(f"mtp.{i}."))
         if self.dspark is not None:
             named.update(self.dspark.slots("mtp."))
         return named

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, UnquantizedRow, page_bytes
 from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.share import Share
 from dsv4lite.state.spec import LayerSpec, SlotSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
 
@@ -31,9 +32,9 @@ def key_format(config: V4Config, numerics: Numerics) -> RowFormat:
     return Fp4Key(config.index_dim) if numerics.quantized else UnquantizedRow(config.index_dim, numerics.dtype)
 
 
-def state_spec(config: V4Config, numerics: Numerics, layers: range, *, drafter: bool) -> StateSpec:
-    """Return the state of some hidden layers and, with ``drafter``, of the drafter's."""
-    numbers = [*layers, *range(config.num_hidden_layers, len(config.ratios) if drafter else 0)]
+def state_spec(config: V4Config, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
+    """Return the state of a rank's hidden layers and, with ``drafter``, of the drafter's."""
+    numbers = [*share.layers, *range(config.num_hidden_layers, len(config.ratios) if drafter else 0)]
     return StateSpec(layers=tuple(_layer(config, numerics, config.ratios[number]) for number in numbers))
 
 

@@ -4,72 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
 from dsv4lite.weights.tensors import TensorKind, Tensors, TensorSpec
 
 # Scales follow their weights. Heads of an output group stay together: tp is at most o_groups. The latent rows have one head, so
 # whatever makes them and chooses among them is on every rank.
+_COMPRESSOR = ("ape", "wkv", "wgate", "norm")
+_HC = [f"hc_{part}_{name}" for part in ("attn", "ffn", "head") for name in ("fn", "base", "scale")]
 _BLOCK_SHARDING: Mapping[str, Rule] = {
-    "attn_norm": Replicate(),
-    "ffn_norm": Replicate(),
-    "hc_attn_fn": Replicate(),
-    "hc_attn_base": Replicate(),
-    "hc_attn_scale": Replicate(),
-    "hc_ffn_fn": Replicate(),
-    "hc_ffn_base": Replicate(),
-    "hc_ffn_scale": Replicate(),
-    "attn.attn_sink": Split(0),
-    "attn.wq_a": Replicate(),
-    "attn.q_norm": Replicate(),
-    "attn.wq_b": Split(0),
-    "attn.wkv": Replicate(),
-    "attn.kv_norm": Replicate(),
-    "attn.wo_a": Split(0),
+    **dict.fromkeys(["attn_norm", "ffn_norm", *_HC[:6]], Replicate()),
+    **dict.fromkeys([f"attn.{name}" for name in ("wq_a", "q_norm", "wkv", "kv_norm")], Replicate()),
+    **dict.fromkeys([f"attn.compressor.{name}" for name in _COMPRESSOR], Replicate()),
+    **dict.fromkeys([f"attn.indexer.compressor.{name}" for name in _COMPRESSOR], Replicate()),
+    **dict.fromkeys(["attn.indexer.wq_b", "attn.indexer.weights_proj"], Replicate()),
+    **dict.fromkeys(["ffn.gate", "ffn.gate.tid2eid", "ffn.gate.bias"], Replicate()),
+    **dict.fromkeys(["attn.attn_sink", "attn.wq_b", "attn.wo_a"], Split(0)),
     "attn.wo_b": Split(1),
-    "attn.compressor.ape": Replicate(),
-    "attn.compressor.wkv": Replicate(),
-    "attn.compressor.wgate": Replicate(),
-    "attn.compressor.norm": Replicate(),
-    "attn.indexer.wq_b": Replicate(),
-    "attn.indexer.weights_proj": Replicate(),
-    "attn.indexer.compressor.ape": Replicate(),
-    "attn.indexer.compressor.wkv": Replicate(),
-    "attn.indexer.compressor.wgate": Replicate(),
-    "attn.indexer.compressor.norm": Replicate(),
-    "ffn.gate": Replicate(),
-    "ffn.gate.tid2eid": Replicate(),
-    "ffn.gate.bias": Replicate(),
-    "ffn.experts.*.w1": Experts(0),
+    **dict.fromkeys(["ffn.experts.*.w1", "ffn.experts.*.w3"], Experts(0)),
     "ffn.experts.*.w2": Experts(1),
-    "ffn.experts.*.w3": Experts(0),
-    "ffn.shared_experts.w1": Split(0),
+    **dict.fromkeys(["ffn.shared_experts.w1", "ffn.shared_experts.w3"], Split(0)),
     "ffn.shared_experts.w2": Split(1),
-    "ffn.shared_experts.w3": Split(0),
 }
-
+_DRAFTER = (
+    *("e_proj", "h_proj", "enorm", "hnorm", "norm", *_HC[6:]),
+    *("main_proj", "main_norm", "markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj"),
+)
 V4_SHARDING: Mapping[str, Rule] = {
-    "embed": Split(0),
-    "head": Split(0),
-    "norm": Replicate(),
-    "hc_head_fn": Replicate(),
-    "hc_head_base": Replicate(),
-    "hc_head_scale": Replicate(),
-    **{f"layers.*.{name}": rule for name, rule in _BLOCK_SHARDING.items()},
-    **{f"mtp.*.{name}": rule for name, rule in _BLOCK_SHARDING.items()},
-    "mtp.*.e_proj": Replicate(),
-    "mtp.*.h_proj": Replicate(),
-    "mtp.*.enorm": Replicate(),
-    "mtp.*.hnorm": Replicate(),
-    "mtp.*.norm": Replicate(),
-    "mtp.*.hc_head_fn": Replicate(),
-    "mtp.*.hc_head_base": Replicate(),
-    "mtp.*.hc_head_scale": Replicate(),
-    "mtp.*.main_proj": Replicate(),
-    "mtp.*.main_norm": Replicate(),
-    "mtp.*.markov_head.markov_w1": Replicate(),
-    "mtp.*.markov_head.markov_w2": Replicate(),
-    "mtp.*.confidence_head.proj": Replicate(),
+    **dict.fromkeys(["embed", "head"], Split(0)),
+    **dict.fromkeys(["norm", *_HC[6:]], Replicate()),
+    **{f"{stack}.*.{name}": rule for stack in ("layers", "mtp") for name, rule in _BLOCK_SHARDING.items()},
+    **{f"mtp.*.{name}": Replicate() for name in _DRAFTER},
 }
 
 
@@ -82,44 +48,29 @@ def official_shapes(config: V4Config) -> dict[str, TensorSpec]:
         "hc_head_base": TensorSpec((streams,), "f32"),
         "hc_head_scale": TensorSpec((1,), "f32"),
     }
-    specs = {
-        "embed.weight": TensorSpec((config.vocab_size, dim), "bf16"),
-        "head.weight": TensorSpec((config.vocab_size, dim), "bf16"),
-        **head,
-    }
+    specs = {name: TensorSpec((config.vocab_size, dim), "bf16") for name in ("embed.weight", "head.weight")} | head
     for layer in range(config.num_hidden_layers):
         specs.update({f"layers.{layer}.{name}": spec for name, spec in _block(config, layer).items()})
-    for i in range(config.num_mtp_layers):
-        mtp = {
-            **_block(config, config.num_hidden_layers + i),
-            "e_proj.weight": TensorSpec((dim, dim), "dense"),
-            "h_proj.weight": TensorSpec((dim, dim), "dense"),
-            "enorm.weight": TensorSpec((dim,), "bf16"),
-            "hnorm.weight": TensorSpec((dim,), "bf16"),
-            **head,
-        }
-        specs.update({f"mtp.{i}.{name}": spec for name, spec in mtp.items()})
-    if config.dspark is not None:
-        specs.update(_dspark(config, config.dspark, head))
+    for i in range(config.num_draft_layers):
+        block = {**_block(config, config.num_hidden_layers + i), **_drafter(config, config.dspark, head, i)}
+        specs.update({f"mtp.{i}.{name}": spec for name, spec in block.items()})
     return specs
 
 
-def _dspark(config: V4Config, dspark: DSparkConfig, head: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    dim, rank = config.hidden_size, dspark.markov_rank
-    specs = {
-        f"mtp.{stage}.{name}": spec
-        for stage in range(dspark.stages)
-        for name, spec in _block(config, config.num_hidden_layers + stage).items()
-    }
-    last = {
-        **head,
-        "markov_head.markov_w1.weight": TensorSpec((config.vocab_size, rank), "bf16"),
-        "markov_head.markov_w2.weight": TensorSpec((config.vocab_size, rank), "bf16"),
-        "confidence_head.proj.weight": TensorSpec((1, dim + rank), "bf16"),
-    }
-    specs["mtp.0.main_proj.weight"] = TensorSpec((dim, dim * len(dspark.targets)), "dense")
-    specs["mtp.0.main_norm.weight"] = TensorSpec((dim,), "bf16")
-    specs.update({f"mtp.{dspark.stages - 1}.{name}": spec for name, spec in last.items()})
+def _drafter(config: V4Config, dspark: DSparkConfig | None, head: Mapping[str, TensorSpec], i: int) -> dict[str, TensorSpec]:
+    """Return what a layer of the drafter has besides a block."""
+    dim, vocab = config.hidden_size, config.vocab_size
+    norm = TensorSpec((dim,), "bf16")
+    if dspark is None:
+        square = TensorSpec((dim, dim), "dense")
+        return {"e_proj.weight": square, "h_proj.weight": square, "enorm.weight": norm, "hnorm.weight": norm, **head}
+    specs = {}
+    if i == 0:
+        specs = {"main_proj.weight": TensorSpec((dim, dim * len(dspark.targets)), "dense"), "main_norm.weight": norm}
+    if i == dspark.stages - 1:
+        specs |= head
+        specs |= {f"markov_head.markov_w{k}.weight": TensorSpec((vocab, dspark.markov_rank), "bf16") for k in (1, 2)}
+        specs["confidence_head.proj.weight"] = TensorSpec((1, dim + dspark.markov_rank), "bf16")
     return specs
 
 
@@ -163,7 +114,7 @@ def _block(config: V4Config, layer: int) -> dict[str, TensorSpec]:
 
 
 def _compressor(config: V4Config, name: str, ratio: int, width: int) -> dict[str, TensorSpec]:
-    rows = width * 2 if ratio == 4 else width  # CSA pools overlapping windows: one half of the rows for each
+    rows = width * 2 if ratio == OVERLAP_RATIO else width  # overlapping windows have one half of the rows each
     return {
         f"{name}.ape": TensorSpec((ratio, rows), "f32"),
         f"{name}.wkv.weight": TensorSpec((rows, config.hidden_size), "bf16"),

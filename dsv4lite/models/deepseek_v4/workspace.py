@@ -31,13 +31,16 @@ def workspace(config: V4Config, numerics: Numerics, share: Share, *, tokens: int
     width = max(share.part(config.expert_width), share.expert_part(config.expert_width))
     heads, groups = share.part(config.num_attention_heads), share.part(config.o_groups)
     c = replace(config, num_attention_heads=heads, o_groups=groups, expert_width=width)
-    on_cpu = numerics.device.type == "cpu"
-    split = [_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in SPLITS if splits > 1]
+    if numerics.device.type == "cpu":
+        widest = _reference_pass(c, tokens)
+    else:
+        widest = _model_pass(c, numerics, tokens, longest)
+        if not numerics.deterministic:
+            widest = max(widest, *(_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in SPLITS[:-1]))
     return PassBytes(
         hidden=numerics.dtype.itemsize * c.streams * c.hidden_size,
         held=_held(c, numerics),
-        widest=_reference_pass(c, tokens) if on_cpu else _model_pass(c, numerics, tokens, longest),
-        split=0 if numerics.deterministic else max(split),
+        widest=widest,
         experts=_experts(c, numerics),
     )
 
@@ -58,18 +61,14 @@ def _held(model: V4Config, numerics: Numerics) -> int:
 def _input(model: V4Config, numerics: Numerics) -> int:
     """Return a sub-layer's input, as it is and in FP8, and the mix for its output."""
     mix = _FLOAT * model.streams * (model.streams + 1)
-    return _rounded(model.hidden_size, numerics) + numerics.dtype.itemsize * model.hidden_size + mix
-
-
-def _rounded(width: int, numerics: Numerics) -> int:
-    return width + -(-width // 128) if numerics.quantized else 0
+    return numerics.fp8_bytes(model.hidden_size) + numerics.dtype.itemsize * model.hidden_size + mix
 
 
 def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) -> int:
     """Return the bytes that live at the widest point of a pass over all layers."""
     c, item = model, numerics.dtype.itemsize
     # Of queries and rows; the former in FP8, or normed.
-    latents = item * (c.q_lora_rank + c.head_dim) + (_rounded(c.q_lora_rank, numerics) or item * c.q_lora_rank)
+    latents = item * (c.q_lora_rank + c.head_dim) + (numerics.fp8_bytes(c.q_lora_rank) or item * c.q_lora_rank)
     latents += item * c.head_dim + (_BF16 * c.rope_dim if numerics.quantized else 0)  # at most: packed rows of this step's tokens
     heads, index_heads = item * c.num_attention_heads * c.head_dim, _index_heads(c, numerics)
     outputs = item * c.o_groups * c.o_lora_rank
@@ -86,7 +85,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
         # Normed queries, the entries they have chosen, and what attention returns.
         latents + 2 * heads + index_heads + _INT * c.index_topk,
         # Attention's results, their low-rank form in bfloat16 and FP8, the sub-layer's output.
-        heads + outputs * (2 if by_library else 1) + _rounded(outputs // item, numerics) + item * c.hidden_size,
+        heads + outputs * (2 if by_library else 1) + numerics.fp8_bytes(outputs // item) + item * c.hidden_size,
         _experts(c, numerics),
     )
     # Of few tokens, the experts' outputs are summed between sub-layers only.
@@ -104,8 +103,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
 
 def _wide_streams(model: V4Config, numerics: Numerics) -> int:
     """Return what streams take for the library to project them, unless they are float32 or have a kernel."""
-    wide = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
-    return 0 if wide else _FLOAT * model.hidden_size * model.streams
+    none = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
+    return 0 if none else _FLOAT * model.hidden_size * model.streams
 
 
 def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:
@@ -127,7 +126,7 @@ def _compressed_columns(model: V4Config) -> int:
 def _experts(model: V4Config, numerics: Numerics) -> int:
     """Return what lives while experts work: the shared result and its hidden layer, routes, and inputs or outputs of every pair."""
     c, k, item = model, model.experts_per_token, numerics.dtype.itemsize
-    hidden = item * 2 * c.expert_width + (_rounded(c.expert_width, numerics) or item * c.expert_width)
+    hidden = item * 2 * c.expert_width + (numerics.fp8_bytes(c.expert_width) or item * c.expert_width)
     routes = _FLOAT * c.num_experts + (8 + _FLOAT) * k + k * _expert_words(c, numerics)
     if numerics.quantized:
         pairs = k * (c.expert_width + max(_BF16 * c.expert_width, _BF16 * c.hidden_size))
