@@ -153,7 +153,9 @@ def test_kernels_agree_with_their_references(steps: Mapping[str, Path], kind: st
     assert (StepDump.load(steps[kind]).graph is not None) == (kind == "decode")
     report = replay(steps[kind])
     assert report.first is None, str(report)
-    assert all(op.compared for op in report.ops), str(report)
+    # In layers whose attention norms the queries, head_norms passes them through without a kernel.
+    assert all(op.compared for op in report.ops if op.op != "head_norms"), str(report)
+    assert any(op.compared for op in report.ops if op.op == "head_norms"), str(report)
     if kind != "resumed":
         assert {"choose_paged", "paged_attention"} <= {op.op for op in report.ops}
 
