@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import re
+import runpy
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_commands_of_the_pages_are_understood(command: str) -> None:
             program._parser().parse_args(words[3:])
     else:
         assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/bench").glob("*.py")), ids=lambda file: file.stem)
+def test_kernel_benchmarks_load_without_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(file.parent)
+    assert runpy.run_path(str(file))["__doc__"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

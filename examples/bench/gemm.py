@@ -1,6 +1,6 @@
-"""Times the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
+"""Time the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
 
-    python tests/kernels/bench_gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
+    python examples/bench/gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
 
 Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache. ``--sweep`` also tries
 other tiles, and then the best of them with other numbers of parts.
@@ -71,7 +71,6 @@ def case(kind: str, shape: tuple[int, ...], rows: int, any_order: bool) -> tuple
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="names of matrices, or argmax, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
@@ -79,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
     counts = [int(rows) for rows in options.rows.split(",")]
-    print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'floor':>7}{'TFLOP/s':>9}{'error':>10}")
+    print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
     for kind, shapes in (("fp8", FP8), ("grouped", GROUPED), ("plain", PLAIN)):
         for (name, shape), rows in itertools.product(shapes.items(), counts):
             if (only and name not in only) or (name == "head" and rows > 128):
@@ -90,7 +89,7 @@ def main() -> None:
                 us = microseconds(product, copies)
                 operations = 2 * rows * torch.Size(shape).numel()
                 rate = moved / us * 1e6
-                speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
+                speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
                 print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'  library' if any_order else ''}", flush=True)
                 if options.sweep and not any_order:
                     sweep(product, copies, rows, outs=torch.Size(shape[:-1]).numel(), blocks=shape[-1] // 128)
