@@ -95,7 +95,7 @@ def rounded(deterministic: bool = False) -> Numerics:
 
 
 def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
-    """Store every tensor of a checkpoint in its slot; each slot must get exactly one and none may be left over."""
+    """Store every tensor of a checkpoint in its slot; names must match exactly."""
     slots = model.slots()
     weights = {name for name in checkpoint if not name.endswith(".scale")}
     if not model.mtp and model.dspark is None:
@@ -115,7 +115,7 @@ def poisoned(
     redundant_experts: int | None = None,
     with_mtp: bool = False,
 ) -> DeepseekV4:
-    """Build a model whose every parameter is NaN (or an impossible expert), so that one that is not filled shows."""
+    """Build a model whose every parameter is NaN (or expert -1), so that a missing tensor shows in the results."""
     model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
     buffers = [buffer for name, buffer in model.named_buffers() if ".map." not in name]
     with torch.no_grad():
@@ -211,16 +211,13 @@ def _dspark_shapes(c: V4Config, dspark: DSparkConfig) -> Iterator[tuple[str, tup
 
 
 def _hc_shapes(prefix: str, rows: int, scales: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "_fn", (rows, c.streams * c.hidden_size)
-    yield prefix + "_base", (rows,)
-    yield prefix + "_scale", (scales,)
+    yield from ((prefix + "_fn", (rows, c.streams * c.hidden_size)), (prefix + "_base", (rows,)), (prefix + "_scale", (scales,)))
 
 
 def _compressor_shapes(prefix: str, ratio: int, width: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     columns = width * (2 if ratio == 4 else 1)
     yield prefix + "ape", (ratio, columns)
-    yield prefix + "wkv.weight", (columns, c.hidden_size)
-    yield prefix + "wgate.weight", (columns, c.hidden_size)
+    yield from ((f"{prefix}{name}.weight", (columns, c.hidden_size)) for name in ("wkv", "wgate"))
     yield prefix + "norm.weight", (width,)
 
 

@@ -90,7 +90,7 @@ def test_kernels_predict_text_as_well_as_the_references() -> None:
     assert abs(fast - slow) < 0.005 * slow
 
 
-def test_random_traffic_leaves_nothing_behind() -> None:
+def test_random_traffic_leaves_no_state() -> None:
     async def run() -> list[str]:
         async with AsyncLLM(str(TINY), device="cuda", kv_cache_memory_bytes=24 << 20, max_model_len=2048, max_num_seqs=48) as llm:
             ends = await traffic(llm, 1500, vocab_size=VOCAB, seed=4)

@@ -304,12 +304,6 @@ def test_mtp_out_of_range_is_refused(k: Any) -> None:
         MTP(k)
 
 
-@pytest.mark.parametrize("settings", [{"k": 0}, {"k": 17}, {"min_n": 0}, {"min_n": 5}, {"max_n": 4.0}, {"lookback": 0}])
-def test_prompt_lookup_out_of_range_is_refused(settings: Any) -> None:
-    with pytest.raises(ConfigError, match="NGram"):
-        NGram(**settings)
-
-
 @pytest.mark.parametrize("value", [3, "mtp", MTP, object(), (), (MTP(1), MTP(2)), (MTP(1), None), Broken])
 def test_values_that_are_not_drafters_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="speculative"):
