@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
+from dsv4lite.kernels.dispatch import Op
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.family import Model
 from dsv4lite.state.store import StateCache
@@ -131,10 +132,10 @@ class OpWatch:
         try:
             for module in [module for name, module in sys.modules.items() if name.startswith(_CALLERS)]:
                 for name, op in list(vars(module).items()):
-                    if isinstance(op, FunctionType) and op.__module__.startswith(_KERNELS):
+                    if isinstance(op, FunctionType | Op) and op.__module__.startswith(_KERNELS):
                         swap(module, name, self._watched(op))
             for module in [module for name, module in sys.modules.items() if name.startswith(_KERNELS)]:
-                if "use_triton" in vars(module) and not module.__name__.endswith(".dispatch"):
+                if "use_triton" in vars(module):
                     swap(module, "use_triton", self._dispatch(vars(module)["use_triton"]))
             for name, part in self._model.named_modules():
                 if name:
@@ -153,17 +154,17 @@ class OpWatch:
             part.register_forward_hook(leave, always_call=True),
         )
 
-    def _dispatch(self, use_triton: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
-        def choose(x: Tensor) -> bool:
+    def _dispatch(self, use_triton: Callable[..., bool]) -> Callable[..., bool]:
+        def choose(*arguments: object) -> bool:
             if threading.get_ident() != self._thread:
-                return use_triton(x)
-            launches = self._may_launch and use_triton(x)
+                return use_triton(*arguments)
+            launches = self._may_launch and use_triton(*arguments)
             self._launched |= launches
             return launches
 
         return choose
 
-    def _watched(self, op: FunctionType) -> Callable[..., Any]:
+    def _watched(self, op: FunctionType | Op[..., Any]) -> Callable[..., Any]:
         @wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -172,9 +173,10 @@ class OpWatch:
 
         return run
 
-    def _run(self, op: FunctionType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        arguments = (*args, *kwargs.values())
-        before = {i: _copy(value) for i, value in enumerate(args) if self._is_state(value)}
+    def _run(self, op: FunctionType | Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = _fields(args)
+        arguments = (*given, *kwargs.values())
+        before = {i: _copy(value) for i, value in enumerate(given) if self._is_state(value)}
         names, bad_inputs = self._inspect(arguments)
         found: tuple[Difference, ...] = ()
         result, error = None, None
@@ -184,12 +186,12 @@ class OpWatch:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # what it did wrong shows here, not in the next op
             got, wanted = self._outputs(op, result, arguments), None
-            others = args
-            if self._launched:
-                others = tuple(_copy(before[i]) if i in before else value for i, value in enumerate(args))
-                wanted = self._outputs(op, self._reference(op, others, kwargs), arguments)
+            others = given
+            if self._launched or (isinstance(op, Op) and op.launches(*args, **kwargs)):
+                others = tuple(_copy(before[i]) if i in before else value for i, value in enumerate(given))
+                wanted = self._outputs(op, self._reference(op, _with_fields(args, others), kwargs), arguments)
             for i, old in before.items():
-                both = (args[i], others[i])
+                both = (given[i], others[i])
                 mine, reference = written_rows(old.memory, *both) if isinstance(old, RowStore) else both
                 if mine.numel():
                     got[f"state {i}"] = mine
@@ -215,14 +217,14 @@ class OpWatch:
             raise OpFailed from error
         return result
 
-    def _reference(self, op: FunctionType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _reference(self, op: FunctionType | Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._may_launch = False
         try:
-            return op(*args, **kwargs)
+            return (op.reference if isinstance(op, Op) else op)(*args, **kwargs)
         finally:
             self._may_launch = True
 
-    def _outputs(self, op: FunctionType, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    def _outputs(self, op: FunctionType | Op[..., Any], result: Any, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
         """Return an op's outputs without the rows of padding, which come last."""
         named = outputs(op.__name__, result, arguments)
         return {name: x[: self._tokens] if len(x) == self._rows else x for name, x in named.items()}
@@ -240,6 +242,16 @@ class OpWatch:
             elif tensor.is_floating_point() and _storage(tensor) not in self._carries:
                 bad += int((~tensor.float().isfinite()).sum())
         return tuple(names), bad
+
+
+def _fields(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an op's arguments; the fields, if it takes them as one tuple."""
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple) else args
+
+
+def _with_fields(args: tuple[Any, ...], fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments like ``args`` with other ``fields``."""
+    return (type(args[0])(*fields),) if len(args) == 1 and isinstance(args[0], tuple) else fields
 
 
 def _copy(value: Any) -> Any:

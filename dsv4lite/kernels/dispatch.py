@@ -1,11 +1,61 @@
-"""When an op runs its Triton kernel, and what launchers know about the chip: tests can pretend another one here, and only here."""
+"""How an op chooses between its reference and its Triton kernel, and what launchers know about the chip."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import update_wrapper
+from importlib import import_module
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 GPU_TYPE = "cuda"  # of the devices that run kernels; tests on a machine without a GPU pretend that others do
+
+
+class ReferenceOnly:
+    """An argument that no kernel can read: ops that get one run their references."""
+
+
+class Op(Generic[P, R]):
+    """A function whose body is the reference and that launches a kernel on a GPU. Made by ``op``.
+
+    Attributes:
+        reference: The body: PyTorch only, on any device.
+    """
+
+    __name__: str
+
+    def __init__(self, reference: Callable[P, R], launcher: str, suits: Callable[..., bool] | None) -> None:
+        self.reference = reference
+        self._module, self._launcher = launcher.split(":")
+        self._suits = suits
+        update_wrapper(self, reference)
+
+    def launches(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Return whether a call with these arguments runs the kernel."""
+        suits = self._suits is None or self._suits(*args, **kwargs)
+        return suits and use_triton(*args, *kwargs.values())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.launches(*args, **kwargs):
+            launch: Callable[P, R] = getattr(import_module(self._module), self._launcher)
+            return launch(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+
+def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a function an op: its body is the reference, its docstring the contract of both.
+
+    Args:
+        launcher: ``module:function`` below ``dsv4lite.kernels``; the function takes the same arguments and returns the same. Its
+            module imports Triton, so it is imported by the first launch.
+        suits: Given the arguments, whether the kernel takes them. ``None``: it takes all.
+    """
+    return lambda reference: Op(reference, f"dsv4lite.kernels.{launcher}", suits)
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -13,9 +63,23 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == GPU_TYPE
 
 
-def use_triton(x: Tensor) -> bool:
-    """Return whether an op on ``x`` runs its kernel: on a GPU, unless gradients are wanted."""
-    return on_gpu(x.device) and not x.requires_grad
+def use_triton(*arguments: object) -> bool:
+    """Return whether an op with these arguments runs its kernel.
+
+    It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and no argument is ``ReferenceOnly``.
+    """
+    first = next(_tensors(arguments), None)
+    if first is None or not on_gpu(first.device) or first.requires_grad:
+        return False
+    return not any(isinstance(argument, ReferenceOnly) for argument in arguments)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensors(argument)
 
 
 def capability_of(device: torch.device) -> int:

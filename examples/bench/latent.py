@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4lite.kernels.compress import compress_step, compress_step_ref, empty_carry
 from dsv4lite.kernels.latent_norm_store import latent_norms, latent_norms_ref
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.qk_norm_rope import head_norms, head_norms_ref
+from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
 
@@ -73,9 +73,10 @@ def heads_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, flo
     query = [torch.randn(tokens, 40960, device=CUDA).bfloat16() for _ in range(copies)]
     angles = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0).to(CUDA))
     shape = (64, 512, 64, 128)
-    ours, theirs = head_norms(query[0], *shape, *angles, 1e-6)[:2], head_norms_ref(query[0], *shape, *angles, 1e-6)
+    given = [HeadInputs(part, *shape, *angles, 1e-6) for part in query]
+    ours, theirs = head_norms(given[0])[:2], head_norms.reference(given[0])[:2]
     error = max(differing(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None)
-    return lambda i: head_norms(query[i], *shape, *angles, 1e-6), 4.0 * query[0].numel(), error
+    return lambda i: head_norms(given[i]), 4.0 * query[0].numel(), error
 
 
 def compress_case(paging: Paging, tokens: int, copies: int, ratio: int, fmt: RowFormat) -> tuple[Op, float, float]:

@@ -150,25 +150,31 @@ def test_captured_steps_are_replayed_with_their_padding(paged: dict[str, Path], 
 Launcher = Callable[..., Any]
 
 
-def wrong_in(number: int, op: Launcher, change: Launcher) -> Launcher:
-    """Return a launcher that gives what the reference gives, changed in one call."""
+def break_kernel(patch: pytest.MonkeyPatch, op: str, call: int, change: Launcher) -> None:
+    """Let the kernel of an op return what its reference returns, changed in one call."""
+    reference = heads.head_norms.reference if op == "head_norms" else compress.compress_step_ref
     calls = itertools.count()
 
     def launch(*args: Any) -> Any:
-        result = op(*args)
-        return change(result, *args) if next(calls) == number else result
+        result = reference(*args)
+        return change(result, *args) if next(calls) == call else result
 
-    return launch
+    if op == "head_norms":
+        patch.setattr(heads.head_norms, "launches", lambda *args: True)
+        patch.setattr(heads_triton, "head_norms_triton", launch)
+    else:
+        patch.setattr(compress, "use_triton", lambda x: True)
+        patch.setattr(compress_triton, "compress_step_triton", launch)
 
 
 def wrong_query(result: Any, *args: Any) -> Any:
     q_THC = result[0].clone()
     q_THC[-1, 3, :5] *= 2
-    return q_THC, result[1]
+    return q_THC, *result[1:]
 
 
 def not_finite(result: Any, *args: Any) -> Any:
-    return result[0] * float("nan"), result[1]
+    return result[0] * float("nan"), *result[1:]
 
 
 def failing(result: Any, *args: Any) -> Any:
@@ -191,10 +197,7 @@ def wrong_row(result: Any, *args: Any) -> None:
 def test_a_wrong_kernel_is_named(
     paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch, op: str, call: int, change: Launcher, place: str, problem: str
 ) -> None:
-    reference, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
-    launcher = wrong_in(call, getattr(reference, f"{op}_ref"), change)
-    monkeypatch.setattr(reference, "use_triton", lambda x: True)
-    monkeypatch.setattr(kernels, f"{op}_triton", launcher)
+    break_kernel(monkeypatch, op, call, change)
     report = replay(paged["mixed"])
     assert {ran.op for ran in report.ops if ran.compared} == {op}
     first = report.first
@@ -210,8 +213,7 @@ def test_command_line_names_a_wrong_kernel(
 ) -> None:
     assert main(["replay", str(paged["decode"])]) == 0
     assert capsys.readouterr().out.endswith("no op is wrong\n")
-    monkeypatch.setattr(heads, "use_triton", lambda x: True)
-    monkeypatch.setattr(heads_triton, "head_norms_triton", wrong_in(1, heads.head_norms_ref, wrong_query))
+    break_kernel(monkeypatch, "head_norms", 1, wrong_query)
     assert main(["replay", str(paged["mixed"]), "--all"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "layers.1.attn: head_norms(" in lines[-1] and sum(line.endswith("<--") for line in lines) == 1

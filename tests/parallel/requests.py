@@ -24,7 +24,7 @@ def all_kinds(llm: LLM) -> list[RequestOutput]:
     greedy = SamplingParams(max_tokens=8, temperature=0, logprobs=3, prompt_logprobs=1, return_routed_experts=True)
     kinds = [
         greedy,
-        SamplingParams(max_tokens=8, seed=1, n=3, logprobs=0, presence_penalty=0.5, stop_token_ids=(9,)),
+        SamplingParams(max_tokens=8, seed=1, n=4, logprobs=0, presence_penalty=0.5, stop_token_ids=(9,)),
         SamplingParams(max_tokens=8, seed=2, structured_outputs={"regex": "[a-e]{4,8}"}),
         SamplingParams(max_tokens=8, seed=3, bad_words_ids=((20, 21), (30,)), min_tokens=3),
     ]

@@ -80,6 +80,8 @@ OWN_PROCESSES = {
 }
 # Public functions whose ``**keywords`` are no TypedDict, and why.
 OPEN_KEYWORDS = {
+    "kernels.dispatch.Op.__call__": "those of the op's reference",
+    "kernels.dispatch.Op.launches": "those of the op's reference",
     "planning.memory.plan_memory": "fields of EngineConfig, which names unknown ones",
     "request.SamplingParams.replace": "its own fields, which its constructor checks",
     "request.SamplingParams.for_rollout": "its own fields, which its constructor checks",
@@ -89,7 +91,7 @@ CACHES = {
     "kernels.gemm.triton._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 34_815
+MAX_PACKAGE_LINES = 34_881
 MAX_TEST_LINES = 34_790
 MAX_FUNCTION_LINES = 80
 

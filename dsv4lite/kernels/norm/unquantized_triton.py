@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.qk_norm_rope import HeadInputs
 from dsv4lite.kernels.rows import PlainRow, RowStore
 from dsv4lite.kernels.rows.triton import inverse_rms, inverse_root, mean_of, only_if, rotate_tail, rounded
 
@@ -136,10 +137,9 @@ def plain_latent_norms_triton(
     return q_TR, None, fresh_TC.view(torch.uint8)
 
 
-def plain_head_norms_triton(
-    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """See ``heads.head_norms``."""
+def plain_head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
+    """See ``head_norms``."""
+    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _, _ = given
     tokens, rope = query_TK.shape[0], 2 * cos.shape[1]
     assert query_TK.stride(1) == 1 and query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, rope // 2)
@@ -161,4 +161,4 @@ def plain_head_norms_triton(
             INDEX=index_dim, INDEX_PADDED=index_padded, INDEX_BLOCK=index_block,
             ROPE=rope, GPU=on_gpu(query_TK.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return q_THC, iq_THC
+    return q_THC, iq_THC, None

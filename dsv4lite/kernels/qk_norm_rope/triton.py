@@ -12,7 +12,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.kernels.e4m3 import to_bf16
+from dsv4lite.kernels.norm.unquantized_triton import plain_head_norms_triton
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.qk_norm_rope import HeadInputs
 from dsv4lite.kernels.rows.triton import bf16, e2m1_round, fp4_scale, hadamard_rows, inverse_root, mean_of, rotate
 
 BLOCK = 2048  # channels of one program: two accesses of 16 bytes for each thread
@@ -120,10 +122,11 @@ def _heads_kernel(
         _index_part(query + heads * WIDTH, cos, sin, iq, index_heads, begin, INDEX_LOG, INDEX_BLOCK, ROPE, GPU)
 
 
-def head_norms_triton(
-    query_TK: Tensor, heads: int, channels: int, index_heads: int, index_dim: int, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """See ``heads.head_norms``; the width of index heads is a power of two."""
+def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
+    """See ``head_norms``; the width of index heads is a power of two where they are rounded to FP4."""
+    if not given.fp4:
+        return plain_head_norms_triton(given)
+    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _, _ = given
     tokens, rope = query_TK.shape[0], 2 * cos.shape[1]
     assert query_TK.dtype == torch.bfloat16 and query_TK.stride(1) == 1
     assert query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
@@ -162,4 +165,4 @@ def head_norms_triton(
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(query_TK.device),
         )
-    return q_THC, iq_THC
+    return q_THC, iq_THC, None

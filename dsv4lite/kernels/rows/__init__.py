@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ReferenceOnly
 from dsv4lite.kernels.quantize import (
     FP8_AMAX_FLOOR,
     FP8_MAX,
@@ -242,7 +243,7 @@ class RowStore:
         self.memory[target] = self.memory[source]
 
 
-class GradientStore(RowStore):
+class GradientStore(RowStore, ReferenceOnly):
     """Rows of one differentiable pass; plain rows only. Its pages lie in a new tensor after each write, not in ``memory``."""
 
     has_gradients = True

@@ -24,7 +24,7 @@ from dsv4lite.kernels.hc import hc_head
 from dsv4lite.kernels.latent_norm_store import latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.qk_norm_rope import head_norms
+from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
@@ -224,7 +224,7 @@ class DSparkDrafter(nn.Module):
         latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
         qr_TR, qr_scales, fresh = latent_norms(latent, *norms, cache.stores["window"], where.own, self.block)
         query = rounded_linear(qr_TR, qr_scales, attn.wq_b, x_TD.dtype)
-        q_THC, _, norm_eps = head_norms(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps)
+        q_THC, _, norm_eps = head_norms(HeadInputs(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps))
         o_THC = paged_attention(
             q_THC,
             fresh,

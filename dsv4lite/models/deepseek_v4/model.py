@@ -21,7 +21,7 @@ from dsv4lite.kernels.indexer import choose_paged
 from dsv4lite.kernels.latent_norm_store import latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.qk_norm_rope import head_norms
+from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary, one_pass
@@ -125,8 +125,9 @@ class Attention(nn.Module):
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
-        q_THC, iq_THC, norm_eps = head_norms(query, *heads, *angles, c.norm_eps, fp4=self.numerics.quantized, splits=batch.splits)
-        del query
+        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, self.numerics.quantized, batch.splits)
+        q_THC, iq_THC, norm_eps = head_norms(inputs)
+        del query, inputs
         weights_TH = self._compress(project, batch, cache, index_heads)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
