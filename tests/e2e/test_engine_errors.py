@@ -309,19 +309,6 @@ def plain(model: Path, **settings: Any) -> LLM:
     return LLM(str(model), **{**MODEST, **settings})
 
 
-def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
-    threads = set(threading.enumerate())
-    llm = plain(model, kv_cache_memory_bytes=1)
-    with pytest.raises(CapacityError), llm:
-        pass
-    assert llm.state == "failed"
-    with pytest.raises(EngineDeadError) as error:
-        llm.generate(SHORT, some())
-    assert isinstance(error.value.__cause__, CapacityError)
-    llm.close()
-    assert set(threading.enumerate()) == threads
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["launch", "results"])
 def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, overlap: bool, where: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -186,14 +185,6 @@ def test_temperature_and_truncation_narrow_the_choice(llm: LLM) -> None:
     assert llm.generate(PROMPT, seeded(max_tokens=8)).token_ids != greedy
 
 
-def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
-    first, again = (llm.generate(OTHER, seeded(n=3)) for _ in range(2))
-    texts = [c.token_ids for c in first.outputs]
-    assert [c.index for c in first.outputs] == [0, 1, 2] and len(set(texts)) == 3
-    assert texts == [c.token_ids for c in again.outputs]
-    assert first.usage.completion_tokens == 3 * LENGTH
-
-
 STRUCTURES: tuple[tuple[dict[str, Any], Callable[[str], bool]], ...] = (
     ({"regex": "[a-f]{3}-[0-9]{2}"}, lambda text: len(text) == 6 and text[3] == "-" and text[4:].isdigit()),
     ({"choice": ["yes", "no", "perhaps"]}, lambda text: text in ("yes", "no", "perhaps")),
@@ -295,42 +286,8 @@ def serving(model: Path, **settings: Any) -> AsyncLLM:
     return AsyncLLM(str(model), **{**MODEST, **settings})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.001)
-
-
 async def check_idle(llm: AsyncLLM) -> None:
     await anyio.to_thread.run_sync(engine_of(llm).call(assert_idle).result)
-
-
-def test_deadline_ends_with_what_there_is(model: Path) -> None:
-    async def scenario() -> None:
-        async with serving(model) as llm:
-            endless = seeded(max_tokens=None)
-            out = await llm.generate(PROMPT, endless.replace(n=2), deadline=0.1)
-            assert {c.finish_reason for c in out.outputs} == {"deadline"}
-            if out.token_ids:
-                whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
-                assert out.token_ids == whole.token_ids
-            late = await llm.generate(PROMPT, endless, deadline=1e-9)
-            assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
-            async with anyio.create_task_group() as group:
-                outs = []
-
-                async def ask() -> None:
-                    outs.append(await llm.generate(PROMPT, endless, deadline=0.3, request_id="kept"))
-
-                group.start_soon(ask)
-                await until(lambda: llm.stats().num_running == 1)
-                await llm.pause()  # time goes on
-            assert outs[0].outputs[0].finish_reason == "deadline"
-            waiting = await llm.generate(PROMPT, endless, deadline=0.05)
-            assert waiting.outputs[0].finish_reason == "deadline" and waiting.token_ids == ()
-            await llm.resume()
-            await check_idle(llm)
-
-    in_loop("asyncio", scenario)
 
 
 def test_pause_changes_nothing_but_the_time(model: Path) -> None:
@@ -438,14 +395,6 @@ def test_random_weights_need_only_a_config_and_a_tokenizer(tmp_path: Path) -> No
         with opened(folder, load_format="dummy", tokenizer=str(tokenizer), seed=seed) as llm:
             outs.append(llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)).token_ids)
     assert outs[0] == outs[1] != outs[2]
-
-
-def test_random_weights_of_a_quantized_config_run(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(tiny_model()) / name, tmp_path)
-    with opened(tmp_path, load_format="dummy", max_num_seqs=2, kv_cache_memory_bytes=32 << 20) as llm:
-        out = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0))
-        assert out.outputs[0].logprobs is not None and out.outputs[0].logprobs.sampled.isfinite().all()
 
 
 @pytest.mark.parametrize("which", ["plain", "shipped", "dummy"])

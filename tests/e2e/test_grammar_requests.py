@@ -1,4 +1,4 @@
-"""Requests with grammars, and with settings that bypass the checks, beside others: on one rank and on two ranks."""
+"""Requests with grammars, and with settings that bypass the checks, beside others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
 pytest.importorskip("llguidance")
 
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)
-ENGINES: dict[str, dict[str, Any]] = {
-    "thread": {},
-    "tp-mtp": {"tensor_parallel_size": 2, "executor": "thread", "speculative": MTP(2)},
-}
 ENOUGH_S = 120.0
 
 
@@ -32,9 +28,10 @@ def some(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 10, "temperature": 0, "ignore_eos": True, **settings})
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(str(model), **{**MODEST, **ENGINES[request.param]}) as llm:
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    """An engine on two ranks that drafts."""
+    with LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread", speculative=MTP(2)) as llm:
         yield llm
         assert llm.state == Phase.READY.value
         engine_of(llm).check().result(ENOUGH_S)
