@@ -24,18 +24,18 @@ REFUSED, POISON = 4000, 4001
 """Prompt tokens: the engine refuses a request with the first; one with the second fails after two tokens."""
 MANY = SamplingParams(max_tokens=100_000, detokenize=False)
 ENDLESS = SamplingParams(max_tokens=None, detokenize=False)
-"""Of a request that never ends by itself, with the model ``endless``."""
+"""For a request that never ends, with the model ``endless``."""
 Model = Callable[[Request, int], Iterator[int]]
 
 
 def echo(request: Request, index: int) -> Iterator[int]:
-    """Say the prompt again, then end."""
+    """Repeat the prompt, then end."""
     yield from request.prompt_token_ids
     yield 1
 
 
 def endless(request: Request, index: int) -> Iterator[int]:
-    """Count through the vocabulary for ever."""
+    """Count through the vocabulary forever."""
     while True:
         yield from range(100, 1000)
 
@@ -52,12 +52,12 @@ class FakeInfo:
     chat: str | None = "deepseek_v4"
 
 
+@dataclass
 class FakeSequence:
-    def __init__(self, request: Request, index: int, tokens: Iterator[int]) -> None:
-        self.request = request
-        self.index = index
-        self.tokens = tokens
-        self.count = 0
+    request: Request
+    index: int
+    tokens: Iterator[int]
+    count: int = 0
 
 
 class FakeEngine:
@@ -103,12 +103,7 @@ class FakeEngine:
 
     def call(self, function: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
-
-        def run() -> None:
-            function()
-            future.set_result(None)
-
-        self._put(run)
+        self._put(lambda: future.set_result(function()))
         return future
 
     def pause(self) -> Future[None]:
@@ -139,7 +134,7 @@ class FakeEngine:
     # ---- what tests do to it ----
 
     def hold(self) -> None:
-        """Take no further step; returns when the engine stands still."""
+        """Take no further step; return when the engine has stopped stepping."""
         self.call(lambda: setattr(self, "_budget", 0)).result(10)
 
     def step(self, count: int = 1) -> None:
@@ -147,11 +142,11 @@ class FakeEngine:
         self._put(lambda: setattr(self, "_budget", self._budget + count))
 
     def go(self) -> None:
-        """Let it run freely."""
+        """Step without limit."""
         self.step(10**9)
 
     def sync(self) -> None:
-        """Return when everything that was asked so far was done and delivered."""
+        """Return when all commands so far are done and their events delivered."""
         self.call(self._flush).result(10)
 
     def die(self, error: Exception) -> None:

@@ -1,9 +1,9 @@
-"""Two models whose weights anyone can compute, and how to pour a checkpoint into a model.
+"""Two models with computed weights, and how to load a checkpoint into a model.
 
 ``tiny``      five layers, float32, the known-answer test of the specification (9.4)
 ``official``  five layers in the release's formats; the outputs of the official code on it are in ``data/v4-official-A.safetensors``
 
-Weights come from an integer hash and exactly rounded arithmetic, so their bytes are the same on every machine.
+Weights come from an integer hash and exactly rounded arithmetic: their bytes are the same on every machine.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def rounded(deterministic: bool = False) -> Numerics:
 
 
 def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
-    """Store every tensor of a checkpoint in its slot; each slot must get exactly one and none may be left over."""
+    """Store every tensor of a checkpoint in its slot; names must match exactly."""
     slots = model.slots()
     weights = {name for name in checkpoint if not name.endswith(".scale")}
     if not model.mtp and model.dspark is None:
@@ -115,7 +115,7 @@ def poisoned(
     redundant_experts: int | None = None,
     with_mtp: bool = False,
 ) -> DeepseekV4:
-    """Build a model whose every parameter is NaN (or an impossible expert), so that one that is not filled shows."""
+    """Build a model whose every parameter is NaN (or expert -1), so that a missing tensor shows in the results."""
     model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
     buffers = [buffer for name, buffer in model.named_buffers() if ".map." not in name]
     with torch.no_grad():
@@ -211,16 +211,13 @@ def _dspark_shapes(c: V4Config, dspark: DSparkConfig) -> Iterator[tuple[str, tup
 
 
 def _hc_shapes(prefix: str, rows: int, scales: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "_fn", (rows, c.streams * c.hidden_size)
-    yield prefix + "_base", (rows,)
-    yield prefix + "_scale", (scales,)
+    yield from ((prefix + "_fn", (rows, c.streams * c.hidden_size)), (prefix + "_base", (rows,)), (prefix + "_scale", (scales,)))
 
 
 def _compressor_shapes(prefix: str, ratio: int, width: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     columns = width * (2 if ratio == 4 else 1)
     yield prefix + "ape", (ratio, columns)
-    yield prefix + "wkv.weight", (columns, c.hidden_size)
-    yield prefix + "wgate.weight", (columns, c.hidden_size)
+    yield from ((f"{prefix}{name}.weight", (columns, c.hidden_size)) for name in ("wkv", "wgate"))
     yield prefix + "norm.weight", (width,)
 
 
@@ -258,6 +255,19 @@ def _block_shapes(prefix: str, layer: int, c: V4Config) -> Iterator[tuple[str, t
 # The official model ---------------------------------------------------------------------
 
 _SEED = "A"
+# Tensors that a release does not store in FP8 or FP4: ends of their names, dtype, amplitude, and what is added.
+_PLAIN = (
+    (("tid2eid",), torch.int64, 0.0, 0.0),
+    (("embed.weight",), torch.bfloat16, 2.0, 0.0),
+    (("head.weight", "gate.weight", "weights_proj.weight"), torch.bfloat16, 1 / 8, 0.0),
+    (("norm.weight",), torch.bfloat16, 0.5, 1.0),
+    (("compressor.wkv.weight",), torch.bfloat16, 1 / 16, 0.0),
+    (("_fn",), torch.float32, 1 / 32, 0.0),
+    (("_base", "ape"), torch.float32, 1.0, 0.0),
+    (("_scale",), torch.float32, 0.25, 1.0),
+    (("attn_sink",), torch.float32, 2.0, 0.0),
+    (("gate.bias",), torch.float32, 0.5, 0.0),
+)
 
 
 def official_ids(count: int) -> list[int]:
@@ -265,70 +275,41 @@ def official_ids(count: int) -> list[int]:
     return ((_hash(f"{_SEED}:ids.{count}", count) >> 16) % OFFICIAL.vocab_size).tolist()
 
 
-def official_checkpoint() -> dict[str, Tensor]:
+def official_checkpoint(c: V4Config = OFFICIAL) -> dict[str, Tensor]:
     """Return every tensor in the release's formats, by its official name."""
-    c, out = OFFICIAL, _Formats()
+    tensors: dict[str, Tensor] = {}
     for name, shape in _shapes(c):
-        if name.endswith("tid2eid"):
-            out.experts(name, c)
-        elif name == "embed.weight":
-            out.bf16(name, shape, 2.0)
-        elif name == "head.weight" or name.endswith(("wgate.weight", "weights_proj.weight", "gate.weight")):
-            out.bf16(name, shape, 1 / 8)
-        elif name.endswith("norm.weight"):
-            out.bf16(name, shape, 0.5, 1.0)
-        elif name.endswith("compressor.wkv.weight"):
-            out.bf16(name, shape, 1 / 16)
-        elif name.endswith("_fn"):
-            out.fp32(name, shape, 1 / 32)
-        elif name.endswith(("_base", "ape")):
-            out.fp32(name, shape, 1.0)
-        elif name.endswith("_scale"):
-            out.fp32(name, shape, 0.25, 1.0)
-        elif name.endswith("attn_sink"):
-            out.fp32(name, shape, 2.0)
-        elif name.endswith("gate.bias"):
-            out.fp32(name, shape, 0.5)
-        elif ".experts." in name:
-            out.fp4(name.removesuffix(".weight"), *shape)
+        for ends, dtype, amplitude, offset in _PLAIN:
+            if name.endswith(ends):
+                tensors[name] = _official_experts(c) if dtype == torch.int64 else _official(name, shape, dtype, amplitude, offset)
+                break
         else:
-            out.fp8(name.removesuffix(".weight"), *shape)
-    return out.tensors
+            tensors |= _quantized(name.removesuffix(".weight"), *shape, fp4=".experts." in name)
+    return tensors
 
 
-class _Formats:
-    """Hashed tensors in the formats of a release."""
+def _official(name: str, shape: tuple[int, ...], dtype: torch.dtype, amplitude: float, offset: float) -> Tensor:
+    drop, half = (16, 2**15) if dtype == torch.bfloat16 else (8, 2**23)
+    unit = ((_hash(f"{_SEED}:{name}", math.prod(shape)) >> drop) - half).double() / half
+    return (unit * amplitude + offset).float().to(dtype).view(shape)
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
 
-    def bf16(self, name: str, shape: tuple[int, ...], amplitude: float, offset: float = 0.0) -> None:
-        unit = ((_hash(f"{_SEED}:{name}", math.prod(shape)) >> 16) - 2**15).double() / 2**15
-        self.tensors[name] = (unit * amplitude + offset).float().to(torch.bfloat16).view(shape)
-
-    def fp32(self, name: str, shape: tuple[int, ...], amplitude: float, offset: float = 0.0) -> None:
-        unit = ((_hash(f"{_SEED}:{name}", math.prod(shape)) >> 8) - 2**23).double() / 2**23
-        self.tensors[name] = (unit * amplitude + offset).float().view(shape)
-
-    def fp8(self, name: str, rows: int, cols: int) -> None:
-        value = ((_hash(f"{_SEED}:{name}.weight", rows * cols) >> 16) - 2**15).float() * 7 / 512
-        self.tensors[name + ".weight"] = value.view(rows, cols).to(torch.float8_e4m3fn)
-        self._scales(name, -(-rows // 128), -(-cols // 128), 127 - 8 - cols.bit_length() // 2)
-
-    def fp4(self, name: str, rows: int, cols: int) -> None:
+def _quantized(name: str, rows: int, cols: int, *, fp4: bool) -> dict[str, Tensor]:
+    """Return codes, and a power-of-two scale per 128 x 128 (FP8) or per 32 columns (FP4)."""
+    if fp4:
         pairs = (_hash(f"{_SEED}:{name}.weight", rows * cols // 2) >> 24).to(torch.uint8)
-        self.tensors[name + ".weight"] = pairs.view(rows, cols // 2).view(torch.int8)
-        self._scales(name, rows, cols // 32, 127 - 2 - cols.bit_length() // 2)
+        weight, blocks, middle = pairs.view(rows, cols // 2).view(torch.int8), (rows, cols // 32), 127 - 2
+    else:
+        value = ((_hash(f"{_SEED}:{name}.weight", rows * cols) >> 16) - 2**15).float() * 7 / 512
+        weight, blocks, middle = value.view(rows, cols).to(torch.float8_e4m3fn), (-(-rows // 128), -(-cols // 128)), 127 - 8
+    exponent = middle - cols.bit_length() // 2 + (_hash(f"{_SEED}:{name}.scale", math.prod(blocks)) >> 16) % 3 - 1
+    return {name + ".weight": weight, name + ".scale": exponent.to(torch.uint8).view(blocks).view(torch.float8_e8m0fnu)}
 
-    def _scales(self, name: str, rows: int, cols: int, middle: int) -> None:
-        exponent = middle + (_hash(f"{_SEED}:{name}.scale", rows * cols) >> 16) % 3 - 1
-        self.tensors[name + ".scale"] = exponent.to(torch.uint8).view(rows, cols).view(torch.float8_e8m0fnu)
 
-    def experts(self, name: str, c: V4Config) -> None:
-        token = torch.arange(c.vocab_size)
-        turn = (token // c.num_experts) % (c.num_experts - c.experts_per_token + 1)
-        columns = [(token + j + (j > 0) * turn) % c.num_experts for j in range(c.experts_per_token)]
-        self.tensors[name] = torch.stack(columns, 1)
+def _official_experts(c: V4Config) -> Tensor:
+    token = torch.arange(c.vocab_size)
+    turn = (token // c.num_experts) % (c.num_experts - c.experts_per_token + 1)
+    return torch.stack([(token + j + (j > 0) * turn) % c.num_experts for j in range(c.experts_per_token)], 1)
 
 
 def digest(checkpoint: Mapping[str, Tensor]) -> tuple[int, int, str]:

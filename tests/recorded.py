@@ -1,4 +1,4 @@
-"""Recorded steps without a device: a recording stands for the work that it repeats, everything else is as it runs there."""
+"""Captured steps without a device: a stand-in for a graph repeats its work, everything else is as on a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def put(source: Any, target: Any) -> None:
 
 
 def without_device(patch: pytest.MonkeyPatch) -> None:
-    """Let recorded steps find what they ask of CUDA besides the recordings."""
+    """Replace what captured steps ask of CUDA besides graphs."""
     stream = type("Stream", (), {"synchronize": lambda self: None})
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream())

@@ -148,7 +148,7 @@ RELEASE_ONLY = ("architectures", "model_type", "torch_dtype", "rope_scaling")
 
 
 def v4_names(raw: Mapping[str, Any]) -> NameTables:
-    """Return V4's names, whatever a config says."""
+    """Return V4's names."""
     return V4_NAMES
 
 
@@ -165,20 +165,16 @@ def pro() -> V4Config:
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int | None = None
 ) -> Path:
-    """Write a checkpoint in the official form; without ``shard_bytes`` in a single file.
-
-    Shards are filled in the order of ``tensors``, so a weight and its scale may come to lie in different ones.
-    """
+    """Write a checkpoint in the official form: shards in the order of ``tensors``; without ``shard_bytes`` a single file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
+    size = 0
     for name, tensor in tensors:
-        if room is not None and shard_bytes is not None:
-            if shards[-1] and tensor.nbytes > room:
-                shards.append({})
-                room = shard_bytes
-            room -= tensor.nbytes
+        if shard_bytes is not None and shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        size += tensor.nbytes
         shards[-1][name] = tensor.contiguous()
     if shard_bytes is None:
         save_file(shards[0], folder / "model.safetensors")
@@ -222,7 +218,7 @@ def trainer_settings(*, ratios: Sequence[int], original_positions: int = 65536, 
 
 
 def trainer_model(settings: Mapping[str, Any], *, seed: int) -> Any:
-    """Build transformers' own model in float32 with random weights under which every part of it matters."""
+    """Build transformers' own model in float32, with random weights that let every part of it affect the output."""
     import transformers
 
     config = transformers.DeepseekV4Config(**settings, attn_implementation="eager", experts_implementation="eager")
@@ -253,9 +249,3 @@ def _randomize(name: str, tensor: Tensor, experts: int) -> None:
         tensor.normal_()
     else:
         tensor.normal_(0.0, (2.0 if "gate_proj" in name and "compressor" in name else 1.0) * tensor.shape[-1] ** -0.5)
-
-
-def write_trainer_checkpoint(folder: Path, model: Any) -> Path:
-    """Save transformers' model as it saves itself; the folder is what a trainer leaves behind."""
-    model.save_pretrained(folder)
-    return folder

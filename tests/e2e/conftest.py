@@ -1,13 +1,21 @@
-"""Fixtures of the tests that run the API on a scripted engine."""
+"""Fixtures: a small checkpoint, and scripted engines behind the API."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dsv4lite.api import session
+from tests.e2e.engines import write_model
 from tests.fakes import Lab
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with random weights."""
+    return write_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""What ``deterministic=True`` promises on a CPU, in a few seconds: ``test_cpu_paths.py`` runs this in processes that take other
-instructions than the machine would.
+"""What ``deterministic=True`` promises on a CPU: ``test_cpu_paths.py`` runs this in processes that use other instruction sets.
 
-Prints what every row and request came to, as one digest.
+    python -m tests.e2e.cpu_paths THREADS...
+
+Everything runs once with each number of threads, and the results must have the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,15 +120,18 @@ def requests() -> Tensor:
     return found[0]
 
 
-def main() -> None:
-    digest = hashlib.sha256()
+def digest(threads: int) -> str:
+    """Return the digest of every row and request."""
+    torch.set_num_threads(threads)
+    found = hashlib.sha256()
     with own_thread(torch.device("cpu"), deterministic=True), torch.inference_mode():
         for _, result in ops():
-            digest.update(result.contiguous().numpy().tobytes())
-        digest.update(model().numpy().tobytes())
-    digest.update(requests().numpy().tobytes())
-    print(torch.get_num_threads(), digest.hexdigest())
+            found.update(result.contiguous().numpy().tobytes())
+        found.update(model().numpy().tobytes())
+    found.update(requests().numpy().tobytes())
+    assert torch.get_num_threads() == threads, "outside an engine"
+    return found.hexdigest()
 
 
 if __name__ == "__main__":
-    main()
+    assert len({digest(int(threads)) for threads in sys.argv[1:]}) == 1, "other bits on another number of threads"

@@ -1,8 +1,8 @@
-"""Small checkpoints for whole engines, and looks into an engine that only tests need."""
+"""Small checkpoints for whole engines, comparisons of outputs, and what tests ask of an engine's inside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import plan_memory
+from dsv4lite.request import Logprobs, RequestOutput
 from dsv4lite.scheduling.pages import IdPool
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.tiny import TINY, write_checkpoint
@@ -29,10 +30,10 @@ SPECIAL = (
 )
 EOS, THINK, END_THINK = 1, 5, 6
 FIRST_LETTER = len(SPECIAL)
-# One token each, the most useful ones first: small vocabularies take the head of the list.
+# One token each; small vocabularies take the head of the list.
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789{}\":,[]-+._/\n!?'()<>=ABCDEFGHIJKLMNOPQRSTUVWXYZ#$%&*;@\\^`|~"
 
-# Every kind of layer, whatever is small enough to be passed within a short prompt: groups, windows, pages, selection.
+# Every kind of layer; short prompts cross groups, windows and pages, and make the indexer select.
 SMALL: Mapping[str, Any] = {
     **TINY,
     "vocab_size": 96,
@@ -100,7 +101,7 @@ def write_model(
         folder: Where.
         config: In the release form.
         seed: Of the weights.
-        change: What to store instead of a tensor; ``None`` leaves it out.
+        change: Returns what to store instead of a tensor; ``None`` leaves it out.
         shard_bytes: Size of a shard; default is a single file.
     """
     tensors = float32(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="unquantized", quantized=False, seed=seed))
@@ -118,7 +119,7 @@ def engine_of(llm: LLM | AsyncLLM) -> Engine:
 
 @contextmanager
 def overlapping(on: bool | None) -> Iterator[None]:
-    """Let engines that are opened meanwhile plan a step before the results of the previous one are known (or not)."""
+    """Let engines opened meanwhile plan a step before the results of the previous one are known (or not)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "open_engine", lambda config: Engine(config, overlap=on))
         yield
@@ -165,3 +166,24 @@ def prompts_of(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> lis
     """Return random prompts without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(FIRST_LETTER, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def same_logprobs(ours: Logprobs | None, theirs: Logprobs | None, *, tolerance: float = 0.0) -> None:
+    """Assert that log-probabilities have the same bits; with a tolerance, that sampled and listed values are this close."""
+    assert (ours is None) == (theirs is None)
+    if ours is None or theirs is None:
+        return
+    assert ours.mode == theirs.mode
+    for field in ("sampled", "values"):
+        torch.testing.assert_close(getattr(ours, field), getattr(theirs, field), rtol=0, atol=tolerance)
+    for field in ("ranks", "token_ids") if tolerance == 0 else ():  # else close ones may change places
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+
+
+def same_outputs(ours: Iterable[RequestOutput], theirs: Iterable[RequestOutput], *, tolerance: float = 0.0) -> None:
+    """Assert that outputs have the same tokens, texts, ends and log-probabilities."""
+    for mine, expected in zip(ours, theirs, strict=True):
+        for a, b in zip(mine.outputs, expected.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (b.token_ids, b.text, b.finish_reason, b.stop_reason)
+            same_logprobs(a.logprobs, b.logprobs, tolerance=tolerance)
+        same_logprobs(mine.prompt_logprobs, expected.prompt_logprobs, tolerance=tolerance)

@@ -1,4 +1,4 @@
-"""A host program: it has settings of its own, opens engines of every kind, and notes what the process looks like meanwhile.
+"""A host program with settings of its own: it opens engines of every kind and records the state of the process meanwhile.
 
 python host.py plain|unusual      writes a report as JSON to standard output; see test_hygiene.py
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-if importlib.util.find_spec("triton"):  # registers an exit handler of its own, whoever imports it
+if importlib.util.find_spec("triton"):  # registers an exit handler when it is imported
     import triton  # noqa: F401
 
 PROMPT = "def add(a, b):"
@@ -138,7 +138,7 @@ def _mapped() -> list[str]:
 
 
 def be_unusual() -> None:
-    """Change what a host may change. None of it is the engine's business."""
+    """Change what a host may change."""
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
     torch.set_grad_enabled(False)
@@ -159,14 +159,14 @@ def be_unusual() -> None:
 
 
 def main(mode: str) -> dict[str, Any]:
-    """Live through an engine, two engines, and an engine in an event loop."""
+    """Run an engine, two engines, and an engine in an event loop."""
     stages: dict[str, Any] = {}
     results: dict[str, Any] = {}
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     if mode == "unusual":
         be_unusual()
-    asyncio.run(asyncio.sleep(0))  # settles the policy, whoever runs the first loop
+    asyncio.run(asyncio.sleep(0))  # the first loop of a process sets the policy
     stages["before import"] = look()
 
     import dsv4lite
@@ -186,11 +186,11 @@ def main(mode: str) -> dict[str, Any]:
     )
 
     results["plan"] = repr(dsv4lite.plan_memory(config, memory_bytes=8 << 30))
-    news: list[SequenceUpdate] = []
+    received: list[SequenceUpdate] = []
     begun, ended = threading.Event(), threading.Event()
 
     def deliver(updates: list[SequenceUpdate]) -> None:
-        news.extend(updates)
+        received.extend(updates)
         begun.set()
         if any(update.finish_reason == "abort" for update in updates):
             ended.set()
@@ -213,7 +213,7 @@ def main(mode: str) -> dict[str, Any]:
         results["LLM"] = describe(output)
     engine.close()
     ended.wait()
-    assert news[-1].finish_reason == "abort"
+    assert received[-1].finish_reason == "abort"
     engine.close()
     stages["both closed"] = look()
 
@@ -238,7 +238,7 @@ def main(mode: str) -> dict[str, Any]:
 
 
 def describe(output: Any) -> dict[str, Any]:
-    """What a completion says, and where its tensors lie."""
+    """Return a completion's tokens, text and log-probabilities, and where its tensors are."""
     logprobs = output.outputs[0].logprobs
     return {
         "token_ids": list(output.outputs[0].token_ids),

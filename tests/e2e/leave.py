@@ -1,8 +1,8 @@
-"""A host program that leaves its engines behind while they generate; see test_leaving.py.
+"""A host program that does not close its engines while they generate; see test_leaving.py.
 
-python leave.py FOLDER end|exit|raise|interrupt ENGINE...   ends so, with engines of the kinds llm, async, process
-python leave.py FOLDER rank RANK PORT                       two hosts' ranks share an engine; rank 1 leaves while rank 0 generates
-python leave.py FOLDER drop ENGINE...                       forgets engines and streams, and ends when their threads have
+python leave.py FOLDER exit|raise|interrupt ENGINE...       ends this way, with engines of the kinds llm, async, process
+python leave.py FOLDER rank RANK PORT                       two external ranks share an engine; rank 1 ends while rank 0 generates
+python leave.py FOLDER drop ENGINE...                       drops engines and streams, and ends after their threads
 python leave.py FOLDER fork ENGINE...                       uses and drops the engine in a fork, and then in this process
 """
 
@@ -38,7 +38,7 @@ def config(kind: str) -> dsv4lite.EngineConfig:
 
 
 async def enter() -> None:
-    """Let a loop end with an open engine and an open stream."""
+    """Let an event loop end with an open engine and an open stream."""
     llm = await dsv4lite.AsyncLLM.create(config("async"))
     stream = await llm.stream(PROMPT, LONG).__aenter__()
     await anext(stream)
@@ -46,7 +46,7 @@ async def enter() -> None:
 
 
 def leave_behind(kind: str, thread: bool = True) -> None:
-    """Start an engine of which a stream, and a thread, are reading."""
+    """Start an engine with a stream, and a thread, that read from it."""
     if kind == "async":
         return asyncio.run(enter())
     llm = dsv4lite.LLM.create(config(kind))
@@ -143,9 +143,8 @@ def main(ending: str, *kinds: str) -> None:
         sys.exit(3)
     if ending == "raise":
         raise ZeroDivisionError
-    if ending == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
     return None
 
 

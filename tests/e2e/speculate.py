@@ -1,12 +1,12 @@
-"""The same prompts with and without guesses, under load and with aborts: who says something else?
+"""Compare the outputs of the same prompts with and without speculation, under load and with aborts.
 
     python -m tests.e2e.speculate --prompts 200                       # on this machine's CPU
     python -m tests.e2e.speculate --prompts 200 --tokens 64 --device cuda
 
-In deterministic mode no prompt may have another token or another bit in a log-probability. Nor may it have another token in the
-default mode of a plain float32 model. A quantized model amplifies roundings: there, runs without guesses differ from each other
-where other numbers of requests share the steps, each pair of them by another count. A run with guesses may differ from these runs,
-on average, by no more prompts than the pair that differs most. Exits with status 1 otherwise.
+With ``deterministic=True`` every token and every bit of a log-probability must be the same, and in the default mode of an
+unquantized float32 model every token. A quantized model amplifies rounding: in its default mode, runs without speculation already
+differ where steps have other batch sizes. A run with speculation may differ from these runs, on average, by no more prompts than
+the pair of them that differs most. The exit status is 1 otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import SMALL, assert_idle, engine_of, prompts_of, write_model
 
 ABORTS = 4  # requests that are about to be aborted, at any time
-BATCHES = (32, 16, 8, 3, 1)  # most requests that share a step, of every kind of kernel; guesses are made in steps of the first
+BATCHES = (32, 16, 8, 3, 1)  # most requests of a step, for every kind of kernel; runs with drafts take the first
 MODES = ("deterministic", "default")
 DRAFTERS: Mapping[str, Any] = {
     **{f"MTP({k})": MTP(k, adaptive=False) for k in (1, 2, 3, 4)},
@@ -48,7 +48,7 @@ class Case:
     """Prompts for a model.
 
     Attributes:
-        exact: Whether the default mode has to give the same tokens.
+        exact: Whether the default mode must give the same tokens.
     """
 
     name: str
@@ -70,10 +70,10 @@ def library_prompts(count: int, tokenizer: Any, *, seed: int = 0) -> list[list[i
 
 
 async def answers(case: Case, tokens: int, settings: Mapping[str, Any]) -> tuple[list[RequestOutput], str, float]:
-    """Send all prompts at once, among others that come and are aborted as long as it takes.
+    """Send all prompts at once, and meanwhile others that are aborted.
 
     Returns:
-        The outputs in order, what is to be said of guesses, and the seconds.
+        The outputs in order, accepted and drafted tokens as text, and the seconds.
     """
     rng = random.Random(1)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
@@ -100,7 +100,7 @@ async def answers(case: Case, tokens: int, settings: Mapping[str, Any]) -> tuple
 
 
 def differing(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput], *, bits: bool) -> int:
-    """Count the prompts that go on with other tokens, or also (``bits``) with other log-probabilities."""
+    """Count the prompts whose tokens differ, or with ``bits`` also their log-probabilities."""
     return sum(not _same(one, other, bits) for one, other in zip(ours, theirs, strict=True))
 
 
@@ -113,38 +113,38 @@ def _same(one: RequestOutput, other: RequestOutput, bits: bool) -> bool:
 
 
 async def compare(case: Case, drafters: Mapping[str, Any], tokens: int, settings: Mapping[str, Any], *, deterministic: bool) -> int:
-    """Print a table; return how many of its lines say too much."""
+    """Print a table; return in how many of its lines too many prompts differ."""
     base = {"max_num_seqs": BATCHES[0], "max_num_batched_tokens": 512, **settings, "deterministic": deterministic}
     wrong = 0
     mode = MODES[not deterministic]
 
-    def tell(drafter: str, counts: Sequence[int], guesses: str, seconds: float) -> None:
+    def show(drafter: str, counts: Sequence[int], drafts: str, seconds: float) -> None:
         spread = f"{mean(counts):>7.0f}{min(counts):>7}{max(counts):>7}"
-        print(f"{case.name:<10}{mode:<15}{drafter:<32}{spread}{guesses:>15}{seconds:>8.1f}", flush=True)
+        print(f"{case.name:<10}{mode:<15}{drafter:<32}{spread}{drafts:>15}{seconds:>8.1f}", flush=True)
 
     batches = BATCHES[:1] if deterministic or case.exact else BATCHES
     runs = [await answers(case, tokens, {**base, "max_num_seqs": batch}) for batch in batches]
     plain = [outputs for outputs, _, _ in runs]
     pairs = [differing(a, b, bits=False) for a, b in combinations(plain, 2)] or [0]
-    tell(f"none, in steps of {', '.join(map(str, batches))}", pairs, "", runs[0][2])
+    show(f"none, in steps of {', '.join(map(str, batches))}", pairs, "", runs[0][2])
     for name, speculative in drafters.items():
-        found, guesses, seconds = await answers(case, tokens, {**base, "speculative": speculative})
+        found, drafts, seconds = await answers(case, tokens, {**base, "speculative": speculative})
         counts = [differing(found, expected, bits=deterministic) for expected in plain]
-        tell(name, counts, guesses, seconds)
-        wrong += mean(counts) > max(pairs) or not guesses
+        show(name, counts, drafts, seconds)
+        wrong += mean(counts) > max(pairs) or not drafts
     return wrong
 
 
 async def run(
     cases: Sequence[Case], drafters: Mapping[str, Any], tokens: int, settings: Mapping[str, Any], modes: Sequence[str] = MODES
 ) -> int:
-    """Compare everything; return the number of lines that say too much."""
-    print(f"{'model':<10}{'mode':<15}{'guesses':<32}{'differ':>7}{'least':>7}{'most':>7}{'right':>15}{'seconds':>8}")
+    """Compare everything; return the number of lines in which too many prompts differ."""
+    print(f"{'model':<10}{'mode':<15}{'drafter':<32}{'differ':>7}{'least':>7}{'most':>7}{'accepted':>15}{'seconds':>8}")
     return sum([await compare(case, drafters, tokens, settings, deterministic=m == MODES[0]) for case in cases for m in modes])
 
 
 def random_case(folder: Path, count: int) -> Case:
-    """Write a plain float32 model with random weights; prompts of up to three pages."""
+    """Write an unquantized float32 model with random weights; prompts of up to three pages."""
     prompts = prompts_of([1 + (i * 83) % (700 if i % 16 == 0 else 200) for i in range(count)], SMALL["vocab_size"], seed=8)
     return Case(name="random", model=str(write_model(folder, seed=2)), prompts=prompts, exact=True)
 

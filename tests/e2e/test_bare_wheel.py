@@ -1,4 +1,4 @@
-"""The wheel with its declared dependencies and nothing else: what an empty environment has after ``pip install``."""
+"""The wheel with its declared dependencies alone, as ``pip install`` leaves an empty environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_NUMPY = ("-W", "ignore:Failed to initialize NumPy:UserWarning")  # what torch says at its own import
+NO_NUMPY = ("-W", "ignore:Failed to initialize NumPy:UserWarning")  # the warning of torch's own import
 
 BARE = """
 import sys
@@ -48,7 +48,7 @@ def needed(requirements: list[str] | None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that finds the unpacked wheel and its dependencies; others cannot be imported."""
+    """The environment of a process that can import the unpacked wheel and its dependencies, and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
     (built,) = WheelBuilder(str(ROOT)).build(directory=str(folder / "dist"), versions=["standard"])
     with zipfile.ZipFile(built) as archive:
@@ -82,13 +82,13 @@ def test_help_needs_the_wheel_alone(bare: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_commands_of_the_bare_wheel_work_without_a_warning(bare: dict[str, str], tmp_path: Path) -> None:
-    """Every command used to print torch's warning about numpy, and with ``-W error`` none began."""
+    """Commands used to print torch's warning about numpy, and to fail with ``-W error``."""
     assert run(bare, tmp_path, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "3").stdout.startswith("def f(")
     assert "tokens of state" in run(bare, tmp_path, "-m", "dsv4lite", "plan").stdout
 
 
 def test_library_of_the_bare_wheel_saves_and_replays_a_step(bare: dict[str, str], tmp_path: Path) -> None:
-    """``dump_step`` used to fail for want of numpy, and so saved nothing."""
+    """``dump_step`` used to fail without numpy."""
     program = """
         import asyncio
         from dsv4lite import AsyncLLM, SamplingParams, tiny_model

@@ -1,6 +1,6 @@
-"""What can go wrong with a GPU: none, the wrong one, too little of it, software that does not fit it, and errors of its own.
+"""Errors of GPUs: none, an unsupported one, too little memory, software that does not fit it, and CUDA errors.
 
-No GPU is needed: what torch would say of one is said in its place.
+No GPU is needed: torch.cuda answers as if there were some.
 """
 
 from __future__ import annotations
@@ -34,16 +34,11 @@ from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of
 
 GIB = 1 << 30
 SHORT, LONG = prompts_of((20, 300), SMALL["vocab_size"] - 1, seed=9)
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"))
 
 
 Fake = Callable[..., None]
@@ -51,7 +46,7 @@ Fake = Callable[..., None]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Return what lets torch speak of GPUs that are not there."""
+    """Return a function that makes torch.cuda report such GPUs."""
 
     def fake(
         *, count: int = 1, capability: tuple[int, int] = (9, 0), free: int = 140 * GIB, total: int = 140 * GIB, kept: int = 0
@@ -76,7 +71,7 @@ def config_of(device: str, **settings: Any) -> EngineConfig:
     return EngineConfig(model=tiny_model(), device=device, **settings)
 
 
-# ---------------------------------------------------------------------------------------------------------- no GPU, or which
+# -------------------------------------------------------------------------------------------------- no GPU, or an unsupported one
 
 
 def test_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +80,7 @@ def test_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(config_of("cuda:1"))
 
 
-def test_missing_driver_is_told_in_its_own_words(gpu: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_is_reported_with_its_own_message(gpu: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(count=0)
 
     def init() -> None:
@@ -131,10 +126,10 @@ def test_old_triton_is_refused(gpu: Fake, monkeypatch: pytest.MonkeyPatch, versi
         choose_device(config_of("cuda"))
 
 
-# ------------------------------------------------------------------------------------------------------------ too little of it
+# --------------------------------------------------------------------------------------------------------------- too little memory
 
 
-def test_memory_that_others_hold_is_not_planned_with(gpu: Fake) -> None:
+def test_memory_of_other_processes_is_not_planned_with(gpu: Fake) -> None:
     gpu(free=140 * GIB)
     roomy = plan_memory(tiny_model(), device="cuda", max_num_seqs=64)
     assert roomy.fits and roomy.per_device[0].available == 140 * GIB
@@ -179,7 +174,7 @@ def cached_in(folder: Path) -> EngineConfig:
 @pytest.mark.parametrize("where", ["itself", "above"])
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
 def test_compiled_kernels_that_others_could_change_are_refused(gpu: Fake, tmp_path: Path, where: str, mode: int) -> None:
-    """They are code that the process runs; the folder was taken as it was."""
+    """They are code that the process runs."""
     gpu()
     above = tmp_path / "above"
     folder = above / "kernels"
@@ -316,19 +311,18 @@ def test_failed_start_holds_no_model(model: Path, monkeypatch: pytest.MonkeyPatc
 # --------------------------------------------------------------------------------------------------------- a failed step
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("boom", "advice"),
+    ("boom", "advice", "overlap"),
     [
-        (torch.AcceleratorError(ILLEGAL), "start a new one"),
-        (RuntimeError("Triton Error [CUDA]: misaligned address"), "start a new one"),
-        (OUT_OF_MEMORY, "gpu_memory_utilization"),
-        (torch.AcceleratorError("CUDA error: out of memory"), "gpu_memory_utilization"),
+        (torch.AcceleratorError(ILLEGAL), "start a new one", True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), "start a new one", False),
+        (OUT_OF_MEMORY, "gpu_memory_utilization", True),
+        (torch.AcceleratorError("CUDA error: out of memory"), "gpu_memory_utilization", False),
     ],
     ids=lambda value: f"{type(value).__name__}-{value}"[:50] if isinstance(value, Exception) else "",
 )
 def test_cuda_error_in_a_step_ends_the_engine_and_frees_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, boom: Exception, advice: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, boom: Exception, advice: str, overlap: bool
 ) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     with overlapping(overlap), plain(model) as llm, ExitStack() as stack:
@@ -348,19 +342,19 @@ def test_cuda_error_in_a_step_ends_the_engine_and_frees_it(
         assert engine._thread is not None
         engine._thread.join(timeout=60)
         gc.collect()
-        assert [ref() for ref in held] == [None, None]  # although everybody still has the error
+        assert [ref() for ref in held] == [None, None]  # although callers still hold the error
     assert llm.state == "closed" and len(errors) == 12
 
 
 @contextmanager
 def broken(boom: Exception) -> Any:
-    """Stand in for a stream that can no longer be left."""
+    """Stand in for a stream whose context raises at its end."""
     yield
     raise boom
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_stream_that_cannot_be_left_hides_nothing(
+def test_stream_that_cannot_be_restored_hides_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, works: bool
 ) -> None:
     boom, emptied, idle = torch.AcceleratorError(ILLEGAL), [], SimpleQueue[str]()
@@ -374,7 +368,7 @@ def test_stream_that_cannot_be_left_hides_nothing(
     assert idle.qsize() == works  # the next engine runs on it, unless it is broken
 
 
-def test_errors_are_told_apart() -> None:
+def test_kinds_of_errors_are_distinguished() -> None:
     assert devices.is_cuda_error(torch.AcceleratorError(ILLEGAL)) and not devices.is_cuda_error(ValueError("CUDA error"))
     assert devices.is_out_of_memory(OUT_OF_MEMORY) and not devices.is_out_of_memory(MemoryError("out of memory"))
     assert devices.advice_for(ZeroDivisionError()) == ""

@@ -1,4 +1,4 @@
-"""What the README and the pages of ``docs/`` show: code runs, commands are understood, links lead somewhere."""
+"""The README and the pages of ``docs/``: code runs, commands parse, links have targets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import re
+import runpy
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.e2e.engines import SMALL, prompts_of, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these starts processes, or needs some; other tests do
+ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these needs several processes; other tests start them
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
 
 
@@ -59,7 +60,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint that takes the place of all that pages name."""
+    """A checkpoint in place of those that pages name."""
     folder = tmp_path_factory.mktemp("model")
     return str(write_model(folder, {**SMALL, "max_position_embeddings": 220}))
 
@@ -84,7 +85,7 @@ def test_code_of_the_pages_runs(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_pages_are_understood(command: str) -> None:
+def test_commands_of_the_pages_parse(command: str) -> None:
     words = shlex.split(command)
     if words[:3] == ["python", "-m", "dsv4lite"]:
         if words[3:] != ["--help"]:
@@ -93,8 +94,15 @@ def test_commands_of_the_pages_are_understood(command: str) -> None:
         assert (ROOT / words[1]).is_file()
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/bench").glob("*.py")), ids=lambda file: file.stem)
+def test_kernel_benchmarks_load_without_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(file.parent)
+    assert runpy.run_path(str(file))["__doc__"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+def test_links_of_the_pages_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue
@@ -107,7 +115,7 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
 
 
 def names_in(section: str) -> set[str]:
-    """Return what stands in backticks in a section of api.md: in the first column of its table, or in its first paragraph."""
+    """Return the names in backticks in a section of api.md: in the first column of its table, or in its first paragraph."""
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0].strip()
     columns = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) or [text.partition(": each")[0]]
     return {name for column in columns for name in re.findall(r"`(\w+)`", column)}

@@ -1,13 +1,12 @@
-"""Engines that guess with the text itself, or with the block drafter of refreshed releases."""
+"""Engines that draft from n-grams of the text, or with the block drafter of refreshed releases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark, EngineConfig, NGram, tiny_model
@@ -22,9 +21,8 @@ from dsv4lite.speculation import drafters
 from dsv4lite.speculation.ngram import NGramIndex, NGramSpeculator
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import SMALL, engine_of, float32, opened, prompts_of, write_model, write_tokenizer
+from tests.e2e.engines import SMALL, engine_of, float32, opened, prompts_of, same_outputs, write_model, write_tokenizer
 from tests.e2e.test_engine_determinism import ask_all, asks
-from tests.e2e.test_speculation import same_outputs
 from tests.golden import plain
 from tests.models.test_dspark import drafts_after
 from tests.tiny import write_checkpoint
@@ -46,13 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Mapping[str, RequestOutput]:
+def expected(model: Path) -> Sequence[RequestOutput]:
     with opened(model, deterministic=True) as llm:
         return ask_all(llm, asks())
 
 
 @pytest.mark.parametrize("speculative", ["auto", (NGram(k=2), DSpark(3, min_confidence=0.4))], ids=str)
-def test_drafters_change_no_bit_in_deterministic_mode(model: Path, expected: Mapping[str, RequestOutput], speculative: Any) -> None:
+def test_drafters_change_no_bit_in_deterministic_mode(model: Path, expected: Sequence[RequestOutput], speculative: Any) -> None:
     with opened(model, deterministic=True, speculative=speculative) as llm:
         same_outputs(ask_all(llm, asks()), expected)
         stats = llm.stats().speculation
@@ -63,45 +61,19 @@ def test_drafters_change_no_bit_in_deterministic_mode(model: Path, expected: Map
 
 @pytest.mark.parametrize("speculative", [DSpark(4), NGram(k=3, min_n=1)], ids=str)
 def test_greedy_text_is_that_of_no_drafts(model: Path, speculative: Any) -> None:
-    """In the ordinary mode, in float32, while requests come and go."""
+    """In the default mode, in float32, while requests start and end."""
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     prompts = prompts_of((1, 17, 64, 250), VOCAB, seed=7)
     texts = []
     for setting in (None, speculative):
-        with opened(model, speculative=setting, max_num_seqs=4) as llm:
+        with opened(model, speculative=setting, max_num_seqs=3) as llm:
             texts.append([output.token_ids for output in llm.generate_batch(prompts, params)])
     assert texts[0] == texts[1]
 
 
-def test_engine_drafts_what_the_model_drafts_behind_the_same_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of wrong drafts, of several chunks and of pages that slid away leave no trace: a single pass drafts the same."""
-    found: list[Tensor] = []
-    inner = drafters.draft
-
-    def spy(*args: Any) -> Tensor | None:
-        out = inner(*args)
-        if out is not None:
-            found.append(out[0])
-        return out
-
-    monkeypatch.setattr(runner, "draft", spy)
-    (prompt,) = prompts_of((50,), VOCAB, seed=3)
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with opened(model, speculative=DSpark(4, adaptive=False), max_num_batched_tokens=20) as llm:
-        tokens = [*prompt, *llm.generate(prompt, params).token_ids]
-        whole = engine_of(llm)._runner.model
-        stats = llm.stats().speculation
-    assert stats.runs > 5
-    known = len(prompt) + 1
-    for i, drafts in enumerate(found):
-        if i % 5 == 0 and known < len(tokens):
-            _, wanted = drafts_after(whole, tokens[: known - 1], anchor=tokens[known - 1])
-            assert drafts.tolist() == wanted.token_ids_SG[0].tolist()
-        right = (drafts == torch.tensor([*tokens[known : known + 4], *[-1] * 4])[:4]).long().cumprod(0).sum()
-        known += int(right) + 1
-
-
-def test_cached_prefix_brings_the_rows_that_drafts_look_at(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The drafts of an engine's first sequence, as they are made."""
     found: list[list[int]] = []
     inner = drafters.draft
 
@@ -112,14 +84,35 @@ def test_cached_prefix_brings_the_rows_that_drafts_look_at(model: Path, monkeypa
         return out
 
     monkeypatch.setattr(runner, "draft", spy)
+    return found
+
+
+def test_engine_drafts_what_the_model_drafts_after_the_same_text(model: Path, drafted: list[list[int]]) -> None:
+    """Rows of rejected drafts, of several chunks and of pages that slid away leave no trace: a single pass drafts the same."""
+    (prompt,) = prompts_of((50,), VOCAB, seed=3)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with opened(model, speculative=DSpark(4, adaptive=False), max_num_batched_tokens=20) as llm:
+        tokens = [*prompt, *llm.generate(prompt, params).token_ids]
+        whole = engine_of(llm)._runner.model
+        stats = llm.stats().speculation
+    assert stats.runs > 5
+    known = len(prompt) + 1
+    for i, drafts in enumerate(drafted):
+        if i % 5 == 0 and known < len(tokens):
+            _, wanted = drafts_after(whole, tokens[: known - 1], anchor=tokens[known - 1])
+            assert drafts == wanted.token_ids_SG[0].tolist()
+        known += 1 + next((j for j, d in enumerate(drafts) if tokens[known + j : known + j + 1] != [d]), len(drafts))
+
+
+def test_cached_prefix_includes_the_rows_of_the_drafter(model: Path, drafted: list[list[int]]) -> None:
     (prompt,) = prompts_of((260,), VOCAB, seed=4)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with opened(model, speculative=DSpark(4, adaptive=False)) as llm:
         first = llm.generate(prompt, params)
-        alone, found[:] = list(found), []
+        alone, drafted[:] = list(drafted), []
         again = llm.generate(prompt, params)
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 256)
-    assert alone == found and first.token_ids == again.token_ids
+    assert alone == drafted and first.token_ids == again.token_ids
 
 
 def test_least_confidence_leaves_drafts_out(model: Path) -> None:
@@ -142,16 +135,6 @@ def test_text_that_repeats_itself_takes_fewer_steps(model: Path) -> None:
     assert stats.speculation.accepted == stats.speculation.drafted == 41 - stats.steps
 
 
-def test_trained_model_says_the_same_with_drafts() -> None:
-    prompts = ["The quick brown fox. The quick brown"]
-    params = SamplingParams(max_tokens=12, temperature=0)
-    texts = []
-    for setting in (None, NGram(min_n=1)):
-        with opened(tiny_model(), deterministic=True, speculative=setting) as llm:
-            texts.append([output.token_ids for output in llm.generate_batch(prompts, params)])
-    assert texts[0] == texts[1]
-
-
 def test_ngram_speculator_keeps_an_index_per_sequence() -> None:
     speculator = NGramSpeculator(NGram(k=3, min_n=1, max_n=3, lookback=100))
     assert speculator.propose(1, [5, 6, 7, 5], 2) == [6, 7]
@@ -168,6 +151,8 @@ def test_ngram_speculator_keeps_an_index_per_sequence() -> None:
         (lambda: NGram(0), "NGram: k=0"),
         (lambda: NGram(17), "NGram: k=17 must be an integer from 1 to 16"),
         (lambda: NGram(min_n=0), "min_n=0"),
+        (lambda: NGram(min_n=5), "NGram"),
+        (lambda: NGram(max_n=4.0), "NGram"),  # type: ignore[arg-type]
         (lambda: NGram(min_n=3, max_n=2), "max_n=2 must be an integer from 3"),
         (lambda: NGram(lookback=0), "lookback=0"),
         (lambda: DSpark(0), "DSpark: k=0"),
@@ -181,7 +166,7 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
         make()
 
 
-def test_what_the_checkpoint_does_not_have_is_refused(model: Path, tmp_path: Path) -> None:
+def test_drafter_that_the_checkpoint_lacks_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"MTP\(k=1\).*no MTP block; take DSpark\(\)"):
         plan_memory(str(model), speculative=MTP())
     with pytest.raises(ConfigError, match=r"DSpark\(k=5.*the drafter's block has 4 rows"):
@@ -199,7 +184,7 @@ def test_what_the_checkpoint_does_not_have_is_refused(model: Path, tmp_path: Pat
 def test_drafter_that_the_config_does_not_describe_is_refused(
     tmp_path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> None:
-    """The preview's config with the weights of a refreshed release, and the other way round: only who wants drafts is told."""
+    """The preview's config with the weights of a refreshed release, and the reverse: an error only where drafts are wanted."""
     tensors = float32(dummy_tensors(parse_config(theirs), V4_TENSORS, expert_format="unquantized", quantized=False))
     folder = write_tokenizer(write_checkpoint(tmp_path, ours, tensors), VOCAB)
     for speculative in ("auto", MTP(), DSpark(4)):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +31,6 @@ from tests.e2e.engines import (
     opened,
     prompts_of,
     room_for,
-    write_model,
     write_tokenizer,
 )
 
@@ -41,11 +38,6 @@ VOCAB = SMALL["vocab_size"]
 LENGTH = 24
 PROMPT, OTHER = prompts_of((37, 300), VOCAB, seed=3)
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +69,7 @@ def test_stop_string_ends_the_text_wherever_tokens_are_cut(llm: LLM) -> None:
     stop = whole.text[12:15]
     begin = whole.text.index(stop)
     for include in (False, True):
-        cut = llm.generate(PROMPT, seeded(stop=("never said", stop), include_stop_str_in_output=include))
+        cut = llm.generate(PROMPT, seeded(stop=("never there", stop), include_stop_str_in_output=include))
         assert cut.text == whole.text[: begin + 3 * include]
         assert cut.token_ids == whole.token_ids[: begin + 3]
         assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
@@ -122,7 +114,7 @@ def test_prompt_logprobs_are_those_of_score(llm: LLM) -> None:
     assert torch.equal(out.prompt_logprobs.ranks, scored.ranks)
 
 
-def test_raw_logprobs_are_those_of_score_whatever_is_sampled_from(llm: LLM) -> None:
+def test_raw_logprobs_are_those_of_score_whatever_distribution_is_sampled(llm: LLM) -> None:
     out = llm.generate(PROMPT, seeded(logprobs=VOCAB, temperature=0.3, top_k=7, presence_penalty=1.0))
     raw = out.outputs[0].logprobs
     scored = llm.score(PROMPT, out.token_ids, top_logprobs=VOCAB)
@@ -130,41 +122,6 @@ def test_raw_logprobs_are_those_of_score_whatever_is_sampled_from(llm: LLM) -> N
     torch.testing.assert_close(full(raw), full(scored), rtol=0, atol=1e-5)
     torch.testing.assert_close(raw.sampled, scored.sampled, rtol=0, atol=1e-5)
     assert out.outputs[0].cumulative_logprob == pytest.approx(float(raw.sampled.sum()), abs=1e-4)
-
-
-def test_processed_logprobs_are_what_the_settings_make_of_the_raw_ones(llm: LLM) -> None:
-    settings = {
-        "repetition_penalty": 1.3,
-        "frequency_penalty": 0.4,
-        "presence_penalty": 0.7,
-        "logit_bias": {FIRST_LETTER: 3.0, FIRST_LETTER + 1: -3.0},
-        "allowed_token_ids": LETTER_IDS[:60],
-        "bad_words_ids": ((FIRST_LETTER + 2,),),
-        "temperature": 0.8,
-        "min_p": 0.02,
-        "top_k": 9,
-        "top_p": 0.9,
-    }
-    out = llm.generate(PROMPT, seeded(logprobs=VOCAB, logprobs_mode="processed", **settings))
-    logits = full(llm.score(PROMPT, out.token_ids, top_logprobs=VOCAB)).double()
-    processed = full(out.outputs[0].logprobs).double()
-    for i, row in enumerate(logits):
-        counts = torch.bincount(torch.tensor(out.token_ids[:i], dtype=torch.int64), minlength=VOCAB)
-        seen = (counts > 0) | (torch.bincount(torch.tensor(PROMPT), minlength=VOCAB) > 0)
-        # A penalty divides logits, and log-probabilities are logits but for a constant: the engine's constant is unknown here,
-        # so the two are only compared where it does not matter, see below.
-        row = row - 0.4 * counts - 0.7 * (counts > 0)
-        row[FIRST_LETTER] += 3.0
-        row[FIRST_LETTER + 1] -= 3.0
-        possible = processed[i] > -math.inf
-        assert 1 <= int(possible.sum()) <= 9
-        assert not possible[LETTER_IDS[60:],].any() and not possible[:FIRST_LETTER].any() and not possible[FIRST_LETTER + 2]
-        assert processed[i].exp().sum() == pytest.approx(1.0, abs=1e-5)
-        unpenalised = possible & ~seen
-        if int(unpenalised.sum()) > 1:
-            torch.testing.assert_close(
-                torch.log_softmax(processed[i][unpenalised], 0), torch.log_softmax(row[unpenalised] / 0.8, 0), rtol=0, atol=1e-4
-            )
 
 
 def test_additive_settings_change_logprobs_by_what_they_say(llm: LLM) -> None:
@@ -191,19 +148,19 @@ def test_greedy_takes_the_best_token_and_ranks_say_so(llm: LLM) -> None:
     assert llm.score(PROMPT, out.token_ids).ranks.tolist() == [1] * 12
 
 
-# -------------------------------------------------------------------------------------------------------- what may be said
+# ---------------------------------------------------------------------------------------------------------- allowed tokens
 
 
-def test_only_allowed_tokens_and_no_bad_words_are_said(llm: LLM) -> None:
+def test_only_allowed_tokens_and_no_bad_words_are_generated(llm: LLM) -> None:
     a, b, c = LETTER_IDS[:3]
-    allowed = llm.generate(PROMPT, seeded(allowed_token_ids=(a, b, c), max_tokens=60)).token_ids
+    allowed = llm.generate(PROMPT, seeded(allowed_token_ids=(a, b, c), max_tokens=40)).token_ids
     pairs = set(pairwise(allowed))
     assert set(allowed) == {a, b, c} and {(a, b), (b, a)} <= pairs
     polite = llm.generate(
         PROMPT, seeded(allowed_token_ids=(a, b, c), bad_words_ids=((c,), (a, b), (b, b, a)), max_tokens=60)
     ).token_ids
-    said = set(pairwise(polite))
-    assert set(polite) <= {a, b} and (a, b) not in said
+    found = set(pairwise(polite))
+    assert set(polite) <= {a, b} and (a, b) not in found
     assert (b, b, a) not in zip(polite, polite[1:], polite[2:], strict=False)
 
 
@@ -213,7 +170,7 @@ def test_bad_word_may_begin_in_the_prompt(llm: LLM) -> None:
     assert set(out.token_ids) == {a}
 
 
-def test_settings_that_leave_nothing_to_say_fail_their_request_alone(llm: LLM) -> None:
+def test_settings_that_forbid_every_token_fail_their_request_alone(llm: LLM) -> None:
     a = LETTER_IDS[0]
     with pytest.raises(RequestFailedError, match="no token may follow") as failure:
         llm.generate(PROMPT, seeded(allowed_token_ids=(a,), bad_words_ids=((a, a, a),)))
@@ -221,19 +178,11 @@ def test_settings_that_leave_nothing_to_say_fail_their_request_alone(llm: LLM) -
     assert len(llm.generate(PROMPT, seeded()).token_ids) == LENGTH
 
 
-def test_temperature_and_truncation_narrow_what_is_said(llm: LLM) -> None:
-    greedy = llm.generate(PROMPT, seeded(temperature=0)).token_ids
+def test_temperature_and_truncation_narrow_the_choice(llm: LLM) -> None:
+    greedy = llm.generate(PROMPT, seeded(temperature=0, max_tokens=8)).token_ids
     for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-7}):
-        assert llm.generate(PROMPT, seeded(**narrow)).token_ids == greedy, narrow
-    assert llm.generate(PROMPT, seeded()).token_ids != greedy
-
-
-def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
-    first, again = (llm.generate(OTHER, seeded(n=3)) for _ in range(2))
-    texts = [c.token_ids for c in first.outputs]
-    assert [c.index for c in first.outputs] == [0, 1, 2] and len(set(texts)) == 3
-    assert texts == [c.token_ids for c in again.outputs]
-    assert first.usage.completion_tokens == 3 * LENGTH
+        assert llm.generate(PROMPT, seeded(**narrow, max_tokens=8)).token_ids == greedy, narrow
+    assert llm.generate(PROMPT, seeded(max_tokens=8)).token_ids != greedy
 
 
 STRUCTURES: tuple[tuple[dict[str, Any], Callable[[str], bool]], ...] = (
@@ -254,19 +203,17 @@ STRUCTURES: tuple[tuple[dict[str, Any], Callable[[str], bool]], ...] = (
 )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_structured_outputs_have_their_structure(model: Path, overlap: bool) -> None:
+def test_structured_outputs_have_their_structure(model: Path) -> None:
     pytest.importorskip("llguidance")
-    with opened(model, overlap=overlap) as llm:
+    with opened(model, overlap=True) as llm:
         for wanted, check in STRUCTURES:
             out = llm.generate(PROMPT, SamplingParams(seed=5, n=3, max_tokens=200, structured_outputs=wanted))
             for completion in out.outputs:
                 assert completion.finish_reason == "stop" and check(completion.text), completion.text
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_thinking_ends_with_its_budget(model: Path, overlap: bool) -> None:
-    with opened(model, overlap=overlap) as llm:
+def test_thinking_ends_with_its_budget(model: Path) -> None:
+    with opened(model, overlap=True) as llm:
         params = seeded(allowed_token_ids=(*LETTER_IDS, THINK, END_THINK), logit_bias={END_THINK: -50.0, THINK: -50.0})
         free = llm.generate([*PROMPT, THINK], params).token_ids
         assert END_THINK not in free
@@ -284,11 +231,10 @@ def experts_of(output: Any, index: int = 0) -> Tensor:
     return experts
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_routed_experts_are_complete_however_a_sequence_ran(model: Path, overlap: bool) -> None:
+def test_routed_experts_are_complete_in_chunks_forks_and_after_preemption(model: Path) -> None:
     layers, per_token = SMALL["num_hidden_layers"], SMALL["num_experts_per_tok"]
     params = seeded(return_routed_experts=True, n=3)
-    settings = {"deterministic": True, "overlap": overlap, "max_num_batched_tokens": 190}
+    settings = {"deterministic": True, "overlap": True, "max_num_batched_tokens": 190}
     with opened(model, **settings) as llm:
         out = llm.generate(OTHER, params)
         again = llm.generate(OTHER, params)
@@ -300,7 +246,7 @@ def test_routed_experts_are_complete_however_a_sequence_ran(model: Path, overlap
             whole = llm.generate(tokens[:-1], seeded(return_routed_experts=True, max_tokens=1))
             assert torch.equal(experts, experts_of(whole))
             assert torch.equal(experts, experts_of(again, index))
-    # Each sequence needs a second grow page in the end, and there are three.
+    # Each sequence comes to need a second grow page, and there are three.
     prompt = OTHER[:240]
     settings |= {"max_num_seqs": 4, "max_model_len": 600, "kv_cache_memory_bytes": room_for(model, 3, max_num_seqs=4)}
     with opened(model, **settings) as crowded:
@@ -340,63 +286,8 @@ def serving(model: Path, **settings: Any) -> AsyncLLM:
     return AsyncLLM(str(model), **{**MODEST, **settings})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.001)
-
-
 async def check_idle(llm: AsyncLLM) -> None:
     await anyio.to_thread.run_sync(engine_of(llm).call(assert_idle).result)
-
-
-def test_more_urgent_requests_run_first(model: Path) -> None:
-    async def scenario() -> None:
-        order: list[int] = []
-        async with serving(model, max_num_seqs=1) as llm:
-
-            async def ask(priority: int) -> None:
-                await llm.generate(PROMPT, seeded(max_tokens=3), priority=priority)
-                order.append(priority)
-
-            async with anyio.create_task_group() as group:
-                async with llm.stream(PROMPT, seeded(max_tokens=900)) as blocker:
-                    await anext(blocker)
-                    for i, priority in enumerate((5, 1, 3, -2)):
-                        group.start_soon(ask, priority)
-                        await until(lambda i=i: llm.stats().num_waiting == i + 1)  # type: ignore[misc]
-            await check_idle(llm)
-        assert order == [-2, 1, 3, 5]
-
-    in_loop("asyncio", scenario)
-
-
-def test_deadline_ends_with_what_there_is(model: Path) -> None:
-    async def scenario() -> None:
-        async with serving(model) as llm:
-            endless = seeded(max_tokens=None)
-            out = await llm.generate(PROMPT, endless.replace(n=2), deadline=0.1)
-            assert {c.finish_reason for c in out.outputs} == {"deadline"}
-            if out.token_ids:
-                whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
-                assert out.token_ids == whole.token_ids
-            late = await llm.generate(PROMPT, endless, deadline=1e-9)
-            assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
-            async with anyio.create_task_group() as group:
-                outs = []
-
-                async def ask() -> None:
-                    outs.append(await llm.generate(PROMPT, endless, deadline=0.3, request_id="kept"))
-
-                group.start_soon(ask)
-                await until(lambda: llm.stats().num_running == 1)
-                await llm.pause()  # time goes on
-            assert outs[0].outputs[0].finish_reason == "deadline"
-            waiting = await llm.generate(PROMPT, endless, deadline=0.05)
-            assert waiting.outputs[0].finish_reason == "deadline" and waiting.token_ids == ()
-            await llm.resume()
-            await check_idle(llm)
-
-    in_loop("asyncio", scenario)
 
 
 def test_pause_changes_nothing_but_the_time(model: Path) -> None:
@@ -423,36 +314,9 @@ def test_pause_changes_nothing_but_the_time(model: Path) -> None:
     in_loop("asyncio", scenario)
 
 
-def test_cancelled_and_abandoned_requests_leave_nothing(model: Path) -> None:
-    async def scenario() -> None:
-        async with serving(model) as llm:
-            endless = seeded(max_tokens=None, n=2)
-            with anyio.move_on_after(0.1) as scope:
-                await llm.generate(OTHER, endless)
-            assert scope.cancelled_caught
-            async with llm.stream(OTHER, endless) as stream:
-                await anext(stream)
-            await until(lambda: (llm.stats().num_running, llm.stats().num_waiting) == (0, 0))
-            async with anyio.create_task_group() as group:
-                outs = []
-
-                async def ask() -> None:
-                    outs.append(await llm.generate(OTHER, endless, request_id="mine"))
-
-                group.start_soon(ask)
-                await until(lambda: llm.stats().num_running == 2)
-                llm.abort("mine")
-            assert [c.finish_reason for c in outs[0].outputs] == ["abort", "abort"]
-            await until(lambda: (llm.stats().num_running, llm.stats().num_waiting) == (0, 0))
-            await check_idle(llm)
-            assert len((await llm.generate(PROMPT, seeded())).token_ids) == LENGTH
-
-    in_loop("asyncio", scenario)
-
-
 @LOOPS
 def test_main_calls_agree_in_both_loops(model: Path, llm: LLM, backend: str) -> None:
-    """What asyncio and Trio get is what a thread gets."""
+    """asyncio and Trio give what a thread gets."""
 
     async def scenario() -> None:
         async with serving(model, max_num_seqs=8) as mine:
@@ -484,17 +348,6 @@ def test_reset_prefix_cache_forgets_prefixes(llm: LLM) -> None:
     assert llm.generate(OTHER, seeded(max_tokens=2)).usage.cached_tokens == 0
 
 
-def test_several_threads_share_an_engine(llm: LLM) -> None:
-    expected = llm.generate(PROMPT, seeded()).token_ids
-    found: list[tuple[int, ...]] = []
-    threads = [threading.Thread(target=lambda: found.append(llm.generate(PROMPT, seeded()).token_ids)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 6
-
-
 # --------------------------------------------------------------------------------------------------- the shipped checkpoint
 
 
@@ -509,7 +362,7 @@ MESSAGES = ({"role": "system", "content": "Write Python."}, {"role": "user", "co
 
 def test_chat_and_its_stream_say_the_same(shipped: LLM) -> None:
     for reasoning in ("none", "high"):
-        params = SamplingParams(temperature=0, max_tokens=12)
+        params = SamplingParams(temperature=0, max_tokens=6)
         whole = shipped.chat(MESSAGES, params, reasoning=reasoning)  # type: ignore[arg-type]
         with shipped.chat_stream(MESSAGES, params, reasoning=reasoning) as stream:  # type: ignore[arg-type]
             deltas = list(stream)
@@ -544,14 +397,6 @@ def test_random_weights_need_only_a_config_and_a_tokenizer(tmp_path: Path) -> No
     assert outs[0] == outs[1] != outs[2]
 
 
-def test_random_weights_of_a_quantized_config_run(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(tiny_model()) / name, tmp_path)
-    with opened(tmp_path, load_format="dummy", max_num_seqs=2, kv_cache_memory_bytes=32 << 20) as llm:
-        out = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0))
-        assert out.outputs[0].logprobs is not None and out.outputs[0].logprobs.sampled.isfinite().all()
-
-
 @pytest.mark.parametrize("which", ["plain", "shipped", "dummy"])
 def test_memory_plan_is_what_is_held_to_the_byte(model: Path, tmp_path: Path, which: str) -> None:
     folder = {"plain": model, "shipped": Path(tiny_model()), "dummy": tmp_path}[which]
@@ -578,12 +423,12 @@ def test_single_sequence_without_prefix_cache_has_window_pages_for_chunks(model:
         assert llm.generate(OTHER, seeded()).token_ids == alone.token_ids
 
 
-# ---------------------------------------------------------------------------------------------------------- news
+# ------------------------------------------------------------------------------------------------------------- events
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_news_are_delivered_while_nothing_waits_for_the_engine(model: Path, overlap: bool) -> None:
-    """Where steps run by themselves, readers get the interpreter behind a launch; where they do not, before the next one."""
+def test_events_are_delivered_while_the_device_computes(model: Path, overlap: bool) -> None:
+    """With overlap, readers get events after the next launch; on a CPU, where a launch computes, before it."""
     events: list[str] = []
 
     def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,9 +10,9 @@ import torch
 
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
-from tests.tiny import trainer_model, trainer_settings, write_trainer_checkpoint
+from tests.tiny import trainer_model, trainer_settings
 
-# Both sides of every border: groups of 4 and 8, window pages, windows and groups of 128, grow pages.
+# Both sides of every boundary: groups of 4 and 8, window pages, windows and groups of 128, grow pages.
 LENGTHS = (3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 GENERATED = 24
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """Their model, what the engine made of all prompts, and their logits of prompts and completions, by length of the prompt."""
+    """Their model, the engine's outputs of all prompts, and their logits of prompts and completions, by length of the prompt."""
 
     theirs: Any
     outputs: dict[int, RequestOutput]
@@ -58,7 +58,8 @@ class Run:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("transformers")
     theirs = trainer_model(trainer_settings(**MODELS[request.param]), seed=list(MODELS).index(request.param))
-    folder = write_trainer_checkpoint(tmp_path_factory.mktemp("theirs"), theirs)
+    folder = tmp_path_factory.mktemp("theirs")
+    theirs.save_pretrained(folder)
     vocab_size = theirs.config.vocab_size
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size)
@@ -89,7 +90,7 @@ def test_distributions_of_prompt_and_completion_agree(run: Run, length: int) -> 
     assert len(output.token_ids) == GENERATED and output.outputs[0].finish_reason == "length"
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
     logits = run.logits[length]
-    assert logits.abs().max() > 1  # a model that says nothing would agree as well
+    assert logits.abs().max() > 1  # else any model would agree
     theirs = torch.log_softmax(logits, -1)
     parts = (output.prompt_logprobs, output.outputs[0].logprobs)
     ours = torch.cat([full(part.token_ids, part.values) for part in parts])

@@ -1,4 +1,4 @@
-"""What an engine takes of a GPU against what was planned."""
+"""GPU memory of an engine against its plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.benchmark import flash
 
 pytestmark = pytest.mark.gpu
 PLAIN = {**flash(4), "n_routed_experts": 16, "quantization_config": None, "torch_dtype": "bfloat16"}
-PIECES = 64 << 20  # a few of the allocator's least pieces, 20 MiB each: what small models are rounded up by
+PIECES = 64 << 20  # a few of the allocator's smallest segments, 20 MiB each, to which small models are rounded up
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -48,7 +48,7 @@ def test_plan_is_what_traffic_takes(overrides: dict[str, Any], settings: dict[st
     before = torch.cuda.memory_reserved()
     with LLM(tiny_model(), load_format="dummy", hf_overrides=overrides, deterministic=deterministic, **settings) as llm:
         ready = torch.cuda.memory_reserved() - before
-        torch.cuda.reset_peak_memory_stats()  # weights were made before the state was there, and took more while they were made
+        torch.cuda.reset_peak_memory_stats()  # making weights took more, before the state was allocated
         for params in kinds:
             llm.generate_batch(prompts, params)
         budget = llm.memory().per_device[0]
@@ -56,6 +56,6 @@ def test_plan_is_what_traffic_takes(overrides: dict[str, Any], settings: dict[st
         torch.cuda.synchronize()
     print(f"planned {budget.used / 2**20:,.0f} MiB, ready {ready / 2**20:,.0f}, after traffic {measured / 2**20:,.0f}; {budget}")
     assert abs(measured - budget.used) <= 0.03 * measured + PIECES
-    assert measured - ready <= PIECES  # traffic takes nothing more than the start has taken
+    assert measured - ready <= PIECES  # traffic takes nothing more than the start
     gc.collect()
-    assert torch.cuda.memory_reserved() - before <= PIECES  # and all of it is given back
+    assert torch.cuda.memory_reserved() - before <= PIECES  # and all of it is freed

@@ -1,7 +1,7 @@
-"""Plain models as whole engines on a CUDA device against the reference path on the CPU: the same greedy tokens, except at ties.
+"""Unquantized models as whole engines on a CUDA device against references on the CPU: the same greedy tokens, except at ties.
 
-32 prompts of up to three pages, 64 tokens each: chunks beside single tokens, behind cached prefixes, after preemption, from graphs.
-Where a token differs for the first time, the reference's numbers in float32 show that rounding alone decides between the two.
+32 prompts of up to three pages, 64 tokens each: chunks beside single tokens, cached prefixes, preemption, graphs.
+Where a token first differs, the reference's float32 numbers show that rounding alone decides between the two.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, and what the reference path makes of it on the CPU in float32.
+    """A model, and its outputs on the CPU in float32.
 
     Attributes:
         folder: The model; its weights are numbers of ``dtype``.
         dtype: What it runs in on the GPU.
-        tokens: Greedy ones of each prompt.
-        logprobs: Theirs.
+        tokens: The greedy tokens of each prompt.
+        logprobs: Log-probabilities of these tokens.
         ties: Where ``dtype`` rounds: how much less likely the reference path's own choices are where rounding made it depart, in
             order.
         rounding: How far rounding takes 99 % of its log-probabilities of these tokens.
@@ -165,7 +165,7 @@ def test_preempted_requests_give_the_same_tokens(reference: Reference) -> None:
 
 
 def test_log_probabilities_agree_at_every_token(reference: Reference) -> None:
-    """Also behind a tie: each token is given."""
+    """Also after a tie: each token is given."""
     with reference.on_gpu(max_num_batched_tokens=200) as gpu:
         got = torch.cat(scores(gpu, reference.tokens))
     error = (got - torch.cat(list(reference.logprobs))).abs()

@@ -1,4 +1,4 @@
-"""Requests with grammars, and with settings that no check has seen, beside others: on one rank and on two ranks."""
+"""Requests with grammars, and with settings that bypass the checks, beside others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from dsv4lite.config import MTP
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
-from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
+
+pytest.importorskip("llguidance")
 
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)
-ENGINES: dict[str, dict[str, Any]] = {
-    "thread": {},
-    "tp-mtp": {"tensor_parallel_size": 2, "executor": "thread", "speculative": MTP(2)},
-}
 ENOUGH_S = 120.0
 
 
@@ -31,14 +29,9 @@ def some(**settings: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("llguidance")
-    return write_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(str(model), **{**MODEST, **ENGINES[request.param]}) as llm:
+def llm(model: Path) -> Iterator[LLM]:
+    """An engine on two ranks that drafts."""
+    with LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread", speculative=MTP(2)) as llm:
         yield llm
         assert llm.state == Phase.READY.value
         engine_of(llm).check().result(ENOUGH_S)
@@ -50,7 +43,7 @@ def good(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def beside_others(llm: LLM, bad: list[SamplingParams]) -> list[RequestOutput]:
-    """Run bad requests between good ones, which must not notice."""
+    """Run bad requests between good ones, whose outputs must not change."""
     expected = good(llm)
     kinds = [kind for one in bad for kind in (some(), one, some(structured_outputs={"regex": "[a-e]{4,8}"}, ignore_eos=False))]
     prompts = [prompt for _ in bad for prompt in (PROMPTS[0], PROMPTS[0], PROMPTS[1])]
@@ -77,8 +70,8 @@ FORGED: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_whatever_goes_wrong_with_a_request_is_an_error_of_that_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that no check of the caller's side has seen, as if they had changed behind it."""
+def test_invalid_settings_that_reach_the_engine_fail_their_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the settings had changed after the checks on the caller's side."""
     engine = engine_of(llm)
     submit, first = engine.submit, 1000
 
@@ -103,7 +96,7 @@ def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:
 
 
 class Held:
-    """Keeps the grammars of an engine from being compiled until told otherwise."""
+    """Holds up the compilation of an engine's grammars."""
 
     def __init__(self, llm: LLM) -> None:
         self.may_go_on, self.begun = threading.Event(), threading.Event()
@@ -119,22 +112,22 @@ class Held:
         compiler._build = build  # type: ignore[method-assign]
 
 
-def test_others_go_on_while_a_grammar_is_compiled(model: Path) -> None:
+def test_other_requests_continue_while_a_grammar_is_compiled(model: Path) -> None:
     with opened(model) as llm, ExitStack() as stack:
         expected = llm.generate(PROMPTS[1], some()).token_ids
         held = Held(llm)
         stack.callback(held.may_go_on.set)
         waiting = [some(structured_outputs={"regex": "[a-e]{4,8}"}, n=n) for n in (1, 3, 2)]
-        kept, given_up, _ = (stack.enter_context(llm.stream(PROMPTS[0], params)) for params in waiting)
+        kept, aborted, _ = (stack.enter_context(llm.stream(PROMPTS[0], params)) for params in waiting)
         assert held.begun.wait(ENOUGH_S)
         assert llm.generate(PROMPTS[1], some()).token_ids == expected
         late = llm.generate(PROMPTS[0], waiting[0], deadline=0.05)
         assert [c.finish_reason for c in late.outputs] == ["deadline"]
-        given_up.abort()
-        assert [c.finish_reason for c in given_up.final().outputs] == ["abort"] * 3
+        aborted.abort()
+        assert [c.finish_reason for c in aborted.final().outputs] == ["abort"] * 3
         engine_of(llm).call(lambda engine: None).result(ENOUGH_S)
         assert engine_of(llm).call(lambda engine: engine._preparing.num_waiting).result(ENOUGH_S) == 3
-        # One completion of the third ends before it is known that it may begin.
+        # One completion of the third ends before its grammar is compiled.
         engine_of(llm).abort(list(llm._session._in_engine)[-1], index=0)
         held.may_go_on.set()
         assert set(kept.final().text) <= set("abcde")

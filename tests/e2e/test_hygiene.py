@@ -1,4 +1,4 @@
-"""What belongs to the host stays as it was, before, during and after an engine's life; and it does not reach the engine."""
+"""An engine changes nothing that belongs to the host, and the host's settings do not affect the engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.e2e import host
 ROOT = Path(__file__).resolve().parents[2]
 Report = dict[str, Any]
 IN_A_LOOP = "in an event loop"
-# What is open and running follows the engines, and is looked at by tests of its own.
+# Threads and open files change with the engines; other tests check them.
 OF_AN_ENGINE = {"threads", "files", "mapped files"}
 ASPECTS = sorted(host.look().keys() - OF_AN_ENGINE)
 
 
-def live(mode: str) -> Report:
+def run(mode: str) -> Report:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, host.__file__, mode], capture_output=True, text=True, check=False, timeout=900, env=environment
@@ -33,20 +33,20 @@ def live(mode: str) -> Report:
 
 @pytest.fixture(scope="module")
 def plain() -> Report:
-    """The life of a host with ordinary settings."""
-    return live("plain")
+    """The report of a host with ordinary settings."""
+    return run("plain")
 
 
 @pytest.fixture(scope="module")
 def unusual() -> Report:
-    """The life of a host that has changed what a host may change."""
-    return live("unusual")
+    """The report of a host that has changed what a host may change."""
+    return run("unusual")
 
 
 @pytest.fixture(params=["plain", "unusual"])
 def report(request: pytest.FixtureRequest) -> Report:
-    life: Report = request.getfixturevalue(request.param)
-    return life
+    found: Report = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.mark.parametrize("aspect", ASPECTS)
@@ -62,8 +62,8 @@ def test_state_of_the_host_never_changes(report: Report, aspect: str) -> None:
 
 
 def test_settings_of_the_host_are_really_unusual(plain: Report, unusual: Report) -> None:
-    """Otherwise the tests above would not say much."""
-    ordinary, changed = (life["stages"]["before import"] for life in (plain, unusual))
+    """The tests above depend on it."""
+    ordinary, changed = (one["stages"]["before import"] for one in (plain, unusual))
     assert {aspect for aspect in ordinary if ordinary[aspect] != changed[aspect]} >= {
         "default dtype",
         "default device",
@@ -109,7 +109,7 @@ def test_no_task_is_left_in_the_event_loop(report: Report) -> None:
 
 
 def test_results_are_the_same_in_every_host(plain: Report, unusual: Report) -> None:
-    """A default dtype of float64 once reached the hyper-connections, a default device the log-probabilities."""
+    """A default dtype of float64 once affected the hyper-connections, a default device the log-probabilities."""
     assert plain["results"] == unusual["results"]
     assert plain["results"]["LLM"] == plain["results"]["AsyncLLM"]
     assert len(plain["results"]["LLM"]["token_ids"]) == host.LENGTH

@@ -1,4 +1,4 @@
-"""Programs that end, fork, or forget an engine while it generates."""
+"""Programs that end, fork, or drop an engine while it generates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def ran(model: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("ending", "kinds", "status", "last_line"),
     [
-        ("end", ["llm"], 0, ""),
         ("exit", ["llm", "async"], 3, ""),
         ("raise", ["async"], 1, "ZeroDivisionError"),
         ("interrupt", ["llm", "process"], -signal.SIGINT, "KeyboardInterrupt"),
@@ -56,21 +55,21 @@ def test_interpreter_that_ends_with_open_engines_keeps_its_exit_status(
     assert not last_line or errors.startswith("Traceback")
 
 
-def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_is_missed(model: Path) -> None:
+def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_the_leader_reports_it(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     with ThreadPoolExecutor(2) as pool:
-        (lead, told), (status, errors) = pool.map(lambda rank: ran(model, "rank", rank, port), "01")
-    assert (lead, status) == (4, 3), told + errors
+        (lead, report), (status, errors) = pool.map(lambda rank: ran(model, "rank", rank, port), "01")
+    assert (lead, status) == (4, 3), report + errors
 
 
 def test_engines_and_streams_that_are_dropped_end(model: Path) -> None:
-    """They once generated to the end of each request, and the engines' threads and memory stayed for good."""
+    """They once generated to the end of each request, and threads and memory of the engines remained."""
     status, errors = ran(model, "drop", "llm", "async", "process")
     assert status == 0, errors
     assert errors.count("ResourceWarning: an engine of") == 3 and errors.count("ResourceWarning: the stream of") == 3
 
 
 def test_fork_of_the_process_has_no_engine_and_leaves_it_alone(model: Path) -> None:
-    """Calls in the fork once waited for ever for a thread that is not there."""
+    """Calls in the fork once waited forever for a thread that a fork does not have."""
     assert ran(model, "fork", "llm", "process") == (0, "")

@@ -160,7 +160,7 @@ def test_kernels_agree_with_their_references(steps: Mapping[str, Path], kind: st
 
 
 @pytest.mark.parametrize("steps", GPU, indirect=True)
-def test_a_wrong_kernel_of_a_recorded_step_is_named(steps: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_of_a_captured_step_is_named(steps: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     launch, calls = heads_triton.head_norms_triton, itertools.count()
 
     def wrong(*args: Any) -> Any:

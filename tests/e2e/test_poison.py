@@ -1,7 +1,7 @@
-"""The poison suite: bad requests beside good ones, on every kind of executor, plain and with speculation.
+"""The poison suite: bad requests beside good ones, on every kind of executor, with and without speculation.
 
-Whatever the bad requests are, the good requests of the same batch give the bits that they give alone, each bad one fails with a
-typed error of its own or succeeds, the engine stays ready, and everything the requests held is returned.
+The good requests of the batch give the bits that they give alone, each bad one fails with a typed error of its own or succeeds, the
+engine stays ready, and everything the requests held is returned.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP
-from dsv4lite.errors import (
-    ContextLengthError,
-    DSV4LiteError,
-    InvalidRequestError,
-    RequestFailedError,
-)
+from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.e2e.engines import nan_embedding, opened, prompts_of, write_model
@@ -37,13 +32,11 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "thread": {},
     "thread-mtp": {"speculative": MTP(2, adaptive=False)},
     "process": {"executor": "process"},
-    "process-mtp": {"executor": "process", "speculative": MTP(2, adaptive=False)},
-    "tp2": {"tensor_parallel_size": 2},
     "tp2-mtp": {"tensor_parallel_size": 2, "speculative": MTP(2, adaptive=False)},
 }
 GOOD = (
-    (A, SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
-    (B, SamplingParams(max_tokens=10, seed=5, n=2, logprobs=0, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (A, SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (B, SamplingParams(max_tokens=8, seed=5, n=2, logprobs=0, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
     (C, SamplingParams(max_tokens=10, seed=6, prompt_logprobs=1, structured_outputs={"regex": "[a-e]{4,8}"})),
 )
 
@@ -94,7 +87,7 @@ class Poison:
         make: Returns prompt and parameters, or raises.
         options: Further arguments of the call.
         error: What it fails with; ``None`` if it succeeds.
-        text: What it has to say, if that is known.
+        text: What it must generate, if that is known.
     """
 
     make: Callable[[], tuple[Any, SamplingParams]]
@@ -124,8 +117,8 @@ def option(error: type[DSV4LiteError] | None = InvalidRequestError, **values: An
 
 
 HUGE = 10**400
-GROUPS = 5
-"""Number of groups of bad requests that run at once, about eleven each, of all kinds."""
+GROUPS = 3
+"""Groups of about twenty bad requests of all kinds; those of a group run at once."""
 POISONS: Mapping[str, Poison] = {
     # Grammars that do not compile.
     "regex-unclosed": settings(structured_outputs={"regex": "(a"}, n=3),
@@ -187,13 +180,18 @@ POISONS: Mapping[str, Poison] = {
     "prompt-empty": prompt([]),
     "prompt-token-2**31": prompt([2**31]),
     "prompt-token-2**63": prompt([2**63]),
+    "prompt-token-negative": prompt([5, -1]),
+    "prompt-number": prompt(HUGE),
+    "prompt-key-huge": prompt({HUGE: [5]}),
     "prompt-of-fractions": prompt([1.5, 2.5]),
     "prompt-surrogate": prompt("a\ud800b"),
     "prompt-too-long": prompt([9] * 513, ContextLengthError),
     # Options of the call.
     "salt-surrogate": option(cache_salt="\ud800"),
     "salt-no-text": option(cache_salt=b"x"),
+    "id-surrogate": option(request_id="a\udfff"),
     "priority-huge": option(priority=HUGE),
+    "deadline-huge": option(deadline=HUGE),
     "deadline-nan": option(deadline=float("nan")),
     "deadline-negative": option(deadline=-1.0),
     "deadline-far": option(None, deadline=1e12),

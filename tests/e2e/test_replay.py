@@ -1,4 +1,4 @@
-"""Steps that are saved, and run again op by op."""
+"""Saved steps, and their replay op by op."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def dumps(folder: Path) -> list[Path]:
 
 
 def on_paged_state(*args: Any) -> Numerics:
-    """Choose for the CPU what a GPU would choose."""
+    """Choose what a GPU would choose."""
     numerics = choose_numerics(*args)
     return replace(numerics, matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
 
@@ -79,24 +79,37 @@ def on_paged_state(*args: Any) -> Numerics:
 @pytest.fixture(scope="module")
 def paged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Steps of the shipped checkpoint on packed state: one token and a part of a prompt, and two single tokens."""
-    folder, begin = tmp_path_factory.mktemp("paged"), StepRecorder.begin
+    folder = tmp_path_factory.mktemp("paged")
     saved: dict[str, Path] = {}
 
-    def choose(recorder: StepRecorder, plan: StepPlan, graph: GraphShape | None) -> None:
+    def path_of(plan: StepPlan) -> Path | None:
         lengths = [len(s.token_ids) for s in plan.sequences]
         name = "mixed" if lengths[0] == 1 < lengths[-1] else "decode" if lengths == [1, 1] else ""
-        if name and name not in saved:
-            saved[name] = folder / name
-            recorder.request(saved[name])
-        begin(recorder, plan, graph)
+        if not name or name in saved:
+            return None
+        saved[name] = folder / name
+        return saved[name]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "choose_numerics", on_paged_state)
-        patch.setattr(StepRecorder, "begin", choose)
+        save_steps(patch, path_of)
         with opened(tiny_model(), dump_dir=folder / "failures", max_num_batched_tokens=64) as llm:
             llm.generate_batch(prompts_of((60, 40), 4096, seed=5), some())
     assert set(saved) == {"mixed", "decode"} and dumps(folder / "failures") == []
     return saved
+
+
+def save_steps(patch: pytest.MonkeyPatch, path_of: Callable[[StepPlan], Path | None]) -> None:
+    """Have each step saved for which ``path_of`` returns a path."""
+    begin = StepRecorder.begin
+
+    def choose(recorder: StepRecorder, plan: StepPlan, graph: GraphShape | None) -> None:
+        path = path_of(plan)
+        if path is not None:
+            recorder.request(path)
+        begin(recorder, plan, graph)
+
+    patch.setattr(StepRecorder, "begin", choose)
 
 
 def header_of(path: Path) -> str:
@@ -112,7 +125,7 @@ def edit(path: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-# ----------------------------------------------------------------------------------------------------------- what is found
+# --------------------------------------------------------------------------------------------------------------- findings
 
 
 def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) -> None:
@@ -124,8 +137,8 @@ def test_healthy_steps_have_no_wrong_op(paged: dict[str, Path], tmp_path: Path) 
     assert not any(op.compared for op in report.ops), "there are no kernels on a CPU"
 
 
-def test_recorded_steps_run_as_they_were_recorded(paged: dict[str, Path], tmp_path: Path) -> None:
-    """A graph has padding, and chooses entries at any length."""
+def test_captured_steps_are_replayed_with_their_padding(paged: dict[str, Path], tmp_path: Path) -> None:
+    """A graph has padding, and selects entries at any length."""
     report = replay(
         edit(paged["decode"], tmp_path / "graph", graph={"sequences": 4, "width": 1, "max_model_len": 1024, "drafts": False})
     )
@@ -137,96 +150,75 @@ def test_recorded_steps_run_as_they_were_recorded(paged: dict[str, Path], tmp_pa
 Launcher = Callable[..., Any]
 
 
-def wrong_query(number: int) -> Launcher:
+def break_kernel(patch: pytest.MonkeyPatch, name: str, call: int, change: Launcher) -> None:
+    """Let the kernel of an op return what its reference returns, changed in one call."""
+    op, module = {
+        "head_norms": (heads.head_norms, heads_triton),
+        "compress_step": (compress.compress_step, compress_triton),
+    }[name]
     calls = itertools.count()
 
     def launch(*args: Any) -> Any:
-        q_THC, *others = heads.head_norms.reference(*args)
-        if next(calls) == number:
-            q_THC = q_THC.clone()
-            q_THC[-1, 3, :5] *= 2
-        return q_THC, *others
+        result = op.reference(*args)
+        return change(result, *args) if next(calls) == call else result
 
-    return launch
+    patch.setattr(op, "launches", lambda *args: True)
+    patch.setattr(module, f"{name}_triton", launch)
 
 
-def wrong_row(number: int) -> Launcher:
-    calls = itertools.count()
-
-    def launch(*args: Any) -> None:
-        compress.compress_step.reference(*args)
-        if next(calls) == number:
-            args[0].store.memory[0] = 0x38
-
-    return launch
+def wrong_query(result: Any, *args: Any) -> Any:
+    q_THC = result[0].clone()
+    q_THC[-1, 3, :5] *= 2
+    return q_THC, *result[1:]
 
 
-def no_number(number: int) -> Launcher:
-    calls = itertools.count()
-
-    def launch(*args: Any) -> Any:
-        q_THC, *others = heads.head_norms.reference(*args)
-        return q_THC * (float("nan") if next(calls) == number else 1), *others
-
-    return launch
+def not_finite(result: Any, *args: Any) -> Any:
+    return result[0] * float("nan"), *result[1:]
 
 
-def failing(number: int) -> Launcher:
-    calls = itertools.count()
+def failing(result: Any, *args: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def launch(*args: Any) -> Any:
-        if next(calls) == number:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return heads.head_norms.reference(*args)
 
-    return launch
+def wrong_row(result: Any, *args: Any) -> None:
+    args[0].store.memory[0] = 0x38
 
 
 @pytest.mark.parametrize(
-    ("op", "launcher", "place", "problem"),
+    ("op", "call", "change", "place", "problem"),
     [
-        ("head_norms", wrong_query(3), "layers.3.attn", "output 0 is .* from the reference"),
-        ("head_norms", no_number(2), "layers.2.attn", "output 0: .* not finite, 0 of the reference's"),
-        ("head_norms", failing(4), "layers.4.attn", "raised RuntimeError: CUDA error"),
-        ("compress_step", wrong_row(3), "layers.4.attn.compressor", "output state 4 is .* from the reference"),
+        ("head_norms", 3, wrong_query, "layers.3.attn", "output 0 is .* from the reference"),
+        ("head_norms", 2, not_finite, "layers.2.attn", "output 0: .* not finite, 0 of the reference's"),
+        ("head_norms", 4, failing, "layers.4.attn", "raised RuntimeError: CUDA error"),
+        ("compress_step", 3, wrong_row, "layers.4.attn.compressor", "output state 4 is .* from the reference"),
     ],
 )
 def test_a_wrong_kernel_is_named(
-    paged: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    op: str,
-    launcher: Launcher,
-    place: str,
-    problem: str,
+    paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch, op: str, call: int, change: Launcher, place: str, problem: str
 ) -> None:
-    folder, kernels = {"head_norms": (heads, heads_triton), "compress_step": (compress, compress_triton)}[op]
-    monkeypatch.setattr(getattr(folder, op), "launches", lambda *args: True)
-    monkeypatch.setattr(kernels, f"{op}_triton", launcher)
+    break_kernel(monkeypatch, op, call, change)
     report = replay(paged["mixed"])
     assert {ran.op for ran in report.ops if ran.compared} == {op}
     first = report.first
     assert first is not None and (first.op, first.place) == (op, place)
     assert re.search(problem, str(first.problem))
     wrong = [ran for ran in report.ops if ran.problem is not None]
-    assert wrong == [first] or "not finite" in problem, "what follows is compared with references on the same inputs"
+    assert wrong == [first] or "not finite" in problem, "later ops are compared with references on the same inputs"
     assert f"first op that is wrong: {place}: {op}(" in str(report) and report.table().count("<--") >= 1
 
 
-def test_a_wrong_kernel_shows_on_the_command_line(
+def test_command_line_names_a_wrong_kernel(
     paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(paged["decode"])]) == 0
     assert capsys.readouterr().out.endswith("no op is wrong\n")
-    monkeypatch.setattr(heads.head_norms, "launches", lambda *args: True)
-    monkeypatch.setattr(heads_triton, "head_norms_triton", wrong_query(1))
+    break_kernel(monkeypatch, "head_norms", 1, wrong_query)
     assert main(["replay", str(paged["mixed"]), "--all"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "layers.1.attn: head_norms(" in lines[-1] and sum(line.endswith("<--") for line in lines) == 1
 
 
-def test_names_are_put_back(paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens in a replay, models call their ops afterwards."""
+def test_failed_replay_restores_the_ops_of_the_models(paged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def names() -> dict[str, Any]:
         return {f"{file.__name__}.{name}": op for file in (deepseek_v4, moe, quant, heads) for name, op in vars(file).items()}
@@ -251,15 +243,15 @@ REFRESHED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "own"), [(SMALL, MTP(2, adaptive=False)), (REFRESHED, DSpark(3, adaptive=False))], ids=["MTP", "DSpark"]
 )
-def test_the_drafter_guesses_again(
+def test_the_drafter_drafts_again(
     config: dict[str, Any], own: MTP | DSpark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it kept of the steps before is saved; one that is ill is named, though it harms no request."""
-    guesses: list[Tensor] = []
+    """Its state from earlier steps is saved; weights of it that are not finite are named, though they fail no request."""
+    drafts: list[Tensor] = []
 
     def spied(*args: Any) -> Any:
-        guesses.append(drafters.draft(*args))
-        return guesses[-1]
+        drafts.append(drafters.draft(*args))
+        return drafts[-1]
 
     def spoiled(name: str, tensor: Tensor) -> Tensor:
         return tensor * float("nan") if name == "mtp.0.attn.wo_b.weight" else tensor
@@ -269,28 +261,21 @@ def test_the_drafter_guesses_again(
     healthy, ill = write_model(tmp_path / "model", config), write_model(tmp_path / "ill", config, change=spoiled)
     path = tmp_path / "step"
     with opened(healthy, speculative=own, max_num_batched_tokens=64) as llm:
-        begin = StepRecorder.begin
-
-        def choose(recorder: StepRecorder, plan: StepPlan, graph: GraphShape | None) -> None:
-            if plan.sequences[0].end == len(LONG):
-                recorder.request(path)
-            begin(recorder, plan, graph)
-
         monkeypatch.setattr(StepRecorder, "active", property(lambda recorder: True))
-        monkeypatch.setattr(StepRecorder, "begin", choose)
+        save_steps(monkeypatch, lambda plan: path if plan.sequences[0].end == len(LONG) else None)
         llm.generate(LONG, some(max_tokens=8))
     assert StepDump.load(path).plan.max_drafts == own.k
-    wanted = next(guess for guess in guesses if guess is not None)
+    wanted = next(draft for draft in drafts if draft is not None)
     report = replay(path)
-    assert report.first is None and torch.equal(guesses[-1], wanted)
+    assert report.first is None and torch.equal(drafts[-1], wanted)
     first = replay(path, model=str(ill)).first
     assert first is not None and first.weights == first.bad_weights and first.weights[0].startswith(("mtp.0", "dspark.stages.0"))
 
 
-# ----------------------------------------------------------------------------------------------------------- what is saved
+# ------------------------------------------------------------------------------------------------------------- saved steps
 
 
-def test_a_weight_that_is_no_number_is_saved_once_and_named(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_saved_once_and_named(tmp_path: Path) -> None:
     def spoiled(name: str, tensor: Tensor) -> Tensor:
         return tensor.index_fill(0, torch.tensor([3]), float("nan")) if name == "layers.1.attn.wo_b.weight" else tensor
 
@@ -315,7 +300,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_first_step_with_a_nan_is_saved_and_others_go_on(model: Path, tmp_path: Path, overlap: bool) -> None:
-    """It is the one that reads the bad token, though nothing is sampled there, and runs another sequence's prompt, too."""
+    """It is the step that reads the bad token, although it samples nothing there; it also runs another sequence's prompt."""
     prompts = [SHORT, [*LONG[:100], POISON, *LONG[100:]], OTHER]
     settings = {"max_num_batched_tokens": 128, "deterministic": True, "overlap": overlap}
     with opened(model, **settings) as llm:
@@ -333,7 +318,7 @@ def test_the_first_step_with_a_nan_is_saved_and_others_go_on(model: Path, tmp_pa
 
 
 def test_a_later_step_runs_on_the_state_that_it_had(model: Path, tmp_path: Path) -> None:
-    """State is what the steps before have left: a forged token gives the logits that the engine would have given."""
+    """Its state is that after the previous steps: another last token gives the logits that the engine would give."""
     with opened(model, dump_dir=str(tmp_path), max_num_batched_tokens=64) as llm:
         with pytest.raises(RequestFailedError):
             llm.generate([*LONG, POISON], some())
@@ -421,7 +406,7 @@ def test_a_failing_recorder_stops_no_request(
     assert dumps(tmp_path) == [] and "a step could not be saved; none will be any more" in caplog.text
 
 
-def test_nothing_is_recorded_unless_it_is_wanted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_saved_without_a_folder_or_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("begin", "watch", "end"):
         monkeypatch.setattr(StepRecorder, name, fails)
     with opened(model, overlap=True) as llm:

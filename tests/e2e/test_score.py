@@ -13,8 +13,8 @@ import torch
 from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.workspace import SCORED_ROWS
-from dsv4lite.request import Logprobs, SamplingParams
-from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, write_model
+from dsv4lite.request import SamplingParams
+from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, same_logprobs
 
 VOCAB = SMALL["vocab_size"]
 PROMPT, OTHER, LONG = prompts_of((37, 5, 300), VOCAB, seed=8)
@@ -23,20 +23,9 @@ NEUTRAL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 4, "log
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
     with opened(model, deterministic=True) as llm:
         yield llm
-
-
-def same(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
-    assert ours is not None and theirs is not None
-    names = ("sampled", "ranks", "token_ids", "values")
-    return ours.mode == theirs.mode and all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -60,27 +49,29 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: str) -> None:
-    """Requests of all settings are decoded in one batch and scored in another; each has its own bits."""
+    """Requests of all settings are decoded in one batch and scored in another."""
     params = [SamplingParams(**{**NEUTRAL, **settings}, logprobs_mode=mode) for settings in SETTINGS]  # type: ignore[arg-type]
     think = llm.tokenizer.token_id("<think>") or 0
     prompts = [[*PROMPT, think] if "thinking_budget" in settings else PROMPT for settings in SETTINGS]
     completions = [output.outputs[0] for output in llm.generate_batch(prompts, params)]
     pairs = [(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions, strict=True)]
     for settings, score, completion in zip(SETTINGS, llm.score_batch(pairs, params), completions, strict=True):
-        assert same(score, completion.logprobs), settings
-    assert same(llm.score(*pairs[6], params[6]), completions[6].logprobs)  # alone, too
+        assert score.mode == mode, settings
+        same_logprobs(score, completion.logprobs)
+    same_logprobs(llm.score(*pairs[6], params[6]), completions[6].logprobs)  # alone, too
 
 
-def test_rollout_is_reproduced_whatever_else_runs(llm: LLM) -> None:
-    """Completions longer than the rows that are scored at a time, several of a prompt, beside others."""
+def test_rollout_scores_do_not_depend_on_other_requests(llm: LLM) -> None:
+    """Completions longer than the rows scored at a time, several of a prompt, beside others."""
     params = SamplingParams.for_rollout(
-        n=3, seed=5, max_tokens=2 * SCORED_ROWS + 7, ignore_eos=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1
+        n=3, seed=5, max_tokens=SCORED_ROWS + 7, ignore_eos=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1
     )
     outs = llm.generate_batch([PROMPT, LONG], params)
     pairs = [(prompt, one.token_ids) for prompt, out in zip((PROMPT, LONG), outs, strict=True) for one in out.outputs]
     scores = llm.score_batch(pairs, params)
-    assert [len(score) for score in scores] == [2 * SCORED_ROWS + 7] * 6
-    assert all(same(score, one.logprobs) for score, one in zip(scores, (c for out in outs for c in out.outputs), strict=True))
+    assert [len(score) for score in scores] == [SCORED_ROWS + 7] * 6
+    for score, one in zip(scores, (c for out in outs for c in out.outputs), strict=True):
+        same_logprobs(score, one.logprobs)
 
 
 def test_chunks_and_overlap_do_not_change_processed_scores(model: Path, llm: LLM) -> None:
@@ -90,7 +81,7 @@ def test_chunks_and_overlap_do_not_change_processed_scores(model: Path, llm: LLM
     completion = llm.generate(PROMPT, params).outputs[0]
     for overlap in (False, True):
         with opened(model, deterministic=True, max_num_batched_tokens=16, overlap=overlap) as other:
-            assert same(other.score(PROMPT, completion.token_ids, params), completion.logprobs)
+            same_logprobs(other.score(PROMPT, completion.token_ids, params), completion.logprobs)
 
 
 def test_ranks_score_together(model: Path) -> None:
@@ -98,7 +89,7 @@ def test_ranks_score_together(model: Path) -> None:
     params = SamplingParams(**NEUTRAL, logprobs_mode="processed", top_p=0.9, logit_bias={LETTERS[3]: 2.0}, repetition_penalty=1.2)
     with LLM(str(model), **{**MODEST, "deterministic": True, "tensor_parallel_size": 2}) as llm:
         completion = llm.generate(PROMPT, params).outputs[0]
-        assert same(llm.score(PROMPT, completion.token_ids, params), completion.logprobs)
+        same_logprobs(llm.score(PROMPT, completion.token_ids, params), completion.logprobs)
 
 
 def test_token_that_could_not_be_sampled_has_no_probability(llm: LLM) -> None:
@@ -111,12 +102,12 @@ def test_score_without_parameters_is_raw(llm: LLM) -> None:
     plain = llm.score(PROMPT, OTHER)
     assert plain.mode == "raw" and plain.token_ids.shape == (len(OTHER), 0)
     hot = SamplingParams(temperature=2.0, top_k=1, structured_outputs={"regex": "a"})
-    assert same(plain, llm.score(PROMPT, OTHER, hot)), "raw values do not depend on how tokens are sampled"
+    same_logprobs(plain, llm.score(PROMPT, OTHER, hot))  # raw values do not depend on how tokens are sampled
     assert llm.score(PROMPT, OTHER, SamplingParams(logprobs=2), top_logprobs=4).token_ids.shape == (len(OTHER), 4)
     assert llm.score(PROMPT, OTHER, SamplingParams(logprobs=4), top_logprobs=2).token_ids.shape == (len(OTHER), 4)
 
 
-def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
+def test_unsupported_scores_are_refused(llm: LLM) -> None:
     grammar = SamplingParams(structured_outputs={"regex": "a"}, logprobs_mode="processed")
     with pytest.raises(UnsupportedError, match=r"structured_outputs.*raw"):
         llm.score(PROMPT, OTHER, grammar)
@@ -131,7 +122,8 @@ def test_batch_takes_parameters_for_each_pair(llm: LLM) -> None:
     pairs = [(PROMPT, OTHER), (OTHER, PROMPT), (LONG, OTHER)]
     each = [SamplingParams(temperature=t, logprobs_mode="processed") for t in (0.5, 1.0, 2.0)]
     scores = llm.score_batch((pair for pair in pairs), each)
-    assert all(same(score, llm.score(*pair, params)) for score, pair, params in zip(scores, pairs, each, strict=True))
+    for score, pair, params in zip(scores, pairs, each, strict=True):
+        same_logprobs(score, llm.score(*pair, params))
     assert llm.score_batch([]) == []
     with pytest.raises(InvalidRequestError, match="2 entries for 3"):
         llm.score_batch(pairs, each[:2])
@@ -157,7 +149,8 @@ def test_batch_scores_in_both_loops(model: Path, llm: LLM, backend: str) -> None
         async with AsyncLLM(str(model), **{**MODEST, "deterministic": True}) as mine:
             for given in (pairs, slowly()):
                 found = await mine.score_batch(given, params, top_logprobs=2)
-                assert all(same(a, b) for a, b in zip(found, expected, strict=True))
-            assert same(await mine.score(PROMPT, OTHER, params, top_logprobs=2), expected[0])
+                for ours, theirs in zip(found, expected, strict=True):
+                    same_logprobs(ours, theirs)
+            same_logprobs(await mine.score(PROMPT, OTHER, params, top_logprobs=2), expected[0])
 
     anyio.run(main, backend=backend)

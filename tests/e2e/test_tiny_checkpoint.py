@@ -1,11 +1,11 @@
-"""The shipped tiny checkpoint, judged by its files; and the script that trains it."""
+"""The files of the shipped tiny checkpoint, and the script that trains it."""
 
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,85 +16,24 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from dsv4lite.models.deepseek_v4.config import parse_config
+from tests.golden import official_checkpoint
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dsv4lite" / "assets" / "tiny"
 FILES = {
     "README.md", "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json",
     "tokenizer_config.json",
 }  # fmt: skip
-TORCH_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "I64": torch.int64, "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}  # fmt: skip
-Table = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def expected_tensors(config: dict[str, Any]) -> Table:
-    """The release's tensor table: {name: (safetensors dtype, shape)}."""
-    hidden, vocab, streams = config["hidden_size"], config["vocab_size"], config["hc_mult"]
-    heads, width, rank, layers = (config[k] for k in ("num_attention_heads", "head_dim", "q_lora_rank", "num_hidden_layers"))
-    groups, out_rank = config["o_groups"], config["o_groups"] * config["o_lora_rank"]
-    experts, inner, chosen = (config[k] for k in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"))
-    table: Table = {}
+def table_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
-    def plain(dtype: str, **shapes: tuple[int, ...]) -> Table:
-        return {name.replace("__", "."): (dtype, shape) for name, shape in shapes.items()}
 
-    def fp8(name: str, rows: int, columns: int) -> Table:
-        scale = (math.ceil(rows / 128), math.ceil(columns / 128))
-        return {f"{name}.weight": ("F8_E4M3", (rows, columns)), f"{name}.scale": ("F8_E8M0", scale)}
-
-    def fp4(name: str, rows: int, columns: int) -> Table:
-        return {f"{name}.weight": ("I8", (rows, columns // 2)), f"{name}.scale": ("F8_E8M0", (rows, columns // 32))}
-
-    def add(prefix: str, part: Table) -> None:
-        table.update({prefix + name: value for name, value in part.items()})
-
-    def add_head(prefix: str) -> None:
-        add(prefix, plain("F32", hc_head_fn=(streams, streams * hidden), hc_head_base=(streams,), hc_head_scale=(1,)))
-
-    def add_compressor(prefix: str, ratio: int, channels: int) -> None:
-        wide = channels * (2 if ratio == 4 else 1)
-        add(prefix, plain("F32", ape=(ratio, wide)))
-        add(prefix, plain("BF16", wkv__weight=(wide, hidden), wgate__weight=(wide, hidden), norm__weight=(channels,)))
-
-    def add_block(prefix: str, layer: int) -> None:
-        ratio, mixed = config["compress_ratios"][layer], streams * (2 + streams)
-        for part in ("attn", "ffn"):
-            add(f"{prefix}{part}_norm.", plain("BF16", weight=(hidden,)))
-            add(f"{prefix}hc_{part}_", plain("F32", fn=(mixed, streams * hidden), base=(mixed,), scale=(3,)))
-        attn = f"{prefix}attn."
-        for name, rows, columns in (
-            ("wq_a", rank, hidden), ("wq_b", heads * width, rank), ("wkv", width, hidden),
-            ("wo_a", out_rank, heads * width // groups), ("wo_b", hidden, out_rank),
-        ):  # fmt: skip
-            add(attn, fp8(name, rows, columns))
-        add(attn, plain("BF16", q_norm__weight=(rank,), kv_norm__weight=(width,)) | plain("F32", attn_sink=(heads,)))
-        if ratio:
-            add_compressor(f"{attn}compressor.", ratio, width)
-        if ratio == 4:
-            index_heads, index_width = config["index_n_heads"], config["index_head_dim"]
-            add(f"{attn}indexer.", fp8("wq_b", index_heads * index_width, rank))
-            add(f"{attn}indexer.", plain("BF16", weights_proj__weight=(index_heads, hidden)))
-            add_compressor(f"{attn}indexer.compressor.", 4, index_width)
-        ffn = f"{prefix}ffn."
-        add(f"{ffn}gate.", plain("BF16", weight=(experts, hidden)))
-        hashed = layer < config["num_hash_layers"]
-        add(f"{ffn}gate.", plain("I64", tid2eid=(vocab, chosen)) if hashed else plain("F32", bias=(experts,)))
-        for matrix, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
-            add(ffn, fp8(f"shared_experts.{matrix}", rows, columns))
-            for expert in range(experts):
-                add(ffn, fp4(f"experts.{expert}.{matrix}", rows, columns))
-
-    add("", plain("BF16", embed__weight=(vocab, hidden), head__weight=(vocab, hidden), norm__weight=(hidden,)))
-    add_head("")
-    for layer in range(layers):
-        add_block(f"layers.{layer}.", layer)
-    add_block("mtp.0.", layers)
-    add_head("mtp.0.")
-    add("mtp.0.", fp8("e_proj", hidden, hidden) | fp8("h_proj", hidden, hidden))
-    add("mtp.0.", plain("BF16", enorm__weight=(hidden,), hnorm__weight=(hidden,), norm__weight=(hidden,)))
-    return table
+def release_table(folder: Path = FOLDER) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the tensors of a release with this config: name, dtype and shape."""
+    return table_of(official_checkpoint(parse_config(read_json("config.json", folder))))
 
 
 def read_json(name: str, folder: Path = FOLDER) -> dict[str, Any]:
@@ -138,9 +77,7 @@ def test_config_has_every_layer_kind_and_the_kernels_widths() -> None:
 
 
 def test_tensors_match_the_release_table() -> None:
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_tensors().items()}
-    expected = {name: (TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in expected_tensors(read_json("config.json")).items()}
-    assert found == expected
+    assert table_of(read_tensors()) == release_table()
 
 
 def test_index_lists_every_tensor_and_their_total_size() -> None:
@@ -199,6 +136,4 @@ def test_training_script_writes_a_checkpoint_that_reloads_exactly(tmp_path: Path
     assert "reloaded checkpoint: largest difference of a logit 0.00e+00" in done.stdout
     losses = [float(line.split("text ")[1].split()[0]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert min(losses) < losses[0] - 1
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_tensors(tmp_path).items()}
-    table = expected_tensors(read_json("config.json", tmp_path))
-    assert found == {name: (TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in table.items()}
+    assert table_of(read_tensors(tmp_path)) == release_table(tmp_path)

@@ -1,4 +1,4 @@
-"""Random requests, some of them aborted, cancelled or late; for as long as wanted:
+"""Send random requests, some of them aborted, cancelled or late, for a given time:
 
     python -m tests.e2e.traffic --minutes 10
 

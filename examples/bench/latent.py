@@ -1,4 +1,4 @@
-"""Times the ops around attention at V4-Flash's shapes: ``python tests/kernels/bench_latent.py`` on a CUDA device.
+"""Time the ops around attention at V4-Flash's shapes: ``python examples/bench/latent.py`` on a CUDA device.
 
 Checks each first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
 """
@@ -102,7 +102,7 @@ def compress_case(paging: Paging, tokens: int, copies: int, ratio: int, fmt: Row
 
 def main() -> None:
     """Print a table."""
-    print(f"{'op':<14}{'tokens':>7}{'us':>9}{'TB/s':>7}{'floor':>7}{'bytes that differ':>19}")
+    print(f"{'op':<14}{'tokens':>7}{'us':>9}{'TB/s':>7}{'roofline':>10}{'bytes that differ':>19}")
     for tokens, singles in ((1, True), (16, True), (64, True), (8192, False)):
         paging = step(tokens, singles)
         cases = {
@@ -118,7 +118,7 @@ def main() -> None:
             assert error < 2e-3, (name, tokens, error)
             us = microseconds(op, copies, calls=20)
             rate = moved / us * 1e6
-            print(f"{name:<14}{tokens:>7}{us:>9.2f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{error:>19.1e}", flush=True)
+            print(f"{name:<14}{tokens:>7}{us:>9.2f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{error:>19.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times sampling by rows: ``python tests/kernels/bench_sampling.py`` on a CUDA device.
+"""Time sampling by rows: ``python examples/bench/sampling.py`` on a CUDA device.
 
 Checks tokens against those of the reference first, then replays a graph that walks through copies of the logits larger than the L2
 cache. ``flat`` logits spread by 1, as those of random weights do; ``steep`` ones by 5.
@@ -72,20 +72,20 @@ def eager(case: Case, logits: Tensor) -> float:
 def line(settings: Mapping[str, object], logits: list[Tensor], best: list[tuple[Tensor, Tensor, Tensor]]) -> str:
     """Check rows that all ask for the same, and time them."""
     rows = len(logits[0])
-    case, floor = Case(rows, settings), 4 * rows * VOCABULARY / BANDWIDTH * 1e6
+    case, roofline = Case(rows, settings), 4 * rows * VOCABULARY / BANDWIDTH * 1e6
     if not case.needs:
         us = microseconds(lambda i: argmax_finite(logits[i]), len(logits))
-        return f"{rows:>5}{us:>9.1f}{floor:>8.1f}"
+        return f"{rows:>5}{us:>9.1f}{roofline:>10.1f}"
     tokens = case.sample(logits[0], best[0])[0]
     wanted = case.reference.sample(logits[0].cpu(), case.runs, case.last_token.cpu()).out[0]
     same = f"{int((tokens.cpu() == wanted).sum())}/{rows}"
     us = microseconds(lambda i: case.sample(logits[i], best[i]), len(logits))
-    return f"{rows:>5}{us:>9.1f}{floor:>8.1f}{same:>9}{eager(case, logits[0]):>10.0f}"
+    return f"{rows:>5}{us:>9.1f}{roofline:>10.1f}{same:>9}{eager(case, logits[0]):>10.0f}"
 
 
 def main() -> None:
     """Print a table; the last column is the time without a graph, with the copy to the host started."""
-    print(f"{'logits':<7}{'case':<22}{'rows':>5}{'us':>9}{'floor':>8}{'same':>9}{'eager us':>10}")
+    print(f"{'logits':<7}{'case':<22}{'rows':>5}{'us':>9}{'roofline':>10}{'same':>9}{'eager us':>10}")
     for spread, rows in itertools.product((1.0, 5.0), ROWS):
         copies = min(32, max(2, ROTATED // (4 * rows * VOCABULARY)))
         logits = [spread * torch.randn(rows, VOCABULARY, device="cuda") for _ in range(copies)]

@@ -1,6 +1,6 @@
-"""Times rows and sums of few tokens over ranks: ``python tests/kernels/bench_exchange.py [ranks]``, a GPU each.
+"""Time the exchange of few tokens between ranks: ``python examples/bench/exchange.py [ranks]``, a GPU each.
 
-NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with the sums before and the rounding behind it, beside
+NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with the sums before it and the cast after it, beside
 ``all_gather`` and ``reduce_scatter``; V4-Flash's width, microseconds of one call within a CUDA graph of forty.
 """
 
@@ -67,7 +67,7 @@ def main(rank: int, size: int, port: int) -> None:
             print(f"{tokens:>7}{times[0]:>14.2f}{times[1]:>8.2f}{times[2]:>14.2f}{times[3]:>8.2f}", flush=True)
     barrier()
     torch.cuda.synchronize()
-    os._exit(0)  # NCCL complains of ranks that end before others
+    os._exit(0)  # NCCL warns of ranks that end before others
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Times the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
+"""Time the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
 
-    python tests/kernels/bench_gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
+    python examples/bench/gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
 
 Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache. ``--sweep`` also tries
 other tiles, and then the best of them with other numbers of parts.
@@ -71,7 +71,6 @@ def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> 
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="names of matrices, or argmax, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))

@@ -1,4 +1,4 @@
-"""Times the experts of few tokens at V4-Flash's shapes: ``python tests/kernels/bench_decode_small.py`` on a CUDA device.
+"""Time the experts of few tokens at V4-Flash's shapes: ``python examples/bench/experts_decode_small.py`` on a CUDA device.
 
 Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
 give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
@@ -7,7 +7,7 @@ give the same bits. Replays a graph that walks through layers of weights, each f
 from __future__ import annotations
 
 import torch
-from bench_experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
+from experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
 from timing import microseconds
 from torch import Tensor
 

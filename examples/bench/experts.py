@@ -1,4 +1,4 @@
-"""Times routed experts at V4-Flash's shapes: ``python tests/kernels/bench_experts.py [--sweep]`` on a CUDA device.
+"""Time routed experts at V4-Flash's shapes: ``python examples/bench/experts.py [--sweep]`` on a CUDA device.
 
 Checks the result first. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
 """
@@ -45,7 +45,7 @@ def tiles(rows: int, columns: int) -> Tiles:
 def main() -> None:
     """Print a table; with ``--sweep`` also other blocks for many tokens."""
     layers = [(tiles(2 * WIDTH, HIDDEN), tiles(HIDDEN, WIDTH)) for _ in range(COPIES)]
-    print(f"{'tokens':>7}{'experts':>9}{'us':>9}{'TB/s':>7}{'floor':>7}{'TFLOP/s':>9}{'error':>10}")
+    print(f"{'tokens':>7}{'experts':>9}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
     for tokens in TOKENS:
         x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
         chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices.sort(-1).values
@@ -65,7 +65,7 @@ def main() -> None:
         us = microseconds(run, COPIES)
         moved = used * 3 * HIDDEN * WIDTH * (0.5 + 1 / 32)
         rate, operations = moved / us * 1e6, 6 * tokens * TOP_K * HIDDEN * WIDTH
-        speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{operations / us / 1e6:>9.0f}"
+        speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
         print(f"{tokens:>7}{used:>9}{speed}{error:>10.1e}", flush=True)
         if "--sweep" in sys.argv and tokens >= 2048:
             for block in SWEEP:

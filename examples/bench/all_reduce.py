@@ -1,6 +1,6 @@
-"""Times sums over ranks, float32 parts to bfloat16, by size: ``python tests/kernels/bench_all_reduce.py [ranks]``, a GPU each.
+"""Time all-reduces of float32 parts to bfloat16, by size: ``python examples/bench/all_reduce.py [ranks]``, a GPU each.
 
-NCCL's all-reduce with the rounding behind it beside ``all_reduce``; microseconds of one call within a CUDA graph of forty.
+NCCL's all-reduce, alone and with the cast after it, and ``all_reduce``; microseconds of one call within a CUDA graph of 40.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(rank: int, size: int, port: int) -> None:
             print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
     barrier()
     torch.cuda.synchronize()
-    os._exit(0)  # NCCL complains of ranks that end before others
+    os._exit(0)  # NCCL warns of ranks that end before others
 
 
 if __name__ == "__main__":

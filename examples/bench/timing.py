@@ -1,4 +1,4 @@
-"""How the benchmarks of kernels measure: graphs of many calls, replayed on a CUDA device."""
+"""Timing for the benchmarks of kernels: CUDA graphs of many calls, replayed."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def microseconds(
 
 
 def distance(got: Tensor, wanted: Tensor) -> float:
-    """Return how far apart they are, as a share of the norm of what is wanted."""
+    """Return how far apart they are, relative to the norm of what is wanted."""
     return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()

@@ -1,4 +1,4 @@
-"""Times hyper-connections, norm, quantizer and router: ``python tests/kernels/bench_hc.py [--sweep]`` on a CUDA device.
+"""Time hyper-connections, norm, quantizer and router: ``python examples/bench/hc.py [--sweep]`` on a CUDA device.
 
 Checks each op first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
 """
@@ -101,13 +101,14 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
 
 def main() -> None:
     """Print a table; with ``--sweep`` also other tiles."""
-    print(f"{'op':<20}{'width':>6}{'tokens':>8}{'us':>9}{'TB/s':>7}{'floor':>7}{'error':>10}")
+    print(f"{'op':<20}{'width':>6}{'tokens':>8}{'us':>9}{'TB/s':>7}{'roofline':>10}{'error':>10}")
     for width, tokens in itertools.product((4096, 7168), TOKENS):
         for name, (op, copies, moved, error) in cases(tokens, width).items():
             assert error < 5e-3, (name, tokens, error)
             us = microseconds(op, copies)
             rate = moved / us * 1e6
-            print(f"{name:<20}{width:>6}{tokens:>8}{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>7.0%}{error:>10.1e}", flush=True)
+            speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}"
+            print(f"{name:<20}{width:>6}{tokens:>8}{speed}{error:>10.1e}", flush=True)
             if name == "leave_enter" and "--sweep" in sys.argv:
                 sweep(op, copies)
 
