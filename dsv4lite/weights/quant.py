@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.gemm import (
-    PAIR_ROWS,
-    QUANTIZED_ROWS,
     ROW_TILE,
     float_linear,
     fp8_linear,
@@ -351,8 +349,8 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
 def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Callable[[], Tensor]]:
     """Return ``linear(x, dense)``, and a function that returns ``linear(x, other)`` in float32.
 
-    Few rows are multiplied by both matrices in one launch. Of more rows the second product is computed when the function is called,
-    so that its memory is not held before.
+    A single row is multiplied by both matrices in one launch. Of more rows the second product is computed when the function is
+    called, so that its memory is not held before.
 
     Args:
         x_TK: Inputs as they are.
@@ -360,7 +358,7 @@ def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None 
         other: A matrix that it stores in bfloat16, which does not round its inputs.
         rounded: ``x`` in FP8, if it is known.
     """
-    if dense.scale is None or other.scale is not None or other.rounds_input or len(x_TK) > PAIR_ROWS:
+    if dense.scale is None or other.scale is not None or other.rounds_input or len(x_TK) != 1:
         return linear(x_TK, dense, rounded=rounded), partial(linear, x_TK, other, torch.float32)
     codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
     first, second = pair_linear(x_TK, codes, scales, dense.weight, dense.scale, other.weight, dense.row_tile)
@@ -376,6 +374,6 @@ def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:
 
 def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: torch.dtype) -> Tensor:
     """Return ``linear(grouped_linear(x, grouped), dense)`` [T, out] in ``dtype``; what is between them is quantized as it comes."""
-    if grouped.scale is None or dense.scale is None or len(x_TGK) > QUANTIZED_ROWS:
+    if grouped.scale is None or dense.scale is None or len(x_TGK) != 1:
         return linear(grouped_linear(x_TGK, grouped).flatten(1), dense, dtype)
     return rounded_linear(*fp8_weight_linear_quantize(x_TGK, grouped.weight, grouped.scale, grouped.row_tile), dense, dtype)

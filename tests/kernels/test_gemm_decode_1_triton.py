@@ -22,8 +22,10 @@ from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     takes_pair,
 )
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
+    float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_quantize_triton,
+    fp8_weight_linear_triton,
     pair_linear_triton,
 )
 
@@ -108,9 +110,9 @@ def test_single_rows_take_these_kernels_unless_the_order_of_summation_is_fixed()
     assert same(pair_linear_triton(x, *row, unquantized), pair_row(x, *row, unquantized))
     assert same(fp8_weight_linear_quantize_triton(*groups), groups_row(*groups))
     # A fixed order is that of many rows.
-    many = (x.expand(2, -1).contiguous(), *(each.expand(2, -1).contiguous() for each in row[:2]), *row[2:], unquantized)
+    many = (*(each.expand(2, -1).contiguous() for each in row[:2]), *row[2:])
     fixed = pair_linear_triton(x, *row, unquantized, ROW_TILE)
-    assert same(fixed, tuple(each[:1] for each in pair_linear_triton(*many)))
-    assert same(fixed[:1], (fp8_linear_triton(*row, row_tile=ROW_TILE),))
-    several = fp8_weight_linear_quantize_triton(grouped.expand(2, -1, -1).contiguous(), *groups[1:])
+    assert same(fixed[:1], (fp8_linear_triton(*many)[:1],))
+    assert same(fixed[1:], (float_linear_triton(x.expand(2, -1)[:, None], unquantized[None], torch.float32)[:1, 0],))
+    several = quantize_fp8(fp8_weight_linear_triton(grouped.expand(2, -1, -1).contiguous(), *groups[1:]).flatten(1), 128)
     assert same(fp8_weight_linear_quantize_triton(*groups, ROW_TILE), tuple(each[:1] for each in several))

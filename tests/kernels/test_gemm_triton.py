@@ -8,29 +8,25 @@ from torch import Tensor
 
 from dsv4lite.kernels.gemm import (
     LIBRARY_ROWS,
-    PAIR_ROWS,
     ROW_TILE,
     dequantize_fp8_rows,
     float_linear,
     fp8_linear,
     fp8_weight_linear,
 )
-from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
+from dsv4lite.kernels.quantize import quantize_fp8
 from tests.kernels.tensors import DEVICE, fp8_weights, random
 from tests.kernels.tensors import ON_GPU as CUDA
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
+from dsv4lite.kernels.counters import COUNTERS  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     SPLIT_MAX_ROWS,
     float_linear_triton,
     fp8_linear_triton,
-    fp8_weight_linear_quantize_triton,
     fp8_weight_linear_triton,
-    pair_linear_triton,
-    room_for,
     splits_of,
     tile_for,
     widen_triton,
@@ -154,52 +150,6 @@ def test_row_does_not_depend_on_the_others() -> None:
                 assert torch.equal(got, wanted[:rows]), rows
             else:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
-
-
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "groups", "outs", "inputs"),
-    [(1, 2, 128, 128), (5, 3, 256, 1300)] + ([(rows, 8, 1024, 4096) for rows in (1, 8, 16)] if CUDA else []),
-)
-def test_products_quantize_what_they_make(rows: int, groups: int, outs: int, inputs: int, per_row: bool) -> None:
-    x = random(rows, groups, inputs).bfloat16()
-    w_codes, w_scales = fp8_weights(groups, outs, inputs, per_row=per_row)
-    codes, scales = fp8_weight_linear_quantize_triton(x, w_codes, w_scales, ROW_TILE)
-    plain = fp8_weight_linear_triton(x, w_codes, w_scales).flatten(1)
-    wanted, wanted_scales = quantize_fp8(plain, 128)
-    assert codes.shape == wanted.shape and codes.dtype == wanted.dtype and scales.shape == wanted_scales.shape
-    assert not counters_of(DEVICE).any()
-    if CUDA:
-        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scales, wanted_scales)
-    else:  # where the interpreter cuts to bfloat16
-        got = dequantize_fp8(codes, scales, 128)
-        assert ((got - plain.float()).abs() <= 2**-4 * plain.float().abs() + 2**-8 * plain.float().abs().max()).all()
-
-
-# Rows, results in FP8 and others, inputs: one or several parts of each. V4-Flash: the hidden layer of the shared expert and the
-# router, latents and the inputs of both kinds of compressors.
-PAIRS = [(1, 70, 130, 1100), (5, 65, 40, 256), (PAIR_ROWS, 24, 70, 1024), (3, 130, 3, 60)]
-REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16)]
-
-
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize(("rows", "fp8_outs", "outs", "inputs"), PAIRS + (REAL_PAIRS if CUDA else []))
-def test_pair_has_the_bits_of_products_alone(rows: int, fp8_outs: int, outs: int, inputs: int, per_row: bool) -> None:
-    x, w = random(rows, inputs).bfloat16(), random(outs, inputs, seed=3).bfloat16()
-    given = (*quantize_fp8(x, 128), *fp8_weights(fp8_outs, inputs, per_row=per_row))
-    for _ in range(2):  # the second finds the counters as the first has left them
-        quantized, unquantized = pair_linear_triton(x, *given, w, ROW_TILE)
-        assert torch.equal(quantized, fp8_linear_triton(*given, row_tile=ROW_TILE))
-        assert torch.equal(unquantized, float_linear_triton(x[:, None], w[None], torch.float32)[:, 0])
-    assert not counters_of(DEVICE).any()
-
-
-def test_only_parts_need_room() -> None:
-    out = torch.zeros(3, 5, dtype=torch.bfloat16, device=DEVICE)
-    assert all(room is out for room in room_for(1, out))
-    assert room_for(1, out, always=True)[0].shape == (1, 3, 5)
-    parts, whole, counters = room_for(4, out)
-    assert parts.shape == (4, 3, 5) and parts.dtype == torch.float32 and whole is out and counters is counters_of(out.device)
 
 
 def test_counters_suffice_for_every_product_in_parts() -> None:

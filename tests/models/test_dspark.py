@@ -454,7 +454,7 @@ def test_every_op_of_a_draft_agrees_with_its_reference(on_gpu: tuple[PagedModel,
     assert [str(op) for op in watch.reports if op.problem is not None] == []
     ours = {op.op for op in watch.reports if op.compared and op.place.startswith("dspark")}
     assert ours >= {"latent_norms", "fp8_linear", "head_norms", "paged_attention", "hc_enter", "hc_head", "float_linear"}
-    assert ours >= {"rms_norm", "pair_linear", "moe_decode_small", "fp8_weight_linear_quantize", "hc_expand"}
+    assert ours >= {"rms_norm", "moe_decode_small", "fp8_weight_linear", "hc_expand"}
 
 
 @contextmanager

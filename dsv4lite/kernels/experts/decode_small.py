@@ -19,11 +19,11 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs
-from dsv4lite.kernels.gemm import PAIR_ROWS, fp8_linear
+from dsv4lite.kernels.gemm import fp8_linear
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
-DECODE_SMALL_TOKENS = PAIR_ROWS
+DECODE_SMALL_TOKENS = 16
 _MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
 
 

@@ -9,7 +9,7 @@ products of many rows are the library's on every device, and single rows have ke
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both unquantized
     fp8_weight_linear_quantize    the second, its results quantized as a row
-    pair_linear         the first and the last, of the same rows         one launch where these are few
+    pair_linear         the first and the last, of the same rows         one launch where it is one row
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
 float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
@@ -28,8 +28,6 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8
 
 ROW_TILE = 16
-PAIR_ROWS = 16  # at most, of two products in one launch
-QUANTIZED_ROWS = 16  # at most, of a product whose kernel quantizes its results
 LIBRARY_ROWS = 512  # above, kernels leave unquantized products to the library if any order of summation will do
 
 
@@ -118,15 +116,11 @@ def fp8_weight_linear(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile
     return torch.stack(products, 1).to(x_MGK.dtype)
 
 
-def _quantizes(x_MGK: Tensor, w_codes: Tensor, *_: object, **__: object) -> bool:
-    return _is_bf16(x_MGK) and 0 < len(x_MGK) <= QUANTIZED_ROWS and w_codes.shape[1] % FP8_GROUP == 0
-
-
-@op("gemm.triton:fp8_weight_linear_quantize_triton", suits=_quantizes)
+@op("gemm.triton:fp8_weight_linear_quantize_triton", suits=lambda x_MGK, *_, **__: _is_bf16(x_MGK) and len(x_MGK) == 1)
 def fp8_weight_linear_quantize(
     x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize what ``fp8_weight_linear`` returns, with its bits: few rows in the same launch.
+    """Quantize what ``fp8_weight_linear`` returns, one row in the same launch.
 
     Args:
         x_MGK, w_codes, w_scales, row_tile: As for ``fp8_weight_linear``.
@@ -162,7 +156,7 @@ def float_linear(
 
 @op(
     "gemm.triton:pair_linear_triton",
-    suits=lambda x_MK, *given: _is_bf16(x_MK) and _is_bf16(given[4]) and 0 < len(x_MK) <= PAIR_ROWS,
+    suits=lambda x_MK, *given: _is_bf16(x_MK) and _is_bf16(given[4]) and len(x_MK) == 1,
 )
 def pair_linear(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
@@ -170,7 +164,7 @@ def pair_linear(
     """Multiply the same rows by quantized and by unquantized weights: ``fp8_linear`` and ``float_linear``, with their bits.
 
     Args:
-        x_MK: Rows; the kernel takes 1 to ``PAIR_ROWS`` in bfloat16.
+        x_MK: Rows; the kernel takes one in bfloat16.
         x_codes, x_scales: The same, quantized.
         w_codes, w_scales: Quantized weights.
         w_NK: Unquantized weights.

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
-from dsv4lite.kernels.gemm import LIBRARY_ROWS, PAIR_ROWS, QUANTIZED_ROWS, scale_rows
+from dsv4lite.kernels.e4m3 import e8m0
+from dsv4lite.kernels.gemm import LIBRARY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
+from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -77,7 +78,6 @@ _WEIGHT_ONLY_TILES: Tiles = (
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
 )
-_PAIR = Tile(rows=PAIR_ROWS, outs=64, swap=True, num_warps=4, num_stages=3)  # three programs fit on a multiprocessor
 _OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
 # Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
 _SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
@@ -207,30 +207,6 @@ def _finish(
             tl.store(arrivals, 0)  # as the next product finds it
 
 
-@triton.jit
-def _finish_block(
-    acc, parts, codes, scales, arrivals, split, rm, rn, first_column, M, N, row_stride,
-    SWAP: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Store a part of a tile; the program that stores the last of a block of 128 results adds all its parts, and quantizes it."""
-    _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
-    tl.debug_barrier()  # all threads have written when one of them says so
-    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-    if arrived == SPLITS * TILES - 1:
-        row = tl.arange(0, rm.shape[0])
-        at = row[:, None] * row_stride + first_column + tl.arange(0, 128)[None, :]
-        inside = (row < M)[:, None]
-        total = tl.zeros((rm.shape[0], 128), tl.float32)
-        for each in tl.static_range(SPLITS):
-            total += tl.load(parts + each * M.to(tl.int64) * row_stride + at, mask=inside, other=0.0, cache_modifier=".cg")
-        # Reference: quantize_fp8(y.to(x.dtype), FP8_GROUP)
-        y = to_bf16(total, GPU).to(tl.float32)
-        bits = fp8_scale_bits(y)
-        tl.store(codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
-        tl.store(scales + row * (row_stride // 128), (bits >> 23).to(tl.uint8), mask=row < M)
-        tl.store(arrivals, 0)  # as the next product finds it
-
-
 # The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit
 def _add_product(
@@ -262,12 +238,12 @@ def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
-    scales=None, QUANTIZED: tl.constexpr = False, NATIVE: tl.constexpr = False, GPU: tl.constexpr = True,
+    GPU: tl.constexpr = True,
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
     Inputs are FP8 (FP8_X) of one group, or bfloat16; weights are FP8, with a scale for SCALE_ROWS rows, or bfloat16, if that is 0.
-    CODES are FP8 operands on a chip without e4m3. QUANTIZED gives codes and ``scales`` of the results, of one tile of rows.
+    CODES are FP8 operands on a chip without e4m3.
     """
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
@@ -330,28 +306,20 @@ def product_tile(
     let_successor_in()
     parts += g * N
     out += g * N
-    if QUANTIZED:
-        TILES: tl.constexpr = 128 // BN
-        _finish_block(
-            acc, parts, out, scales + pid // TILES, arrivals + pid // TILES, split, rm, rn, pn // TILES * 128, M, N, N * groups,
-            SWAP, SPLITS, TILES, NATIVE, GPU,
-        )  # fmt: skip
-    else:
-        _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _product_kernel(
-    x, xs, w, ws, parts, out, scales, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
+    x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr, QUANTIZED: tl.constexpr,
-    NATIVE: tl.constexpr, GPU: tl.constexpr,
+    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups,
-        scales, QUANTIZED, NATIVE, GPU,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU,
     )  # fmt: skip
 
 
@@ -375,30 +343,6 @@ def _widen_kernel(
     codes = tl.load(w + row * K + column, mask=inside, other=0)
     scale = e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
     tl.store(out + row * K + column, (e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit(do_not_specialize=["M", "first"])
-def _pair_kernel(
-    x, w, x_codes, x_scales, w_codes, w_scales, parts, out, fp8_parts, fp8_out, arrivals,
-    M, N, FP8_N, K, blocks, part, fp8_part, first, x_row,
-    BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLITS: tl.constexpr, FP8_SPLITS: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor()
-    program = tl.program_id(0)
-    if program < first:
-        tiles = tl.cdiv(N, BN)
-        product_tile(
-            program % tiles, program // tiles, x, x, w, w, parts, out, arrivals, M, N, K, blocks, part,
-            BM, BN, 0, EVEN_K, True, False, SPLITS, False, GROUPED, False, x_row, GPU=GPU,
-        )  # fmt: skip
-    else:
-        program -= first
-        tiles = tl.cdiv(FP8_N, BN)
-        product_tile(
-            program % tiles, program // tiles, x_codes, x_scales, w_codes, w_scales, fp8_parts, fp8_out, arrivals + tl.cdiv(N, BN),
-            M, FP8_N, K, blocks, fp8_part, BM, BN, SCALE_ROWS, EVEN_K, True, False, FP8_SPLITS, CODES, GROUPED,
-        )  # fmt: skip
 
 
 def fp8_linear_triton(
@@ -431,15 +375,10 @@ def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, r
 def fp8_weight_linear_quantize_triton(
     x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``gemm.fp8_weight_linear_quantize``; for 1 to ``QUANTIZED_ROWS`` rows and a multiple of 128 results of each group."""
+    """See ``gemm.fp8_weight_linear_quantize``; for one row."""
     if row_tile is None and takes_groups(x_MGK, w_codes, w_scales):
         return groups_row(x_MGK, w_codes, w_scales)
-    rows, (groups, outs, _) = len(x_MGK), w_codes.shape
-    assert 0 < rows <= QUANTIZED_ROWS and outs % FP8_GROUP == 0, (x_MGK.shape, w_codes.shape)
-    codes = torch.empty(rows, groups, outs, dtype=torch.uint8, device=x_MGK.device)
-    scales = torch.empty(rows, groups * outs // FP8_GROUP, dtype=torch.uint8, device=x_MGK.device)
-    _float_linear(x_MGK, w_codes, w_scales, codes, scales)
-    return codes.flatten(1).view(torch.float8_e4m3fn), scales
+    return quantize_fp8_triton(fp8_weight_linear_triton(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
 def float_linear_triton(
@@ -458,57 +397,11 @@ def float_linear_triton(
 def pair_linear_triton(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``gemm.pair_linear``; for 1 to ``PAIR_ROWS`` rows."""
+    """See ``gemm.pair_linear``; for one row."""
     if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
         return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
-    (rows, inputs), (fp8_outs, outs) = x_MK.shape, (len(w_codes), len(w_NK))
-    assert 0 < rows <= PAIR_ROWS and x_MK.dtype == w_NK.dtype == torch.bfloat16, (x_MK.shape, x_MK.dtype, w_NK.dtype)
-    assert w_codes.shape[1] == w_NK.shape[1] == x_codes.shape[1] == inputs, (x_codes.shape, w_codes.shape, w_NK.shape)
-    assert w_codes.is_contiguous() and w_scales.is_contiguous() and w_NK.is_contiguous() and x_scales.is_contiguous()
-    blocks = _blocks_of(inputs)
-    splits, fp8_splits = splits_of(outs, blocks), splits_of(fp8_outs, blocks)
-    out = torch.empty(rows, outs, dtype=torch.float32, device=x_MK.device)
-    fp8_out = torch.empty(rows, fp8_outs, dtype=x_MK.dtype, device=x_MK.device)
-    parts, _, arrivals = room_for(splits, out)
-    fp8_parts, _, fp8_arrivals = room_for(fp8_splits, fp8_out)
-    first = triton.cdiv(outs, _PAIR.outs) * splits
-    unquantized, (x, w, codes) = x_MK.contiguous(), _fp8_operands(x_codes, w_codes)
-    _pair_kernel[(first + triton.cdiv(fp8_outs, _PAIR.outs) * fp8_splits,)](
-        unquantized,
-        w_NK,
-        x,
-        x_scales,
-        w,
-        w_scales,
-        parts,
-        out,
-        fp8_parts,
-        fp8_out,
-        fp8_arrivals if splits == 1 else arrivals,
-        rows,
-        outs,
-        fp8_outs,
-        inputs,
-        blocks,
-        triton.cdiv(blocks, splits),
-        triton.cdiv(blocks, fp8_splits),
-        first,
-        unquantized.stride(0),
-        BM=_PAIR.rows,
-        BN=_PAIR.outs,
-        SCALE_ROWS=scale_rows(w_codes, w_scales),
-        EVEN_K=inputs % FP8_GROUP == 0,
-        SPLITS=splits,
-        FP8_SPLITS=fp8_splits,
-        CODES=codes,
-        GPU=on_gpu(x.device),
-        GROUPED=GROUPED_TILES,
-        num_warps=_PAIR.num_warps,
-        num_stages=_PAIR.num_stages,
-        enable_fp_fusion=True,
-        launch_pdl=dependent_launch(x.device),
-    )
-    return fp8_out, out
+    quantized = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
+    return quantized, float_linear_triton(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]
 
 
 def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -553,15 +446,15 @@ def _fp8_operands(x_codes: Tensor, w_codes: Tensor) -> tuple[Tensor, Tensor, boo
     return x_codes.view(torch.uint8), w_codes.view(torch.uint8), True
 
 
-def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Multiply by weights in bfloat16, or in FP8 with their scales; with ``scales``, quantize the results."""
+def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor) -> Tensor:
+    """Multiply by weights in bfloat16, or in FP8 with their scales."""
     even = w_GNK.shape[2] % FP8_GROUP == 0
     x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
     if w_scales is None:
-        _launch(_UNQUANTIZED_TILES, (x, x, w_GNK, w_GNK), out, scales)
+        _launch(_UNQUANTIZED_TILES, (x, x, w_GNK, w_GNK), out)
     else:
         codes = w_GNK.view(torch.int16 if even else torch.uint8)
-        _launch(_WEIGHT_ONLY_TILES, (x, x, codes, w_scales), out, scales, SCALE_ROWS=scale_rows(w_GNK, w_scales))
+        _launch(_WEIGHT_ONLY_TILES, (x, x, codes, w_scales), out, SCALE_ROWS=scale_rows(w_GNK, w_scales))
     return out
 
 
@@ -569,7 +462,6 @@ def _launch(
     tiles: Tiles,
     operands: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
-    scales: Tensor | None = None,
     *,
     FP8_X: bool = False,
     CODES: bool = False,
@@ -587,12 +479,11 @@ def _launch(
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits
-    parts, _, arrivals = room_for(programs, out, always=scales is not None)
+    parts, arrivals = _room_for(programs, out)
     _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)](
         *operands,
         parts,
         out,
-        out if scales is None else scales,
         arrivals,
         rows,
         outs,
@@ -612,8 +503,6 @@ def _launch(
         CODES=CODES,
         GROUPED=GROUPED_TILES,
         FP8_X=FP8_X,
-        QUANTIZED=scales is not None,
-        NATIVE=scales is not None and native_e4m3(x),
         GPU=on_gpu(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -633,8 +522,8 @@ def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def room_for(parts: int, out: Tensor, *, always: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where a kernel puts the parts of a result, the result, and the counters of arrivals; one part is the result itself."""
-    if parts == 1 and not always:
-        return out, out, out
-    return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), out, counters_of(out.device)
+def _room_for(parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where a kernel puts the parts of a result, and the counters of arrivals; one part is the result itself."""
+    if parts == 1:
+        return out, out
+    return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), counters_of(out.device)
