@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig, NGram
 from dsv4lite.debug.replay import replay
 from dsv4lite.errors import ConfigError, UnsupportedError
-from dsv4lite.kernels.rows import PlainRow
+from dsv4lite.kernels.rows import UnquantizedRow
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -161,4 +161,4 @@ def test_what_the_family_lacks_is_refused(folder: Path) -> None:
 def test_store_of_a_layer_that_is_not_before_on_the_same_stage_is_refused(layer: int) -> None:
     """A negative index read the store of another layer."""
     with pytest.raises(ConfigError, match=rf"layer 1 of a rank reads the store 'kv' of layer {layer}, .* pipeline_parallel_size"):
-        StateSpec(layers=((StoreSpec("kv", PlainRow(8, torch.float32)),), (SharedStore("kv", layer),)))
+        StateSpec(layers=((StoreSpec("kv", UnquantizedRow(8, torch.float32)),), (SharedStore("kv", layer),)))

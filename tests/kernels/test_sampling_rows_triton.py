@@ -100,7 +100,7 @@ class Both:
                     sampler.accept(i, one.token_id)
             self.lengths[i] += len(every)
         if not apart and all(one.error is None for first in wanted.values() for one in (first, *first.after)):
-            assert all(torch.equal(one.cpu(), other) for one, other in zip(ours.ends(), theirs.ends(), strict=True))
+            assert all(torch.equal(one.cpu(), other) for one, other in zip(ours.accepted(), theirs.accepted(), strict=True))
         return [found[i] for i in rows]
 
 

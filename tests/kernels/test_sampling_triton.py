@@ -78,10 +78,11 @@ def test_log_probabilities_are_the_references(rows: int, vocabulary: int) -> Non
     token_ids = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(1))
     k = min(vocabulary, 9)
     found = [x.cpu() for x in token_logprobs_triton(logits.to(DEVICE), token_ids.to(DEVICE), k)]
-    wanted = token_logprobs.reference(logits, token_ids, k)
-    assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
-    for one, other in ((found[0], wanted[0]), (found[3], wanted[3])):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+    _, ranks, best, _ = token_logprobs.reference(logits, token_ids, k)
+    assert torch.equal(found[1], ranks) and torch.equal(found[2], best)
+    exact = logits.double().log_softmax(-1)
+    for one, ids in ((found[0][:, None], token_ids[:, None]), (found[3], best.long())):
+        torch.testing.assert_close(one.double(), exact.gather(-1, ids), rtol=1e-6, atol=1e-5)
     assert not counters_of(DEVICE).any()
 
 

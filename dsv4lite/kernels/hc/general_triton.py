@@ -37,7 +37,7 @@ def _leave_kernel(
         for k in tl.static_range(STREAMS):
             here = (token * STREAMS + k) * WIDTH + column
             if LEAVE:
-                # Reference: hc_expand_ref
+                # Reference: hc_expand
                 added = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
                 value = added * tl.load(post + token * STREAMS + k)
                 for j in tl.static_range(STREAMS):
