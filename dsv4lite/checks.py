@@ -48,7 +48,8 @@ def integer(least: int, most: int = INT32_MAX, *, optional: bool = False) -> Rul
     def problem(value: object) -> str:
         if (value is None and optional) or (is_integer(value) and least <= value <= most):
             return ""
-        limit = f"of at least {least}" if isinstance(value, int) and value < least else f"from {least} to {most}"
+        below = isinstance(value, int) and value < least
+        limit = f"of at least {least}" if below and most == INT32_MAX else f"from {least} to {most}"
         return f"must be an integer {limit}" + (", or None" if optional else "")
 
     return problem

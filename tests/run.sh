@@ -32,11 +32,22 @@ mypy_result() {
 }
 
 phase ruff "$python" -m ruff check .
-# As many processes as cores, each with one thread for arithmetic: the tests' models are too small for more. Each process begins with an
-# equal part of the tests, file by file; one that has finished takes half of what another has left, so that no core is idle at the end.
-phase pytest env OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal "$@"
-if [ $# -eq 0 ] && "$python" -c "import triton" 2>/dev/null; then # arguments have named all tests that are wanted
-    phase "kernels, interpreted" env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest -n auto -m kernel tests/kernels
+run() { # one thread for arithmetic in each process: the tests' models are too small for more
+    env OMP_NUM_THREADS=1 "$python" -m pytest "$@"
+}
+# As many processes as cores. Each begins with an equal part of the tests, file by file; one that has finished takes half of what
+# another has left, so that no core is idle at the end.
+if [ $# -gt 0 ]; then # arguments have named all tests that are wanted
+    phase pytest run -n auto --dist worksteal "$@"
+else
+    # The test that compiles kernels for every chip keeps all cores busy by itself.
+    compile=tests/kernels/test_ahead_of_time.py
+    phase pytest run -n auto --dist worksteal --ignore "$compile"
+    phase "kernels, compiled ahead of time" run "$compile"
+    if "$python" -c "import triton" 2>/dev/null; then
+        phase "kernels, interpreted" env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 \
+            "$python" -m pytest -n auto --dist worksteal -m kernel tests/kernels
+    fi
 fi
 phase "mypy, beside the others" mypy_result
 printf '%s' "$summary"

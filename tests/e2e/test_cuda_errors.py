@@ -359,7 +359,7 @@ def test_stream_that_cannot_be_restored_hides_no_error(
 ) -> None:
     boom, emptied, idle = torch.AcceleratorError(ILLEGAL), [], SimpleQueue[str]()
     monkeypatch.setattr(devices, "_idle_streams", lambda device: idle)
-    monkeypatch.setattr(devices, "_new_stream", lambda device: "a stream")
+    idle.put("a stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext() if works else broken(boom))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="first"), own_stream(torch.device("cuda", 0)):

@@ -153,7 +153,7 @@ def test_ngram_speculator_keeps_an_index_per_sequence() -> None:
         (lambda: NGram(min_n=0), "min_n=0"),
         (lambda: NGram(min_n=5), "NGram"),
         (lambda: NGram(max_n=4.0), "NGram"),  # type: ignore[arg-type]
-        (lambda: NGram(min_n=3, max_n=2), "max_n=2 must be an integer from 3"),
+        (lambda: NGram(min_n=3, max_n=2), "max_n=2 must be an integer from 3 to 16"),
         (lambda: NGram(lookback=0), "lookback=0"),
         (lambda: DSpark(0), "DSpark: k=0"),
         (lambda: DSpark(min_confidence=1.0), "min_confidence=1.0"),

@@ -205,7 +205,7 @@ CHECKPOINT_ERRORS: dict[str, tuple[str, Damage]] = {
     # -- header
     "offsets overlap": ("overlaps the tensor before it", header(lambda e: e.update(x={**first(e)}), more=0)),
     "hole": ("leaves a hole before it", header(drop_first)),
-    "surplus": ("bytes behind the last tensor", header(lambda e: None, more=10)),
+    "surplus": ("bytes after the last tensor", header(lambda e: None, more=10)),
     "truncated": ("truncated", header(lambda e: None, more=-1)),
     "backwards": ("malformed|span", header(lambda e: first(e).update(data_offsets=first(e)["data_offsets"][::-1]))),
     "beyond": ("malformed", header(lambda e: first(e).update(data_offsets=[0, 2**63]))),
