@@ -1,4 +1,4 @@
-"""What lies behind ``AsyncLLM`` and ``LLM``.
+"""The implementation of ``AsyncLLM`` and ``LLM``.
 
 A request's way in is prepare, session, bridge; its way out is collect, streams, batch.
 """

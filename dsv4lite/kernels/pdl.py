@@ -10,7 +10,7 @@
 
 What is gained is the time that a launch takes. Nothing else depends on it: a kernel's first instruction waits until everything that
 the kernel before has written can be seen, and every kernel that is launched this way waits, whether or not it needs what the one
-before has written, for those behind it wait for it alone. Kernels without ``launch_pdl``, copies, and what libraries launch begin
+before has written, for those after it wait for it alone. Kernels without ``launch_pdl``, copies, and what libraries launch begin
 when all before them have ended, as ever.
 
 A successor's programs come only when each of its predecessor's has called ``let_successor_in`` or has ended, so every one of these

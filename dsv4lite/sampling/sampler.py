@@ -92,7 +92,7 @@ class RowNeeds:
 
     @property
     def positions(self) -> bool:
-        """Whether the host has to know at which positions the step samples, and behind which drafts."""
+        """Whether the host has to know at which positions the step samples, and after which drafts."""
         return bool(self.ruled or self.long)
 
 

@@ -106,7 +106,7 @@ class NGramSpeculator:
         self._indices: dict[int, NGramIndex] = {}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
-        """Guess what follows the tokens of a sequence."""
+        """Draft what follows the tokens of a sequence."""
         index = self._indices.get(sequence_id)
         if index is None:
             s = self._settings

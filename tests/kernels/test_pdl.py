@@ -1,4 +1,4 @@
-"""Kernels that come early wait before they touch memory; on a GPU, nobody sees what its predecessor has not finished."""
+"""Kernels that come early wait before they touch memory; on a GPU, no kernel reads what its predecessor has not finished."""
 
 from __future__ import annotations
 

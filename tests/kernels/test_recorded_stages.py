@@ -26,13 +26,13 @@ PATIENCE_S = 30.0
 
 
 class Parcel:
-    """A tensor on its way, which nobody may write to until it is taken."""
+    """A tensor on its way, not to be written until it is taken."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.as_sent, self.taken = tensor, tensor.clone(), threading.Event()
 
     def wait(self) -> None:
-        assert self.taken.wait(PATIENCE_S), "nobody takes what was sent"
+        assert self.taken.wait(PATIENCE_S), "what was sent is not taken"
 
     def take(self, into: Tensor) -> None:
         assert torch.equal(self.tensor, self.as_sent), "overwritten while under way"
@@ -49,7 +49,7 @@ class Taking:
 
 
 class Link:
-    """What two stages of one process have in place of a process group: nothing is done before somebody waits for it."""
+    """What two stages of one process have in place of a process group: nothing is done before a wait for it."""
 
     def __init__(self) -> None:
         self.streams: SimpleQueue[Parcel] = SimpleQueue()

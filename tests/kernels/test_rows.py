@@ -166,7 +166,7 @@ def test_reading_gives_what_simulate_says(name: str, count: int, dtype: torch.dt
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_writing_a_row_touches_no_other(name: str) -> None:
-    """Rows at the borders of pages, their neighbours among them."""
+    """Rows at the boundaries of pages, their neighbours among them."""
     fmt = FORMATS[name]
     store = RowStore(fmt, 4, 4, CPU)
     everything = vectors(16, fmt.width)

@@ -31,7 +31,7 @@ DEVICE = 97  # no other test has kernels for it
 
 
 class Hopper:
-    """A driver that knows its device by name only: whoever launches fails."""
+    """A driver that knows its device by name only: a launch fails."""
 
     def get_current_device(self) -> int:
         return DEVICE

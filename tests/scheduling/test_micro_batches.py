@@ -9,8 +9,8 @@ from dsv4lite.scheduling.scheduler import LEAST_PIPELINE_TOKENS, pipeline_group,
 
 
 @given(stages=st.integers(1, 6), phases=st.lists(st.sets(st.integers(0, 20), max_size=12), min_size=1, max_size=4))
-def test_groups_are_even_disjoint_and_leave_nobody_out(stages: int, phases: list[set[int]]) -> None:
-    """Whoever decodes changes from phase to phase, with steps of other sizes still under way."""
+def test_groups_are_even_disjoint_and_leave_none_out(stages: int, phases: list[set[int]]) -> None:
+    """The sequences that decode change from phase to phase, with steps of other sizes still under way."""
     under_way: list[list[int]] = []
     for decoding in phases:
         groups, steps = max(1, min(stages, len(decoding))), []

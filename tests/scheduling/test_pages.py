@@ -46,7 +46,7 @@ def test_first_window_page_keeps_what_the_next_token_sees() -> None:
 
 
 @pytest.mark.parametrize("misuse", ["share", "release", "pin", "unpin"])
-def test_pool_refuses_what_nobody_holds(misuse: str) -> None:
+def test_pool_refuses_ids_that_are_not_held(misuse: str) -> None:
     with pytest.raises(AssertionError, match="page 0"):
         getattr(IdPool("page", 1), misuse)([0])
 

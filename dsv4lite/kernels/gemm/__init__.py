@@ -52,7 +52,7 @@ def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tens
 def scale_rows(w_codes: Tensor, w_scales: Tensor) -> int:
     """Return how many rows of FP8 weights [..., N, K] share a row of their scales [S, ceil(K / 128)]: 128, or 1.
 
-    One scale per row and 128 inputs is for fused matrices with a border inside a block of 128 rows.
+    One scale per row and 128 inputs is for fused matrices with a boundary inside a block of 128 rows.
     """
     rows, columns = w_codes.flatten(0, -2).shape
     count, blocks = w_scales.shape
