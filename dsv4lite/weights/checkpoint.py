@@ -18,7 +18,7 @@ from io import BufferedReader
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from dsv4lite.files import TABLE_BYTES, open_regular, parse_json, read_json
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.names import NameTables, Piece, translate
 
+T = TypeVar("T", "TensorInfo", "TensorInfo | HeldTensor")
 ExpertFormat = Literal["fp4", "fp8", "unquantized"]
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -80,6 +81,49 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for errors."""
+        return self.file.name
+
+    def part(self, piece: Piece) -> TensorInfo:
+        """Return an official tensor that this one contains."""
+        offset, nbytes, shape = self.offset, self.nbytes, self.shape
+        for index in piece.index:
+            length = shape[0]
+            first, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+            row = nbytes // length
+            offset, nbytes = offset + first * row, (stop - first) * row
+            shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
+        return TensorInfo(name=piece.name, dtype=self.dtype, shape=shape, file=self.file, offset=offset, nbytes=nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor in memory, described as ``TensorInfo`` describes one on disk."""
+
+    name: str
+    tensor: Tensor
+    place = "memory"
+
+    @property
+    def dtype(self) -> str:
+        """Dtype code of the file format; what the format does not have is named as PyTorch names it."""
+        dtype = self.tensor.dtype
+        return next((code for code, known in DTYPES.items() if known == dtype), str(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def part(self, piece: Piece) -> HeldTensor:
+        """Return an official tensor that this one contains."""
+        return HeldTensor(name=piece.name, tensor=self.tensor[piece.index])
+
+
+Described = TensorInfo | HeldTensor
+"""A tensor of which name, dtype and shape are known, wherever its data lie."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -106,12 +150,12 @@ class Checkpoint:
         """
         problems = _Problems()
         found: list[dict[str, Any]] = []
-        for read in (read_config, read_generation_config, _read_headers):
+        for read in (read_config, read_generation_config, read_headers):
             with problems.collected():
                 found.append(read(folder))
         problems.check(folder)
         config, generation_config, external = found
-        headers = _official(folder, external, names(config))
+        headers = official(external.values(), names(config), str(folder))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property
@@ -199,13 +243,13 @@ class _Problems(list[str]):
         except CheckpointError as error:
             self.extend(error.problems or [str(error)])
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path | str) -> None:
         """Raise if there are any."""
         if self:
             raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=self)
 
 
-def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
     problems, external = _Problems(), dict[str, TensorInfo]()
     shards = _shards(folder)
@@ -222,21 +266,25 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     return external
 
 
-def _official(folder: Path, external: Mapping[str, TensorInfo], names: NameTables) -> dict[str, TensorInfo]:
-    """Return tensors by their official names."""
-    problems, headers = _Problems(), dict[str, TensorInfo]()
-    for info in external.values():
+def official(external: Iterable[T], names: NameTables, where: str) -> dict[str, T]:
+    """Return tensors by their official names.
+
+    Raises:
+        CheckpointError: A tensor is given twice, or cannot be what its name says; lists all problems.
+    """
+    problems, headers = _Problems(), dict[str, T]()
+    for info in external:
         pieces: list[Piece] = []
         with problems.collected():
             pieces = translate(info.name, info.shape, names)
         if len(headers) + len(pieces) > _MOST_TENSORS:
-            problems.append(f"{folder}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
+            problems.append(f"{where}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
             break
         for piece in pieces:
             if piece.name in headers:
-                problems.append(f"{piece.name}: given twice, in {headers[piece.name].file.name} and in {info.file.name}")
-            headers[piece.name] = _located(info, piece)
-    problems.check(folder)
+                problems.append(f"{piece.name}: given twice, in {headers[piece.name].place} and in {info.place}")
+            headers[piece.name] = info.part(piece)
+    problems.check(where)
     return headers
 
 
@@ -338,18 +386,6 @@ def _entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=file, offset=data + begin, nbytes=nbytes)
 
 
-def _located(info: TensorInfo, piece: Piece) -> TensorInfo:
-    """Return where an official tensor lies, given the external tensor that contains it."""
-    offset, nbytes, shape = info.offset, info.nbytes, info.shape
-    for index in piece.index:
-        length = shape[0]
-        first, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
-        row = nbytes // length
-        offset, nbytes = offset + first * row, (stop - first) * row
-        shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
-    return TensorInfo(name=piece.name, dtype=info.dtype, shape=shape, file=info.file, offset=offset, nbytes=nbytes)
-
-
 # ------------------------------------------------------------------------------------------------------------------- data
 
 
@@ -361,12 +397,12 @@ class Wanted(NamedTuple):
         cut: One slice per dimension, in stored elements; empty for all of it.
     """
 
-    info: TensorInfo
+    info: Described
     cut: Cut = ()
 
 
-def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) -> Iterator[tuple[TensorInfo, Tensor]]:
-    """Read tensors, in the order in which they lie on disk, whatever the order asked for.
+def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) -> Iterator[tuple[Described, Tensor]]:
+    """Read tensors: those in memory first, then those on disk in the order in which they lie there, whatever the order asked for.
 
     Shards are read one after the other and front to back, in large blocks, by a few threads that stay ahead of the consumer by at
     most 512 MiB (or by one tensor, if that is larger). Ranges that are not needed are skipped. Of a tensor cut along dimension 0
@@ -386,7 +422,15 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    blocks = deque(_blocks(wanted))
+    on_disk = []
+    for info, cut in wanted:
+        if isinstance(info, HeldTensor):
+            yield info, info.tensor[cut]
+        else:
+            on_disk.append((info, cut))
+    blocks = deque(_blocks(on_disk))
+    if not blocks:
+        return
     done, total = 0, sum(block.wanted_bytes for block in blocks)
     ahead: deque[tuple[_Block, mmap, list[Future[None]]]] = deque()
     ahead_bytes = 0
@@ -470,7 +514,7 @@ class _Block:
                 yield part.info, data.view(dtype).view(len(rows), *shape[1:])[(slice(None), *part.cut[1:])]
 
 
-def _blocks(wanted: Iterable[Wanted]) -> Iterator[_Block]:
+def _blocks(wanted: Iterable[tuple[TensorInfo, Cut]]) -> Iterator[_Block]:
     """Put what is wanted in the order of the disk and gather neighbours into blocks."""
     block: _Block | None = None
     for part in sorted((_part(*w) for w in wanted), key=lambda p: (p.info.file, p.begin)):
