@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from dsv4lite.weights.update import DiskSource as DiskSource
     from dsv4lite.weights.update import ModuleSource as ModuleSource
     from dsv4lite.weights.update import NamedTensors as NamedTensors
+    from dsv4lite.weights.update import ProcessGroupSource as ProcessGroupSource
+    from dsv4lite.weights.update import broadcast_weights as broadcast_weights
 
 _HOME = {
     name: f"dsv4lite.{module}"
@@ -67,7 +69,7 @@ _HOME = {
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
-        "weights.update": "NamedTensors ModuleSource DiskSource",
+        "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
         "planning.memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",

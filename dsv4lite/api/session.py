@@ -193,6 +193,7 @@ class Session:
         self.weight_version = 0
         self._next_sweep = _FOREVER  # when the deadlines of queued requests are checked next
         self._serial = itertools.count()
+        self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
         self._updates_lock = threading.Lock()
         self._updates: list[SequenceUpdate] = []
@@ -475,15 +476,16 @@ class Session:
                 raise self._refusal(f"{call}: the weights are asleep; `wake_up(tags=['weights'])` first", self._state, possible)
             if update.partial and not self._valid:
                 raise self._refusal(f"{call}: the weights were lost; partial=True cannot replace all", self._state, possible[:2])
-            update.serial, update.staged = next(self._serial), update.staged and self._valid
+            update.serial, update.staged = next(self._update_serial), update.staged and self._valid
             self._update = update
 
     def begin_update(self, update: Update) -> Future[None]:
         """Make the engine ready for new weights; if these are not staged, the present ones are lost from now on."""
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
+            answer = engine.begin_update(update.serial, staged=update.staged)
             self._valid = self._valid and update.staged
-            return engine.begin_update(update.serial, staged=update.staged)
+            return answer
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
         """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
@@ -540,7 +542,7 @@ class Session:
         if not committed:
             with contextlib.suppress(EngineDeadError, EngineStateError):
                 self._engine.roll_back_update(update.serial)
-        if not self._valid and not self._released:
+        if not self._valid and self._hold is None:
             lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
             self._abandon(None)
             self._end_all(self._visible.values(), "error", lost)
@@ -563,9 +565,9 @@ class Session:
             after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             if after == before:
                 return _done()
+            answer = engine.sleep(level)
             self._released, self._valid = after
             self._hold_or_go()
-            answer = engine.sleep(level)
 
         def end(answer: Future[None]) -> None:
             with self._lock:
@@ -582,8 +584,8 @@ class Session:
             engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
             if not wanted:
                 return _done()
-            self._released -= wanted
             answer = engine.wake_up(tuple(wanted))
+            self._released -= wanted
 
         def end(answer: Future[None]) -> None:
             with self._lock:

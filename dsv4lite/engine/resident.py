@@ -49,7 +49,6 @@ class Resident:
         model: Whose slots are the weights.
         cache: The state of sequences.
         source: What the model was made from.
-        rank: Global rank.
         graphs: Captured steps, which read all this at fixed addresses. Updates keep those; after a sleep steps are captured anew.
         balancer: Moves experts, by reading the source again: it ends with the first update.
         workspace: Bytes of the device to reserve for steps.

@@ -8,9 +8,10 @@ aside (staged) until every rank has what it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, shown
@@ -75,7 +76,7 @@ class ModuleSource:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return tensor
     from torch.distributed.tensor import DTensor
 
@@ -103,6 +104,45 @@ class DiskSource:
         for name, info in sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)):
             if name.removeprefix("model.").startswith(self._prefix):
                 yield name, info
+
+
+class ProcessGroupSource:
+    """What one rank of a process group of the host's sends with ``broadcast_weights``, and all others receive at the same time.
+
+    Args:
+        source: Global rank that sends.
+        group: Default is the default group.
+        device: Where the group's backend wants tensors.
+    """
+
+    def __init__(self, source: int, *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> None:
+        self._source, self._group, self._device = source, group, torch.device(device)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Receive and yield tensors until the sender has no more."""
+        while True:
+            headers: list[Any] = [None]
+            dist.broadcast_object_list(headers, self._source, self._group, device=self._device)
+            if not headers[0]:
+                return
+            for name, dtype, shape in headers[0]:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                dist.broadcast(tensor.flatten().view(torch.uint8), self._source, self._group)
+                yield name, tensor
+
+
+def broadcast_weights(
+    tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
+) -> None:
+    """Send tensors to every ``ProcessGroupSource`` of a process group; the caller is the rank that these name as ``source``."""
+    source = dist.get_rank()
+    for bucket in buckets(tensors):
+        held = [(name, tensor.to(device).contiguous()) for name, tensor in bucket if isinstance(tensor, Tensor)]
+        headers = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held]
+        dist.broadcast_object_list([headers], source, group, device=torch.device(device))
+        for _, tensor in held:
+            dist.broadcast(tensor.flatten().view(torch.uint8), source, group)
+    dist.broadcast_object_list([None], source, group, device=torch.device(device))
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor | TensorInfo]]) -> Iterator[Bucket]:

@@ -495,3 +495,24 @@ def test_closing_the_engine_inside_an_update_is_an_error_of_the_block(models: tu
     with pytest.raises(EngineStateError, match="closed"), llm.update_weights(1):
         llm.close()
     assert llm.state is Phase.CLOSED
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_gpu_update_keeps_captured_steps(tmp_path: Path) -> None:
+    """Graphs that read freed memory gave wrong numbers elsewhere: here none is captured again, and results are a fresh engine's."""
+    old, new = write_quantized(tmp_path / "old", OLD), write_quantized(tmp_path / "new", NEW)
+    settings: dict[str, Any] = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
+    with LLM(str(new), **settings) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    with LLM(str(old), **settings) as llm:
+        ask(llm)
+        graphs: Any = engine_of(llm)._runner._graphs  # type: ignore[union-attr]
+        captured = {shape: id(found.graph) for shape, found in graphs._captured.items()}
+        for version, tensors in enumerate((read(new), {n: t.cuda() for n, t in read(new).items()}), 1):
+            load(llm, version, DiskSource(str(old)))
+            load(llm, version, NamedTensors(tensors))
+            assert same(ask(llm), wanted) and llm.weight_checksums() == checksums
+        assert {shape: id(found.graph) for shape, found in graphs._captured.items()} == captured

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dsv4lite.config import MTP
 from dsv4lite.errors import WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Phase
-from dsv4lite.weights.update import DiskSource, NamedTensors
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, write_model
 from tests.e2e.updates import GREEDY, ask, read
+from tests.parallel.ranks import Ranks
 from tests.parallel.requests import SHARED, VOCAB, assert_same
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -81,3 +85,56 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], layo
         with llm.update_weights(3) as update:
             update.load(NamedTensors(read(models[0])))
         is_of(old, old_sums, 3)
+
+
+def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> dict[str, str]:
+    """Rank 0 trains, and sends its weights to the engine of rank 1, in a process group of the host's."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
+    try:
+        if mesh.rank == 0:
+            broadcast_weights(NamedTensors(read(models[1])).tensors())
+            return {}
+        with LLM(str(models[0]), **SETTINGS) as llm:
+            with llm.update_weights(1) as update:
+                update.load(ProcessGroupSource(0))
+            return llm.weight_checksums()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_come_over_a_process_group(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
+    _, received = ranks.run(trainer_and_rollout, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert received == fresh[1][1]
+
+
+def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> dict[str, str]:
+    """Both ranks hold halves of every tensor, and gather them at the same time; rank 1 has an engine."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
+    try:
+        world, policy = init_device_mesh("cpu", (2,)), torch.nn.Module()
+        for i, tensor in enumerate(read(models[1]).values()):
+            policy.register_buffer(f"t{i}", distribute_tensor(tensor, world, [Shard(0)]))
+        names = dict(zip(policy.state_dict(), read(models[1]), strict=True))
+
+        class Named(ModuleSource):
+            def tensors(self) -> Any:
+                for name, tensor in super().tensors():
+                    yield names[name], tensor
+
+        if mesh.rank == 0:
+            assert all(tensor.numel() for _, tensor in Named(policy).tensors())
+            return {}
+        with LLM(str(models[0]), **SETTINGS) as llm:
+            with llm.update_weights(1) as update:
+                update.load(Named(policy))
+            return llm.weight_checksums()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_distributed_tensors_are_gathered(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
+    _, received = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert received == fresh[1][1]
