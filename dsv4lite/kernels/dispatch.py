@@ -12,6 +12,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Choice = TypeVar("Choice")
 
 GPU_TYPE = "cuda"  # of the devices that run kernels; tests on a machine without a GPU pretend that others do
 
@@ -56,6 +57,16 @@ def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Cal
         suits: Given the arguments, whether the kernel takes them. ``None``: it takes all.
     """
     return lambda reference: Op(reference, f"dsv4lite.kernels.{launcher}", suits)
+
+
+def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:
+    """Return the first choice of a table that is for ``count`` things.
+
+    Args:
+        table: Choices by the most that each is for, ascending; the last one's is ``None``, for any number.
+        count: ``None`` if it is not known: then the last choice.
+    """
+    return next(choice for most, choice in table if most is None or (count is not None and count <= most))
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -14,8 +14,8 @@ from dsv4lite.kernels.peer_memory import (
     TokenRows,
     all_gather,
     all_reduce,
-    fits,
     lengthened,
+    most_rows,
     part_of_experts,
     reduce_scatter,
 )
@@ -80,17 +80,15 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     return total(axis, part_of_experts(parts), dtype)
 
 
-def exchanges_near(axis: Axis, count: int, hidden: int) -> Inbox | None:
-    """Return the memory that ranks have opened to each other, if rows and sums of so many tokens of each fit in it."""
-    inbox = _inbox(axis, 1)
-    return inbox if inbox is not None and fits(inbox, count, hidden) else None
+def most_near(axis: Axis, hidden: int) -> int:
+    """Return of how many tokens of each rank the rows and sums fit in memory that the ranks have opened to each other."""
+    return 0 if axis.memory is None else most_rows(axis.memory.inbox, hidden)
 
 
 def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
     """Return the rows of all ranks' tokens, ``count`` of each, the same on all ranks: a missing one has a negative position."""
-    inbox = exchanges_near(axis, count, rows.x_TD.shape[1])
-    if inbox is not None:
-        return all_gather(rows, inbox, count)
+    if axis.memory is not None and 0 < count <= most_near(axis, rows.x_TD.shape[1]):
+        return all_gather(rows, axis.memory.inbox, count)
     return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
 
@@ -104,9 +102,8 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
         dtype: Of the result.
     """
     count = len(parts.slots_TK) // axis.size
-    inbox = exchanges_near(axis, count, parts.outputs_TKD.shape[2])
-    if inbox is not None:
-        return reduce_scatter(parts, inbox, tokens, dtype)
+    if axis.memory is not None and 0 < count <= most_near(axis, parts.outputs_TKD.shape[2]):
+        return reduce_scatter(parts, axis.memory.inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
     begin = axis.rank * count
     return rounded_sum(sums_TD, None if parts.shared_TD is None else parts.shared_TD[begin : begin + tokens], dtype)

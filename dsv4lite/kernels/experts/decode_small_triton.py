@@ -251,7 +251,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         router.scale,
         inputs,
         limit,
-        held.first,
+        held.first or 0,
         EXPERTS=experts,
         HELD=work.experts,
         COPIES=0 if copies is None else copies.slots_EC.shape[1],

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import by_most, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -52,7 +52,7 @@ TILES: tuple[tuple[int | None, Tile], ...] = (
 
 def tile_for(tokens: int) -> Tile:
     """Return how to run for a number of tokens."""
-    return next(tile for most, tile in TILES if most is None or tokens <= most)
+    return by_most(TILES, tokens)
 
 
 def units_of(width: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
-from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, fits
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows
 
 _WARPS = 8
 _PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
@@ -219,7 +219,7 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     """Launch ``all_gather``."""
     tokens, hidden = rows.x_TD.shape
     ranks = len(inbox.addresses) - 1
-    assert 0 < tokens <= count and hidden % 4 == 0 and fits(inbox, count, hidden), (tokens, count, hidden)
+    assert 0 < tokens <= count <= most_rows(inbox, hidden) and hidden % 4 == 0, (tokens, count, hidden)
     assert (
         inbox.numbers % (2 * BLOCK) == 0
         and rows.x_TD.dtype == torch.bfloat16
