@@ -20,7 +20,6 @@ from dsv4lite.config import tiny_model
 from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import PassBytes
-from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
@@ -136,7 +135,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         singles=tokens == 1,
     )
     token_ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = Batch.of(token_ids, paging, model.rotary, max_tokens=longest, deterministic=model.numerics.deterministic)
+    batch = model.batch(token_ids, paging, max_tokens=longest)
     model.logits(model(batch, cache.layers)[:8])
 
 

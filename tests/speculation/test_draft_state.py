@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
 ONES = torch.ones(2)
 ROTARY = Rotary.of(ONES, ONES, (), CPU)
-MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, deterministic=True))
+MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, most_unselected=0, deterministic=True))
 NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
 TOKENS = st.integers(0, 2)  # few, so that drafts are accepted
 

@@ -93,7 +93,8 @@ class Attention(nn.Module):
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
-        index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        self.index_heads = c.index_heads if self.kind == "csa" else 0
+        index_rows = self.index_heads * c.index_dim
         self._index_scale = float((c.index_dim * c.index_heads) ** -0.5)
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, boundaries=[c.q_lora_rank])
@@ -120,15 +121,19 @@ class Attention(nn.Module):
         """
         c, paging, any_order = self.config, batch.paging, not self.numerics.deterministic
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent, project = self._enter(x_TD, rounded)
+        project: Callable[[], Tensor] | None = None
+        if self.ratio:
+            latent, project = pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+        else:
+            latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
         qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
         # Sequences that see at most top-k entries attend to all of them, without scores.
-        index_heads = c.index_heads if self.kind == "csa" and batch.max_tokens > c.most_unselected else 0
+        index_heads = self.index_heads if batch.selects else 0
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
-        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, self.numerics.quantized, batch.splits)
+        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"], paging)
         q_THC, iq_THC, norm_eps = head_norms(inputs)
         del query, inputs
         weights_TH = self._compress(project, batch, cache, index_heads)
@@ -137,7 +142,7 @@ class Attention(nn.Module):
             assert weights_TH is not None
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
-        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), paging)
+        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
         given = AttentionInputs(
             q_THC,
             *rows,
@@ -146,8 +151,7 @@ class Attention(nn.Module):
             *angles,
             self.ratio,
             selected_TK,
-            batch.splits,
-            c.window,
+            c.window + batch.ahead,
             norm_eps,
             any_order,
         )
@@ -158,12 +162,6 @@ class Attention(nn.Module):
         norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         latent_norms(LatentInputs(latent, *norms, cache.stores["window"], batch.paging, self.config.window))
-
-    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Callable[[], Tensor] | None]:
-        """Return the latents, and a function that returns the inputs of compressors and indexer."""
-        if not self.ratio:
-            return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
-        return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
 
     def _compress(self, project: Callable[[], Tensor] | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
         """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
@@ -354,7 +352,8 @@ class DeepseekV4(nn.Module):
         return (self.config.most_unselected,)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
+        most, deterministic = self.config.most_unselected, self.numerics.deterministic
+        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, most_unselected=most, deterministic=deterministic)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.

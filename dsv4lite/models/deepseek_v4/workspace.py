@@ -36,7 +36,8 @@ def workspace(config: V4Config, numerics: Numerics, share: Share, *, tokens: int
     else:
         widest = _model_pass(c, numerics, tokens, longest)
         if not numerics.deterministic:
-            widest = max(widest, *(_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in SPLITS[:-1]))
+            split = [(most, splits) for most, splits in SPLITS if most is not None]
+            widest = max(widest, *(_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in split))
     return PassBytes(
         hidden=numerics.dtype.itemsize * c.streams * c.hidden_size,
         held=_held(c, numerics),
@@ -107,9 +108,9 @@ def _wide_streams(model: V4Config, numerics: Numerics) -> int:
     return 0 if none else _FLOAT * model.hidden_size * model.streams
 
 
-def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:
+def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: int) -> int:
     """Return the same for the most tokens whose attention is split: float32 parts of the results live beside them."""
-    few = int(min(tokens, most))
+    few = min(tokens, most)
     parts = splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
     return _model_pass(model, numerics, few, longest) + parts
 
