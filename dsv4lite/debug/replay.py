@@ -85,7 +85,6 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
 
     Args:
-        path: The file.
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
         family: Of the model, where it is none of those that ship.
         device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
@@ -98,7 +97,9 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
     settings = {**dump.settings, "family": family} | ({} if model is None else {"model": model})
-    where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
+    saved = dump.numerics.device
+    home = str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
+    where = choose_device(EngineConfig.from_dict({**settings, "device": device or home}))
     with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
@@ -155,11 +156,6 @@ def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
     ends = (torch.zeros_like(best_S), best_S) if begins else None
     drafter, shape = make_drafter(own, model, step.cache), StepShape.of((plan,))
     draft(drafter, plan, shape, step.batch, streams_TND, first_rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
-
-
-def _home(saved: torch.device) -> str:
-    """Return where a step ran if that is here, else the CPU."""
-    return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
 
 
 def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:

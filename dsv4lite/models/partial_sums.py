@@ -26,7 +26,6 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     """Return the sum of the ranks' parts, rounded once.
 
     Args:
-        axis: The ranks.
         part: float32; may be overwritten.
         dtype: Of the result.
         also: Another part of this rank, of the same shape.
@@ -45,7 +44,6 @@ def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -
     """Return rows [T, D] of a table that ranks share: each comes from the rank that has it, and zeros from the others.
 
     Args:
-        axis: The ranks.
         table_VD: This rank's rows.
         vocab: Which token ids they are of.
         token_ids_T: int64.
@@ -61,7 +59,6 @@ def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Te
     """Return the columns that the ranks compute, in the order of the ranks.
 
     Args:
-        axis: The ranks.
         product: Returns this rank's columns [T, V / ranks], in the given tensor unless that is ``None``.
         out: Receives the result [T, V], unless it is ``None``.
     """
@@ -96,7 +93,6 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
     """Return the sum of the ranks' parts of experts of this rank's tokens [T, D], and its shared expert's results, rounded once.
 
     Args:
-        axis: The ranks.
         parts: Of the tokens that ``gather_rows`` returned.
         tokens: How many of them are this rank's.
         dtype: Of the result.

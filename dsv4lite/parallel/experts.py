@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.peer_memory import padded
 from dsv4lite.parallel.mesh import Axis
 
 Rows = tuple[Tensor, ...]
@@ -139,7 +140,7 @@ class AllGather:
         count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
-        longer = (_pad(parts[0], count, none), *(_pad(part, count, 0) for part in parts[1:]))
+        longer = (padded(parts[0], count, none), *(padded(part, count, 0) for part in parts[1:]))
         gathered = ranks.ep.begin_all_gather(*longer)
 
         def run(experts: LocalExperts) -> Sums:
@@ -194,7 +195,6 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     Args:
         choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` where that suffices, else ``all_gather``
             where steps are captured, else ``all_to_all``.
-        ranks: Ranks and sizes.
 
     Raises:
         ConfigError: There is no such dispatcher, or it does not suit the layout.
@@ -240,16 +240,6 @@ def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:
     whole = sums.new_zeros(tokens, sums.shape[1])
     whole[own] = sums
     return whole
-
-
-def _pad(part: Tensor, rows: int, value: int) -> Tensor:
-    """Return a tensor padded to ``rows`` rows with ``value``."""
-    if len(part) == rows:
-        return part
-    longer = torch.empty(rows, *part.shape[1:], dtype=part.dtype, device=part.device)
-    longer[: len(part)] = part
-    longer[len(part) :] = value
-    return longer
 
 
 def _pack(parts: Rows) -> Tensor:

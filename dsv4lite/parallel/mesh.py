@@ -215,9 +215,7 @@ class Mesh:
 
         Args:
             store: Where the ranks find each other; the keys of another mesh must not be in it.
-            layout: Of the mesh.
             rank: Of this process in the layout.
-            device: Of this rank's tensors.
             host: Name under which ranks reach the store; with ``LOOPBACK`` gloo listens there alone, else at this machine's name.
             timeout_s: Seconds after which a collective gives up.
         """
@@ -256,11 +254,6 @@ class Mesh:
         """The ranks that work on the same tokens; see ``Layout``."""
         axis: Axis = getattr(self, self.layout.peers)
         return axis
-
-    @property
-    def positions(self) -> dict[str, tuple[int, int]]:
-        """Rank and size along every axis, as ``Shards`` wants them."""
-        return {name: (getattr(self, name).rank, getattr(self, name).size) for name in AXES}
 
     def groups(self) -> tuple[Group, ...]:
         """Return the process groups of all axes, each once."""

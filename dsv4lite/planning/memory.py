@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, named_drafters
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
-from dsv4lite.layout import Layout
+from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Family
 from dsv4lite.models.share import Share, layouts_for
@@ -30,7 +31,6 @@ log = logging.getLogger("dsv4lite.planning.memory")
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
-_AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
 _FLOAT16 = {
     torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
     torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
@@ -322,11 +322,7 @@ def make_plan(
     """Plan one rank of an engine, on a device of its own.
 
     Args:
-        config: Settings.
-        source: The model.
-        numerics: Arithmetic and device.
         drafting: The drafters of the engine; default is none.
-        rank: Which rank.
         total: Bytes of the device; default is what this machine has.
         target: The device in words; default is this machine's.
 
@@ -455,12 +451,10 @@ def plan_memory(
     numerics = choose_numerics(config, source, device)
     drafting = choose_drafting(config, source)
 
-    def plan_rank(config: EngineConfig, rank: int) -> MemoryPlan:
-        return make_plan(config, source, numerics, drafting=drafting, rank=rank, total=total, target=target)
-
+    plan_rank = partial(make_plan, source=source, numerics=numerics, drafting=drafting, total=total, target=target)
     if devices is not None:
         return _best_plan(config, source, numerics, devices, chip, plan_rank)
-    return merge_plans([plan_rank(config, rank) for rank in range(config.layout.world)])
+    return merge_plans([plan_rank(config, rank=rank) for rank in range(config.layout.world)])
 
 
 def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
@@ -498,7 +492,7 @@ def _best_plan(
     numerics: Numerics,
     devices: int,
     chip: Chip | None,
-    plan_rank: Callable[[EngineConfig, int], MemoryPlan],
+    plan_rank: Callable[..., MemoryPlan],
 ) -> MemoryPlan:
     """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
 
@@ -511,10 +505,10 @@ def _best_plan(
     rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
     for layout in layouts_for(model, tensors, devices):
-        sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
+        sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)
-        plans = [plan_rank(replace(config, **sizes), rank) for rank in firsts]
+        plans = [plan_rank(replace(config, **sizes), rank=rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
         shares = [Share.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
         held = [part.per_device[0].weights for part in plans]

@@ -58,7 +58,6 @@ def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int
     """Return what graphs keep besides where the model's own drafter drafts: an MTP block a row at a time, DSpark a block of rows.
 
     Args:
-        model: Sizes.
         hidden: Bytes of one token's residual.
         sequences: Most sequences of a step.
         rows: Most rows of a verify step.
@@ -73,9 +72,6 @@ def exchange_bytes(
     """Return what sharing a layer with other ranks takes besides: partial sums, other ranks' rows, and their results.
 
     Args:
-        model: Sizes.
-        numerics: Arithmetic.
-        share: The rank's part.
         tokens: Most tokens of a step.
         experts: Bytes of one token's row while routed experts work; with ``by_expert``, for one of its experts.
         by_expert: A row travels once for each of its experts, at worst all to the same rank.

@@ -88,7 +88,6 @@ class Tokenizer:
         Without a configuration the special tokens are those that all DeepSeek vocabularies share.
 
         Args:
-            path: The folder.
             vocab_size: Of the model; every id must be below it.
 
         Raises:

@@ -72,7 +72,6 @@ def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, f
     """Return the result of attention.
 
     Args:
-        given: Inputs of attention.
         parts, stats: From ``given.room_for_splits``, written.
         rows: Of a piece; split s has pieces s, s + splits, …
         fills: A window that is not full yet has fewer pieces, not empty ones.

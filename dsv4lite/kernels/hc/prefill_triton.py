@@ -431,7 +431,6 @@ def leave_enter_triton(
     """Launch the first half of ``hc_enter``.
 
     Args:
-        streams_TND: The streams.
         pending: A sub-layer's output to write, and its mix; ``None`` writes nothing.
         fn: By which the result is projected; ``None`` projects nothing.
         row_tile: Any number means the same: a token's bits are its own.
@@ -462,7 +461,7 @@ def leave_enter_triton(
             units if tile.whole else 1,
             WIDTH=width,
             ROWS=rows,
-            ROWS_TILE=_rows_tile(rows),
+            ROWS_TILE=max(16, triton.next_power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
             TOKENS=tile.tokens,
             UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
@@ -475,11 +474,6 @@ def leave_enter_triton(
             enable_fp_fusion=False,
         )
     return out, sums
-
-
-def _rows_tile(rows: int) -> int:
-    """Return how many rows of weights a program multiplies by, at least one tensor-core instruction's."""
-    return max(16, 1 << (rows - 1).bit_length())
 
 
 def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:

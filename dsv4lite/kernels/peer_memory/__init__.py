@@ -120,10 +120,16 @@ def lengthened(rows: TokenRows, count: int) -> TokenRows:
     """Return so many rows: those that are given, and of no token."""
     if len(rows.x_TD) == count:
         return rows
-    longer = TokenRows(*(tensor.new_empty(count, *tensor.shape[1:]) for tensor in rows))
-    for whole, part, rest in zip(longer, rows, (0, 0, 0, 0, -1), strict=True):
-        whole[: len(part)] = part
-        whole[len(part) :] = rest
+    return TokenRows(*(padded(tensor, count, rest) for tensor, rest in zip(rows, (0, 0, 0, 0, -1), strict=True)))
+
+
+def padded(part: Tensor, count: int, value: int) -> Tensor:
+    """Return ``count`` rows: those of a tensor, and of ``value``."""
+    if len(part) == count:
+        return part
+    longer = part.new_empty(count, *part.shape[1:])
+    longer[: len(part)] = part
+    longer[len(part) :] = value
     return longer
 
 

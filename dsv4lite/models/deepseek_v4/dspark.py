@@ -161,11 +161,6 @@ class DSparkDrafter(nn.Module):
         confidence_SG = torch.sigmoid((features * self.confidence[0]).sum(-1))
         return Drafts(torch.stack(drafts, 1), logits_SGV, confidence_SG)
 
-    def take_part(self, most_sequences: int) -> None:
-        """Run this rank's experts on other ranks' blocks, with none of its own."""
-        for stage in self.blocks:
-            stage.ffn.take_part(most_sequences * self.block)
-
     def _backbone(
         self,
         anchors_S: Tensor,

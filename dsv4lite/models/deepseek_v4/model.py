@@ -422,10 +422,6 @@ class DeepseekV4(nn.Module):
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self._head(streams_TND, self.hc_head, self.norm, out)
 
-    @property
-    def _mtp(self) -> Mtp:
-        return self.mtps[0]
-
     def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
 
@@ -434,22 +430,24 @@ class DeepseekV4(nn.Module):
             batch: The same positions, with the *next* token at each.
             cache: The block's own window.
         """
-        streams = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
-        self._mtp.block(streams, batch, cache)
+        mtp = self.mtps[0]
+        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
+        mtp.block(streams, batch, cache)
         return streams.final()
 
     def mtp_take_part(self, most_tokens: int) -> None:
         """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
-        self._mtp.block.ffn.take_part(most_tokens)
+        self.mtps[0].block.ffn.take_part(most_tokens)
 
     def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
-        streams, block = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), self._mtp.block
+        mtp = self.mtps[0]
+        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
         block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
-        return self._head(streams_TND, self._mtp.hc_head, self._mtp.norm)
+        return self._head(streams_TND, self.mtps[0].hc_head, self.mtps[0].norm)
 
     def draft_block(
         self,
@@ -472,7 +470,8 @@ class DeepseekV4(nn.Module):
     def draft_take_part(self, most_sequences: int) -> None:
         """Do of ``draft_block`` what ``take_part`` does of ``forward``."""
         assert self.dspark is not None
-        self.dspark.take_part(most_sequences)
+        for stage in self.dspark.blocks:
+            stage.ffn.take_part(most_sequences * self.dspark.block)
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config

@@ -22,14 +22,11 @@ from dsv4lite.weights.quant import Numerics
 _EMPTY = (float("-inf"), 0.0, 0.0)
 
 
-def kv_format(config: V4Config, numerics: Numerics) -> RowFormat:
-    """Return the format of raw and compressed kv rows: packed FP8 rows for quantized models."""
-    return Fp8Kv(config.nope_dim, config.rope_dim) if numerics.quantized else UnquantizedRow(config.head_dim, numerics.dtype)
-
-
-def key_format(config: V4Config, numerics: Numerics) -> RowFormat:
-    """Return the format of index keys: FP4 for quantized models."""
-    return Fp4Key(config.index_dim) if numerics.quantized else UnquantizedRow(config.index_dim, numerics.dtype)
+def row_formats(config: V4Config, numerics: Numerics) -> tuple[RowFormat, RowFormat]:
+    """Return the formats of kv rows, raw and compressed, and of index keys: FP8 and FP4 for quantized models."""
+    if numerics.quantized:
+        return Fp8Kv(config.nope_dim, config.rope_dim), Fp4Key(config.index_dim)
+    return UnquantizedRow(config.head_dim, numerics.dtype), UnquantizedRow(config.index_dim, numerics.dtype)
 
 
 def state_spec(config: V4Config, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
@@ -39,7 +36,7 @@ def state_spec(config: V4Config, numerics: Numerics, share: Share, *, drafter: b
 
 
 def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
-    kv, key = kv_format(config, numerics), key_format(config, numerics)
+    kv, key = row_formats(config, numerics)
     window = StoreSpec("window", kv, "window")
     if not ratio:
         return (window,)
@@ -57,4 +54,4 @@ def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
 
 def row_reads(config: V4Config, numerics: Numerics) -> int:
     """Return the bytes of one layer's rows that a token of a short sequence reads: its window, and one selection."""
-    return (config.window + config.index_topk) * page_bytes(kv_format(config, numerics), 1)
+    return (config.window + config.index_topk) * page_bytes(row_formats(config, numerics)[0], 1)
