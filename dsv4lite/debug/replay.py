@@ -105,7 +105,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
             drafts = dump.drafter and step.plan.max_drafts > 0  # else the drafter did not run
-            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.share.layers)]
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.shard.layers)]
             streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
             if drafts:

@@ -134,7 +134,7 @@ class Probe:
             if samples:
                 rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
                 sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
-            drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
+            drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
             graphs: StepGraphs | None = None
             if device.type == "cuda":
                 # Verify steps are captured from ids to logits.

@@ -207,9 +207,9 @@ class Runner:
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and self.model.share.mesh.layout.world == 1:  # several ranks would have to measure together
+        if graphs is not None and self.model.shard.mesh.layout.world == 1:  # several ranks would have to measure together
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
-        layers = self.model.share.layers
+        layers = self.model.shard.layers
         self.warmed = (
             f"warm-up of layers {layers.start} to {layers.stop - 1}: {found - started:.1f} s to find {len(wanted)} kernels, "
             f"{prepared - found:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
@@ -230,14 +230,14 @@ class Runner:
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens that launch all kernels between them."""
-        share, config = self.model.share, self.model.config
+        shard, config = self.model.shard, self.model.config
         # With rows of other ranks, experts get those of several ranks, or one for each expert of a token.
-        each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
-        experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
+        each = {1, shard.gathered, config.experts_per_token if shard.gathered > 1 else 1}
+        experts = {config.num_experts, config.num_experts // shard.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
         tokens = [*_WARM_UP_TOKENS, *(most // max(1, config.experts_per_token) for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
-        wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
+        wanted |= {most * shard.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
     def _run_padding(self, tokens: int, longest: int) -> None:
@@ -245,7 +245,7 @@ class Runner:
         batch = padding(tokens, self.model)
         batch.max_tokens = longest
         streams_TND = self._forward(batch, drafts=True)
-        if self.model.share.last:
+        if self.model.shard.last:
             logits = self.model.logits(streams_TND[:1])
             if self.sampler is not None and self._graphs is None:  # graphs capture their own sampling
                 self.sampler.warm_up(logits)
@@ -262,16 +262,16 @@ class Runner:
         if model.passes_taps and drafts:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
-        if not model.share.first:
+        if not model.shard.first:
             shape = (len(batch.token_ids_T), *model.hidden_shape)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
             self._link.receive((before_TND, *rest))
         if routed_TLK is not None:
-            batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        layers = self.cache.layers if drafts else self.cache.layers[: len(model.share.layers)]
+            batch.routed_TLK = routed_TLK[:, model.shard.layers.start : model.shard.layers.stop]
+        layers = self.cache.layers if drafts else self.cache.layers[: len(model.shard.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
-        if not model.share.last:
+        if not model.shard.last:
             self._link.send((streams_TND, *rest))
         return streams_TND
 
@@ -297,7 +297,7 @@ class Runner:
             self._balancer.step()
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        prepare_state(plan, self.cache, len(self.model.share.layers))
+        prepare_state(plan, self.cache, len(self.model.shard.layers))
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
@@ -343,7 +343,7 @@ class Runner:
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""
         assert self._graphs is not None
-        if not self.model.share.first:
+        if not self.model.shard.first:
             self._link.receive((self._graphs.streams_before(graph),))
         output = self._graphs.replay(plan.sequences, graph)
         first_rows = range(0, graph.width * len(plan.sequences), graph.width)
@@ -364,7 +364,7 @@ class Runner:
             out = self._graphs.sample(asked.needs, masks) if asked.needs else captured.out
             placed = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
             return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, failures, placed)
-        if done.streams_TND is None or not self.model.share.last:
+        if done.streams_TND is None or not self.model.shard.last:
             return None
         each = [(s, row + s.end - 1 - s.drafts - s.start) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
         if not each:
@@ -384,7 +384,7 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            axis, device = self.model.share.peers, self.cache.device
+            axis, device = self.model.shard.mesh.peers, self.cache.device
             empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
             accepted = broadcast_accepted(axis, samples, empty) if sequences else None
             choose = chooser(
@@ -400,7 +400,7 @@ class Runner:
         """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head."""
         found: dict[int, Logprobs] = {}
         streams_TND = done.streams_TND
-        if streams_TND is None or not self.model.share.last:
+        if streams_TND is None or not self.model.shard.last:
             return found
         for s, first_row in zip(plan.sequences, done.first_rows, strict=True):
             if s.score is None:
@@ -431,7 +431,7 @@ class Runner:
 
     def _routed(self, plan: StepPlan, done: _Pass) -> dict[int, tuple[int, Tensor]]:
         """Return the experts of the sequences that want them, with the position of the first token."""
-        if done.batch is None or done.batch.routed_TLK is None or not self.model.share.last:
+        if done.batch is None or done.batch.routed_TLK is None or not self.model.shard.last:
             return {}
         return {
             s.seq_id: (s.start, done.batch.routed_TLK[row : row + len(s.token_ids)].cpu())

@@ -137,7 +137,7 @@ class StepGraphs:
         self.sampling, self.drafter = sampling, drafter
         self.last_token = empty_last_token(cache)
         self._model, self._cache = model, cache
-        self._peers = model.share.peers
+        self._peers = model.shard.mesh.peers
         self._max_model_len = max_model_len
         self._tables = PageTables(cache, max_model_len)
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
@@ -160,13 +160,13 @@ class StepGraphs:
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate the results that later graphs read, at addresses that all shapes share."""
-        share, config, device, dtype = self._model.share, self._model.config, self._cache.device, self._model.numerics.dtype
+        shard, config, device, dtype = self._model.shard, self._model.config, self._cache.device, self._model.numerics.dtype
         rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), self._model.hidden_shape
-        self._before = None if share.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
+        self._before = None if shard.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
         self._streams = None
-        if not share.last or self.drafter is not None:
+        if not shard.last or self.drafter is not None:
             self._streams = torch.empty(rows, *streams, dtype=dtype, device=device)
-        if share.last:
+        if shard.last:
             self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
         num_drafts = 0
         if self.drafter is not None:
@@ -300,11 +300,11 @@ class StepGraphs:
         if held_back:
             placed = place_spans.reference(*read)
         batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
-        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.share.layers)]
+        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.shard.layers)]
         streams: Tensor = model(batch, layers, None if self._before is None else self._before[:rows])
-        if self._streams is not None and (shape.drafts or not model.share.last):
+        if self._streams is not None and (shape.drafts or not model.shard.last):
             streams = self._streams[:rows].copy_(streams)
-        if not model.share.last:
+        if not model.shard.last:
             return streams
         logits = model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)

@@ -22,7 +22,7 @@ from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.partial_sums import gather_rows, most_near, total, total_of_experts, total_of_own
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.eplb import Placement
 from dsv4lite.parallel.experts import AllGather, Local, Rows
 from dsv4lite.weights.quant import (
@@ -174,27 +174,27 @@ class MoE(nn.Module):
         held: Which experts this rank has.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, share: Share, *, hashed: bool) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, shard: ModelShard, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
-        self.share, self.dtype, ep = share, numerics.dtype, share.mesh.ep
+        self.shard, self.dtype, ep = shard, numerics.dtype, shard.mesh.ep
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        self.placement = share.first_placement(c)
+        self.placement = shard.first_placement(c)
         self.map: ExpertMap | None = None
-        if share.redundant_experts is not None:
-            self.map = ExpertMap(c.num_experts, 1 + share.redundant_experts, numerics.device)
+        if shard.redundant_experts is not None:
+            self.map = ExpertMap(c.num_experts, 1 + shard.redundant_experts, numerics.device)
             if numerics.device.type != "meta":
                 self.map.set(self.placement)
-        self.experts = Experts(c, numerics, self.placement.slots_per_rank, share.expert_part(c.expert_width))
-        self.shared = SharedExpert(c, numerics, share.part(c.expert_width))
+        self.experts = Experts(c, numerics, self.placement.slots_per_rank, shard.expert_part(c.expert_width))
+        self.shared = SharedExpert(c, numerics, shard.part(c.expert_width))
         self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
-        dispatch = self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
+        dispatch = self.dispatch = shard.make_dispatcher(self.placement.slots_per_rank, numerics)
         # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
         resident = self.experts.tiled and self.shared.w2.scale is not None
-        self.gathers = resident and type(dispatch) is AllGather and share.peers.size == 1
+        self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
         few = most_decode_small(c.experts_per_token) if resident else 0
         many: Way = MoE._alone if dispatch is None else MoE._dispatched
         regimes: list[tuple[int | None, Way]] = [(0, many)]
@@ -206,7 +206,7 @@ class MoE(nn.Module):
         self.regimes = (*regimes, (None, many))
         self.held = Held(
             partial=self.experts.partial,
-            shared_partial=share.partial_dtype(numerics.dtype) != numerics.dtype,
+            shared_partial=shard.partial_dtype(numerics.dtype) != numerics.dtype,
             first=None if dispatch is None else ep.rank * self.placement.slots_per_rank,
             copies=None if self.map is None else self.map.copies(counted=not self.gathers or ep.rank == 0),
         )
@@ -222,12 +222,12 @@ class MoE(nn.Module):
 
     def _together(self, tokens: Tokens) -> Tensor:
         """Add up what ranks with the same few tokens have of their experts."""
-        return total_of_experts(self.share.peers, self._few(tokens), tokens.x_TD.dtype)
+        return total_of_experts(self.shard.mesh.peers, self._few(tokens), tokens.x_TD.dtype)
 
     def _gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
         x_TD, ids_T, _, rounded, positions_T, most, _ = tokens
-        ep = self.share.mesh.ep
+        ep = self.shard.mesh.ep
         assert rounded is not None and most is not None
         if positions_T is None:
             positions_T = torch.zeros_like(ids_T)
@@ -251,7 +251,7 @@ class MoE(nn.Module):
     def _many(self, tokens: Tokens) -> ExpertSum:
         """Run this rank's experts on any number of tokens."""
         h_TI, logits_TE = self._projected(tokens)
-        shared_TD = None if h_TI is None else self.shared(h_TI, self.share.partial_dtype(tokens.x_TD.dtype))
+        shared_TD = None if h_TI is None else self.shared(h_TI, self.shard.partial_dtype(tokens.x_TD.dtype))
         del h_TI
         chosen_TK, weight_TK = self._routed(tokens, logits_TE)
         slots_TK = self.held.own_slots(chosen_TK, self.experts.count)
@@ -265,23 +265,23 @@ class MoE(nn.Module):
         chosen_TK, weight_TK = self._routed(tokens, linear(x_TD, self.gate, torch.float32))
         slots_TK = chosen_TK if self.map is None else take_copies(chosen_TK, self.map.copies())
         run_experts = dispatch.start(self.experts.rows(tokens), slots_TK, weight_TK, tokens.most_tokens)
-        own = self.share.shared_tokens(len(x_TD))
+        own = self.shard.shared_tokens(len(x_TD))
         h_TI = shared_TD = None
         if own.stop > own.start:
             codes = None if rounded is None else (rounded[0][own], rounded[1][own])
             h_TI = linear(x_TD[own], self.shared.w13, rounded=codes)
         wait_for_sums = run_experts(self.experts.forward)
         if h_TI is not None:
-            shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+            shared_TD = self.shared(h_TI, self.shard.partial_dtype(x_TD.dtype))
         sums_TD = wait_for_sums()
         if shared_TD is not None and len(shared_TD) < len(x_TD):
             sums_TD[own] += shared_TD
             shared_TD = None
-        return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
+        return total(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD)
 
     def _projected(self, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
         """Return the shared expert's gate and up [T, 2 I], if this rank adds that expert, and the router's logits [T, E]."""
-        if not self.share.leads:  # another copy of this rank adds the shared expert
+        if not self.shard.leads:  # another copy of this rank adds the shared expert
             return None, linear(tokens.x_TD, self.gate, torch.float32)
         h_TI, gate = pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
         return h_TI, gate()
@@ -322,12 +322,12 @@ class MoE(nn.Module):
         assert self.map is not None, "experts stay where they are unless redundant_experts is given"
         before, self.placement = self.placement, placement.keeping_slots(self.placement)
         self.map.set(self.placement)
-        rank = self.share.mesh.ep.rank
+        rank = self.shard.mesh.ep.rank
         pairs = zip(before.held_by(rank), self.placement.held_by(rank), strict=True)
         yield from self._expert_slots(prefix, [slot for slot, (old, new) in enumerate(pairs) if old != new])
 
     def _expert_slots(self, prefix: str, slots: Iterable[int]) -> NamedSlots:
-        held = self.placement.held_by(self.share.mesh.ep.rank)
+        held = self.placement.held_by(self.shard.mesh.ep.rank)
         places: dict[str, list[MatrixSlot | TileSlot]] = {}
         for slot in slots:
             for name, place in self.experts.places(slot).items():

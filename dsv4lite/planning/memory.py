@@ -16,7 +16,7 @@ from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Family
-from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.models.shard import ModelShard, layouts_for
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
@@ -205,26 +205,26 @@ def weight_bytes(
 
 
 def _working(
-    config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, share: Share, drafting: Drafting
+    config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, shard: ModelShard, drafting: Drafting
 ) -> tuple[int, int]:
     """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each draft."""
     model, family, layout = source.model, source.family, config.layout
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
-    step = family.workspace(model, numerics, share, tokens=tokens, longest=longest)
+    step = family.workspace(model, numerics, shard, tokens=tokens, longest=longest)
     workspace = step_bytes(step, numerics, model.vocab_size, tokens=tokens, sequences=sampled, listed=config.max_logprobs)
     graphs, captured = 0, 0 if numerics.device.type == "cpu" else sampled
     if captured:
-        decode = family.workspace(model, numerics, share, tokens=captured, longest=longest)
+        decode = family.workspace(model, numerics, shard, tokens=captured, longest=longest)
         graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:
         by_expert, experts = config.dispatcher not in ("auto", "local", "all_gather"), step.experts
         if by_expert and model.num_experts:
-            experts = family.workspace(replace(model, experts_per_token=1), numerics, share, tokens=1, longest=longest).experts
-        workspace += exchange_bytes(model, numerics, share, tokens, experts, by_expert=by_expert)
-        graphs += exchange_bytes(model, numerics, share, captured, experts, by_expert=by_expert)
+            experts = family.workspace(replace(model, experts_per_token=1), numerics, shard, tokens=1, longest=longest).experts
+        workspace += exchange_bytes(model, numerics, shard, tokens, experts, by_expert=by_expert)
+        graphs += exchange_bytes(model, numerics, shard, captured, experts, by_expert=by_expert)
         if numerics.device.type == "cuda":
             workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
     if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
@@ -337,12 +337,12 @@ def make_plan(
         available = total = host_memory() if total is None else total
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
-    share, extra = Share.of(model, family.tensors, mesh), config.redundant_experts
-    drafts = drafting.own is not None and share.last
-    spec = replace(family.state(model, numerics, share, drafter=drafts), copies=1 + drafting.max_drafts)
+    shard, extra = ModelShard.of(model, family.tensors, mesh), config.redundant_experts
+    drafts = drafting.own is not None and shard.last
+    spec = replace(family.state(model, numerics, shard, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    workspace, graphs = _working(config, source, numerics, longest or model.max_positions, share, drafting)
+    workspace, graphs = _working(config, source, numerics, longest or model.max_positions, shard, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
@@ -412,9 +412,9 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
         if config.kv_cache_memory_bytes is not None:
             ways.append(f"lower kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} by {used - available:,}")
         elif int(100 * available / total):
-            share = int(100 * available / total) / 100
+            fraction = int(100 * available / total) / 100
             ways.append(
-                f"set gpu_memory_utilization={share} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
+                f"set gpu_memory_utilization={fraction} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
             )
     return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
 
@@ -510,10 +510,10 @@ def _best_plan(
         firsts = range(0, layout.world, layout.stage)
         plans = [plan_rank(replace(config, **sizes), rank=rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shares = [Share.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
+        shards = [ModelShard.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
         held = [part.per_device[0].weights for part in plans]
         alone, full = (
-            [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shares, held, strict=True)]
+            [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shards, held, strict=True)]
             for count in (1, -(-config.max_num_seqs // layout.pp))
         )
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage

@@ -64,7 +64,7 @@ def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDraf
     """Return the drafter that a setting names, of a model that has it: an ``MtpModel`` or a ``BlockModel``."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
-    return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
+    return BlockDrafter(model, cache.layers[len(model.shard.layers) :], own)
 
 
 def broadcast_accepted(axis: Axis, samples: Samples | None, empty: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,5 +167,5 @@ class BlockDrafter:
 
     def take_part(self, shape: StepShape) -> None:
         """See ``DeviceDrafter``."""
-        if shape.max_drafts and self._model.share.gathered > 1:
+        if shape.max_drafts and self._model.shard.gathered > 1:
             self._model.draft_take_part(shape.sequences)

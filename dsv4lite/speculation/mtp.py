@@ -77,6 +77,6 @@ class MtpDrafter:
 
     def take_part(self, shape: StepShape) -> None:
         """See ``drafters.DeviceDrafter``."""
-        if self._model.share.gathered > 1:
+        if self._model.shard.gathered > 1:
             for _ in range(min(shape.max_drafts, self.most)):
                 self._model.mtp_take_part(shape.sequences)

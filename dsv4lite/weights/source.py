@@ -16,7 +16,7 @@ from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import DrafterKind, ModelConfig
 from dsv4lite.models.family import Family, Model, find_family
-from dsv4lite.models.share import shards_of
+from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
@@ -150,7 +150,7 @@ class ModelSource:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> Model:
-        """Allocate the model, or a rank's share of it, and fill it.
+        """Allocate the model, or a rank's shard of it, and fill it.
 
         Args:
             mesh: This rank's place; default is that there are no others.

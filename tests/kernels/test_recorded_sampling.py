@@ -54,7 +54,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None, own: bool = False) -> Runner:
     cache, vocab_size = StateCache.allocate(replace(model.state_spec, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
-    sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.share.last else None
+    sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.shard.last else None
     if not recorded:
         return Runner(model, cache, sampler)
     rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "sampling": sampler}

@@ -86,7 +86,7 @@ def runner_of(mesh: Mesh) -> Runner:
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
     cache, vocab_size, sampler = StateCache.allocate(model.state_spec, SIZES, CPU), OFFICIAL.vocab_size, None
-    if model.share.last:
+    if model.shard.last:
         sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=4)
     graphs = StepGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
     runner = Runner(model, cache, sampler, graphs, mesh=mesh)

@@ -18,7 +18,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
-from dsv4lite.models.share import stages
+from dsv4lite.models.shard import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.speculation.mtp import MtpDrafter

@@ -176,7 +176,7 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
 
 
 def whole_workspace(model: DeepseekV4, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
-    step = workspace(model.config, numerics, model.share, tokens=tokens, longest=longest)
+    step = workspace(model.config, numerics, model.shard, tokens=tokens, longest=longest)
     return step_bytes(step, numerics, model.config.vocab_size, tokens=tokens, sequences=sequences, listed=0)
 
 

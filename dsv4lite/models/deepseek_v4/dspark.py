@@ -28,7 +28,7 @@ from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.models.deepseek_v4.model import Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, TensorSlot, linear, parameter
@@ -106,14 +106,14 @@ class DSparkDrafter(nn.Module):
     Ranks of tp share the blocks as they share layers, and each has all of the small heads.
     """
 
-    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, share: Share) -> None:
+    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
         d, rank = config.hidden_size, dspark.markov_rank
         self.config, self.numerics, self.block = config, numerics, dspark.block
         self.targets, self.noise_token_id = dspark.targets, dspark.noise_token_id
         self.main_proj = Matrix(d, d * len(dspark.targets), numerics=numerics, rounds_input=True, fp8=True)
         self.main_norm, self.norm = parameter(d, numerics=numerics), parameter(d, numerics=numerics)
-        self.blocks = tuple(Block(config, numerics, share, config.num_hidden_layers + i) for i in range(dspark.stages))
+        self.blocks = tuple(Block(config, numerics, shard, config.num_hidden_layers + i) for i in range(dspark.stages))
         self.stages = nn.ModuleList(self.blocks)
         self.hc_head = Hc(config, numerics, head=True)
         self.markov_w1 = parameter(config.vocab_size, rank, numerics=numerics, dtype=numerics.dtype)

@@ -31,7 +31,7 @@ from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
-from dsv4lite.models.share import Share, stages
+from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
@@ -83,13 +83,13 @@ class Compressor(nn.Module):
 class Attention(nn.Module):
     """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.numerics, self.share = numerics, share
+        self.numerics, self.shard = numerics, shard
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        heads, channels = share.part(c.num_attention_heads), c.head_dim
-        self.heads, self.groups = heads, share.part(c.o_groups)
+        heads, channels = shard.part(c.num_attention_heads), c.head_dim
+        self.heads, self.groups = heads, shard.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
@@ -178,8 +178,8 @@ class Attention(nn.Module):
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
-        partial_dtype = self.share.partial_dtype(o_THC.dtype)
-        return total(self.share.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
+        partial_dtype = self.shard.partial_dtype(o_THC.dtype)
+        return total(self.shard.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -226,13 +226,13 @@ class Hc(nn.Module):
 class Block(nn.Module):
     """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
-        self.attn = Attention(config, numerics, share, layer)
-        self.ffn = MoE(config, numerics, share, hashed=config.hashed(layer))
+        self.attn = Attention(config, numerics, shard, layer)
+        self.ffn = MoE(config, numerics, shard, hashed=config.hashed(layer))
 
     def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
@@ -253,7 +253,7 @@ class Block(nn.Module):
 class Mtp(nn.Module):
     """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
@@ -261,7 +261,7 @@ class Mtp(nn.Module):
         self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.hc_head = Hc(config, numerics, head=True)
-        self.block = Block(config, numerics, share, layer)
+        self.block = Block(config, numerics, shard, layer)
 
     def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
         """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
@@ -303,26 +303,26 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
-        drafts = with_mtp and share.last and c.num_draft_layers > 0
+        shard = self.shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
-        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, share.mesh.pp.size)[-1].start
-        if share.first or drafts:
-            self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        if share.last:
-            self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, shard.mesh.pp.size)[-1].start
+        if shard.first or drafts:
+            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if shard.last:
+            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
             self.norm = parameter(c.hidden_size, numerics=numerics)
             self.hc_head = Hc(c, numerics, head=True)
-        self.blocks = tuple(Block(c, numerics, share, i) for i in share.layers)
+        self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
         self._skipped: frozenset[int] = frozenset()
-        self.mtps = tuple(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
+        self.mtps = tuple(Mtp(c, numerics, shard, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         self.dspark: DSparkDrafter | None = None
         if drafts and c.dspark is not None:
             from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # which is made of the blocks above
 
-            self.dspark = DSparkDrafter(c, c.dspark, numerics, share)
+            self.dspark = DSparkDrafter(c, c.dspark, numerics, shard)
         self.rotary = Rotary.of(
             main=rope_frequencies(c.rope_dim, c.rope_theta),
             compress=rope_frequencies(
@@ -339,7 +339,7 @@ class DeepseekV4(nn.Module):
 
     @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.share, drafter=len(self.mtp) > 0 or self.dspark is not None)
+        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -369,7 +369,7 @@ class DeepseekV4(nn.Module):
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
-        for i, (layer, block) in enumerate(zip(self.share.layers, self.blocks, strict=True)):
+        for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
             if layer in self._skipped:
                 continue
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
@@ -383,9 +383,9 @@ class DeepseekV4(nn.Module):
     @contextmanager
     def brief(self) -> Iterator[None]:
         """Let passes skip layers that launch the kernels of two earlier ones: their results are of no use."""
-        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.share.layers]
+        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.shard.layers]
         alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
-        self._skipped = frozenset(layer for layer, skipped in zip(self.share.layers, alike, strict=True) if skipped)
+        self._skipped = frozenset(layer for layer, skipped in zip(self.shard.layers, alike, strict=True) if skipped)
         try:
             yield
         finally:
@@ -413,7 +413,7 @@ class DeepseekV4(nn.Module):
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """Return embeddings [T, D]."""
-        return embedding(self.share.mesh.tp, self.embed, self.share.vocab, token_ids_T)
+        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
 
     def _streams(self, value_TND: Tensor) -> Streams:
         return Streams(value_TND, self.config, self.numerics)
@@ -480,7 +480,7 @@ class DeepseekV4(nn.Module):
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V], in ``out`` if given."""
-        return side_by_side(self.share.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
+        return side_by_side(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
@@ -488,7 +488,7 @@ class DeepseekV4(nn.Module):
         whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
         sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
         rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
-        spec = state_spec(self.config, self.numerics, self.share, drafter=drafter)
+        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)
         ids_T, paging, longest = make_paging([whole], self.numerics.device)
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
@@ -509,9 +509,9 @@ class DeepseekV4(nn.Module):
         """
         waiting: dict[str, Slot] = {}
         imbalances: list[tuple[float, float]] = []
-        ep = self.share.mesh.ep
+        ep = self.shard.mesh.ep
         drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
-        for group, name, first in ((self.blocks, "layers", self.share.layers.start), (drafting, "mtp", 0)):
+        for group, name, first in ((self.blocks, "layers", self.shard.layers.start), (drafting, "mtp", 0)):
             for i, block in enumerate(group, first):
                 ffn = block.ffn
                 assert ffn.map is not None
@@ -525,11 +525,11 @@ class DeepseekV4(nn.Module):
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
         named: dict[str, Slot] = {}
-        if self.share.first or self.mtp or self.dspark is not None:
+        if self.shard.first or self.mtp or self.dspark is not None:
             named["embed.weight"] = TensorSlot(self.embed)
-        if self.share.last:
+        if self.shard.last:
             named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
-        for i, block in enumerate(self.blocks, self.share.layers.start):
+        for i, block in enumerate(self.blocks, self.shard.layers.start):
             named.update(block.slots(f"layers.{i}."))
         for i, mtp in enumerate(self.mtps):
             named.update(mtp.slots(f"mtp.{i}."))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, UnquantizedRow, page_bytes
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.state.spec import LayerSpec, SlotSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
 
@@ -29,9 +29,9 @@ def row_formats(config: V4Config, numerics: Numerics) -> tuple[RowFormat, RowFor
     return UnquantizedRow(config.head_dim, numerics.dtype), UnquantizedRow(config.index_dim, numerics.dtype)
 
 
-def state_spec(config: V4Config, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
+def state_spec(config: V4Config, numerics: Numerics, shard: ModelShard, *, drafter: bool) -> StateSpec:
     """Return the state of a rank's hidden layers and, with ``drafter``, of the drafter's."""
-    numbers = [*share.layers, *range(config.num_hidden_layers, len(config.ratios) if drafter else 0)]
+    numbers = [*shard.layers, *range(config.num_hidden_layers, len(config.ratios) if drafter else 0)]
     return StateSpec(layers=tuple(_layer(config, numerics, config.ratios[number]) for number in numbers))
 
 

@@ -17,7 +17,7 @@ from dsv4lite.kernels.indexer import SCORE_BYTES
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.batch import SPLITS
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.weights.quant import Numerics
 
 _BF16, _FLOAT, _INT = 2, 4, 4
@@ -26,10 +26,10 @@ _EXPERT_ROWS = 64
 _SELECT_BINS, _SELECT_SEGMENT = 2 * 256, 4096  # histograms of scores too many for one program
 
 
-def workspace(config: V4Config, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
+def workspace(config: V4Config, numerics: Numerics, shard: ModelShard, *, tokens: int, longest: int) -> PassBytes:
     """Return what a pass of up to ``tokens`` tokens allocates; see ``models.family.Workspace``."""
-    width = max(share.part(config.expert_width), share.expert_part(config.expert_width))
-    heads, groups = share.part(config.num_attention_heads), share.part(config.o_groups)
+    width = max(shard.part(config.expert_width), shard.expert_part(config.expert_width))
+    heads, groups = shard.part(config.num_attention_heads), shard.part(config.o_groups)
     c = replace(config, num_attention_heads=heads, o_groups=groups, expert_width=width)
     if numerics.device.type == "cpu":
         widest = _reference_pass(c, tokens)
