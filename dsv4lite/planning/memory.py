@@ -295,20 +295,6 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
     return wanted
 
 
-def _longest(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Return the tokens that a sequence is to have room for; ``None`` means what fits.
-
-    Raises:
-        ConfigError: The model has fewer positions.
-    """
-    longest, limit = config.max_model_len, model.max_positions
-    if longest is not None and longest > limit:
-        raise ConfigError(
-            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
-        )
-    return longest
-
-
 def make_plan(
     config: EngineConfig,
     source: ModelSource,
@@ -329,7 +315,12 @@ def make_plan(
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
-    model, family, longest = source.model, source.family, _longest(config, source.model)
+    model, family, longest = source.model, source.family, config.max_model_len
+    limit = model.max_positions
+    if longest is not None and longest > limit:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
+        )
     on_cpu = numerics.device.type == "cpu"
     if total is None and not on_cpu:
         available, total = available_memory(numerics.device)
@@ -342,7 +333,7 @@ def make_plan(
     spec = replace(family.state(model, numerics, shard, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    workspace, graphs = _working(config, source, numerics, longest or model.max_positions, shard, drafting)
+    workspace, graphs = _working(config, source, numerics, longest or limit, shard, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)

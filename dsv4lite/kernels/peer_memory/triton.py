@@ -97,6 +97,11 @@ def _experts_of(parts: ExpertSum) -> dict[str, int]:
     return {"TOP_K": parts.outputs_TKD.shape[1], "EXPERTS": parts.experts, "HIDDEN": parts.outputs_TKD.shape[2]}
 
 
+def _places(inbox: Inbox, tokens: int, count: int) -> tuple[Tensor, Tensor, int, int, int, int]:
+    """Return what kernels that send words take of an inbox, and of the numbers of tokens."""
+    return inbox.addresses, inbox.calls, tokens, count, inbox.rank, inbox.numbers // (2 * BLOCK)
+
+
 def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
     """Launch ``all_reduce``."""
     chosen, sizes = None, {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}
@@ -237,12 +242,7 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     all_gather_kernel[(count * parts,)](
         *_as_sent(rows),
         *_as_sent(every),
-        inbox.addresses,
-        inbox.calls,
-        tokens,
-        count,
-        inbox.rank,
-        inbox.numbers // (2 * BLOCK),
+        *_places(inbox, tokens, count),
         X=hidden // 2,
         CODES=hidden // 4,
         SCALES=scales,
@@ -270,12 +270,7 @@ def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: to
         parts.slots_TK,
         outputs if shared is None else shared,
         out,
-        inbox.addresses,
-        inbox.calls,
-        tokens,
-        count,
-        inbox.rank,
-        inbox.numbers // (2 * BLOCK),
+        *_places(inbox, tokens, count),
         SHARED=shared is not None,
         PARTS=pieces,
         NATIVE=native_e4m3(outputs),

@@ -32,25 +32,23 @@ def workspace(config: V4Config, numerics: Numerics, shard: ModelShard, *, tokens
     heads, groups = shard.part(config.num_attention_heads), shard.part(config.o_groups)
     c = replace(config, num_attention_heads=heads, o_groups=groups, expert_width=width)
     if numerics.device.type == "cpu":
-        widest = _reference_pass(c, tokens)
+        # An estimate: streams and float32 copies, queries, expert inputs, gathered rows.
+        per_token = 4 * c.streams * c.hidden_size * 3 + 4 * heads * c.head_dim * 3
+        per_token += 4 * c.experts_per_token * (c.hidden_size + 2 * width)
+        widest = tokens * per_token + 256 * (c.window + c.index_topk) * c.head_dim * 4 * 2
     else:
         widest = _model_pass(c, numerics, tokens, longest)
-        if not numerics.deterministic:
-            split = [(most, splits) for most, splits in SPLITS if most is not None]
-            widest = max(widest, *(_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in split))
+        for most, splits in () if numerics.deterministic else SPLITS:
+            if most is not None:  # of the most tokens whose attention is split, float32 parts of the results live beside the rest
+                few = min(tokens, most)
+                parts = splits * few * _FLOAT * heads * (c.head_dim + 2)
+                widest = max(widest, _model_pass(c, numerics, few, longest) + parts)
     return PassBytes(
         hidden=numerics.dtype.itemsize * c.streams * c.hidden_size,
         held=_held(c, numerics),
         widest=widest,
         experts=_experts(c, numerics),
     )
-
-
-def _reference_pass(model: V4Config, tokens: int) -> int:
-    """Estimate what a step of the references takes: streams and float32 copies, queries, expert inputs, gathered rows."""
-    per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
-    per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
-    return tokens * per_token + 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
 
 
 def _held(model: V4Config, numerics: Numerics) -> int:
@@ -104,13 +102,6 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     chosen = _FLOAT * c.index_heads + _INT * c.index_topk  # head weights, and what they choose
     scoring = tokens * (latents + heads + index_heads + chosen) + _scores(c, numerics, tokens, longest)
     return whole + max(tokens * widest + padding, unsummed, projecting, scoring)
-
-
-def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: int) -> int:
-    """Return the same for the most tokens whose attention is split: float32 parts of the results live beside them."""
-    few = min(tokens, most)
-    parts = splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
-    return _model_pass(model, numerics, few, longest) + parts
 
 
 def _experts(model: V4Config, numerics: Numerics) -> int:
