@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.dispatch import by_most
-from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_outputs, sum_experts
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, most_decode_small
 from dsv4lite.kernels.hc import Output
 from dsv4lite.kernels.peer_memory import TokenRows
@@ -94,15 +94,15 @@ class Experts(nn.Module):
         """Return what these experts read of tokens."""
         return tokens.rounded if self.tiled and tokens.rounded is not None else (tokens.x_TD,)
 
-    def outputs(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Return each chosen expert's result [T, K, D]; anything for a slot that does not exist."""
+    def given(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
+        """Return what the ops compute from."""
         w13, w2, scales = self.w13, self.w2, rows[1] if self.tiled else None
         weights = (w13.stored, w2.stored, self.limit, self.partial, w13.row_tile, w13.rounds_input)
-        return experts_outputs(ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights))
+        return ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights)
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Sum the chosen experts in float32 [T, D], in the order of k; a slot that does not exist adds nothing."""
-        return sum_experts(ExpertSum(slots_TK, self.outputs(rows, slots_TK, weight_TK), None, self.count))
+        return experts_forward(self.given(rows, slots_TK, weight_TK))
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -218,7 +218,7 @@ class MoE(nn.Module):
         return by_most(self.regimes, count)(self, tokens)
 
     def _alone(self, tokens: Tokens) -> Tensor:
-        return sum_experts(self._many(tokens))
+        return experts_forward(*self._given(tokens))
 
     def _together(self, tokens: Tokens) -> Tensor:
         """Add up what ranks with the same few tokens have of their experts."""
@@ -250,13 +250,17 @@ class MoE(nn.Module):
 
     def _many(self, tokens: Tokens) -> ExpertSum:
         """Run this rank's experts on any number of tokens."""
+        given, shared_TD = self._given(tokens)
+        return ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, self.experts.count)
+
+    def _given(self, tokens: Tokens) -> tuple[ExpertInputs, Tensor | None]:
+        """Return what this rank's experts compute from, and the shared expert's result, if this rank adds that."""
         h_TI, logits_TE = self._projected(tokens)
         shared_TD = None if h_TI is None else self.shared(h_TI, self.shard.partial_dtype(tokens.x_TD.dtype))
         del h_TI
         chosen_TK, weight_TK = self._routed(tokens, logits_TE)
         slots_TK = self.held.own_slots(chosen_TK, self.experts.count)
-        outputs_TKD = self.experts.outputs(self.experts.rows(tokens), slots_TK, weight_TK)
-        return ExpertSum(slots_TK, outputs_TKD, shared_TD, self.experts.count)
+        return self.experts.given(self.experts.rows(tokens), slots_TK, weight_TK), shared_TD
 
     def _dispatched(self, tokens: Tokens) -> Tensor:
         """Send rows to their experts on other ranks: the shared expert's products run while rows travel there, and back."""
