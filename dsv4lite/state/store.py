@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,8 +42,10 @@ class StateCache:
     _slots: list[tuple[Tensor, Tensor]]  # and what they begin with
 
     @classmethod
-    def allocate(cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: type[RowStore] = RowStore) -> StateCache:
-        """Allocate ``spec.bytes(sizes)`` bytes, with stores of the class ``rows``."""
+    def allocate(
+        cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: Callable[..., RowStore] = RowStore
+    ) -> StateCache:
+        """Allocate ``spec.bytes(sizes)`` bytes, with stores that ``rows`` makes."""
         counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
         layers: list[LayerCache] = []
         snapshots, filled = [], []

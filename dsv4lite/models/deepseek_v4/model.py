@@ -23,7 +23,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
-from dsv4lite.kernels.rows import GradientStore, RowStore
+from dsv4lite.kernels.rows import RowStore, store_for_pass
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
@@ -487,9 +487,8 @@ class DeepseekV4(nn.Module):
         pages, windows = (range(-(-len(token_ids) // size)) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
         whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
         sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
-        rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
         spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
-        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)
+        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
         ids_T, paging, longest = make_paging([whole], self.numerics.device)
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
