@@ -54,7 +54,7 @@ class InProcessExecutor:
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
         """Load everything; return what runs steps."""
-        return self._probe.build(plan, Mesh.single(), grammars, progress)
+        return self._probe.build(plan, Mesh(), grammars, progress)
 
 
 def make_executor(

@@ -127,7 +127,7 @@ class Runner:
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
     ) -> None:
-        mesh = mesh or Mesh.single()
+        mesh = mesh or Mesh()
         self.model, self.cache, self.sampler = model, cache, sampler
         self._graphs = graphs
         self._drafter = drafter

@@ -16,7 +16,7 @@ from dsv4lite.kernels.experts import can_tile
 from dsv4lite.layout import Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.eplb import Placement, balance
-from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_share, make_dispatcher
+from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_part, make_dispatcher
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
@@ -123,7 +123,7 @@ class ModelShard:
         copies = self.mesh.layout.copies
         if copies == 1 or tokens <= UNSHARED_TOKENS:
             return slice(0, tokens if self.leads else 0)
-        return equal_share(tokens, self.mesh.place.copy, copies)
+        return equal_part(tokens, self.mesh.place.copy, copies)
 
 
 def width_ranks(layout: Layout) -> int:

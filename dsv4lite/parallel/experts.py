@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.peer_memory import padded
+from dsv4lite.kernels.routing import own_slots
 from dsv4lite.parallel.mesh import Axis
 
 Rows = tuple[Tensor, ...]
@@ -89,15 +90,13 @@ class ExpertRanks:
 
     def own_tokens(self, tokens: int) -> slice:
         """Return which of the peers' common tokens this rank sends."""
-        return equal_share(tokens, self.peers.rank, self.peers.size)
+        return equal_part(tokens, self.peers.rank, self.peers.size)
 
     def own_slots(self, slots_TK: Tensor) -> Tensor:
         """Return slots numbered from this rank's first; those of other ranks become ``slots_per_rank``."""
         if self.ep.size == 1:
             return slots_TK
-        count, slots = self.slots_per_rank, self.ep.size * self.slots_per_rank
-        # Slots before this rank's first, and "no expert", wrap around to numbers after its last.
-        return ((slots_TK - self.ep.rank * count) % (slots + 1)).clamp_(max=count)
+        return own_slots(slots_TK, self.ep.rank * self.slots_per_rank, self.slots_per_rank)
 
 
 class Local:
@@ -217,10 +216,10 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
     return ranks
 
 
-def equal_share(count: int, rank: int, size: int) -> slice:
+def equal_part(count: int, rank: int, size: int) -> slice:
     """Return a rank's part of ``count`` rows; the parts of the last ranks may be smaller, or empty."""
-    share = -(-count // size)
-    return slice(min(rank * share, count), min((rank + 1) * share, count))
+    part = -(-count // size)
+    return slice(min(rank * part, count), min((rank + 1) * part, count))
 
 
 def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Tensor:

@@ -171,7 +171,7 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The axes of one rank, and its place among all ranks.
+    """The axes of one rank, and its place among all ranks; by default that of a model on one device.
 
     Attributes:
         replica: All ranks that have the same requests, of every stage and copy; ``None`` where the host has no such group.
@@ -194,11 +194,6 @@ class Mesh:
                     f"rank {self.rank} of {self.layout} is number {expected[0]} of {expected[1]} along {name}, "
                     f"but its group says {axis.rank} of {axis.size}"
                 )
-
-    @classmethod
-    def single(cls) -> Mesh:
-        """Return the mesh of a model on one device."""
-        return cls()
 
     @classmethod
     def outline(cls, layout: Layout, rank: int) -> Mesh:

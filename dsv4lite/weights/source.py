@@ -164,7 +164,7 @@ class ModelSource:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.
             ConfigError: The model cannot be shared so.
         """
-        mesh, started = mesh or Mesh.single(), time.monotonic()
+        mesh, started = mesh or Mesh(), time.monotonic()
         empty = self.family.build(
             self.model, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp
         )

@@ -202,7 +202,7 @@ class Tiny(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.numerics = config, numerics
-        shard = self.shard = ModelShard.of(config, TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
+        shard = self.shard = ModelShard.of(config, TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
         self.embed = parameter(len(shard.vocab), config.hidden_size, numerics=numerics, dtype=numerics.dtype)
         self.layers = nn.ModuleList(Layer(config, numerics, shard, i) for i in shard.layers)
         self.norm = parameter(config.hidden_size, numerics=numerics)

@@ -165,7 +165,7 @@ def test_scatter_of_unequal_parts_is_refused_on_every_rank(ranks: Ranks) -> None
 
 
 def test_single_axes_return_what_they_get() -> None:
-    mesh, x = Mesh.single(), values(0, 4, 2)
+    mesh, x = Mesh(), values(0, 4, 2)
     for axis in (mesh.tp, mesh.ep, mesh.dp, mesh.pp):
         assert axis.all_reduce(x) is x and axis.all_gather(x, 1) is x and axis.reduce_scatter(x) is x
         assert axis.broadcast(x, 0) is x

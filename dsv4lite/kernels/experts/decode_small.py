@@ -20,7 +20,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs
 from dsv4lite.kernels.gemm import fp8_linear
-from dsv4lite.kernels.routing import Copies, Router, route, take_copies
+from dsv4lite.kernels.routing import Copies, Router, own_slots, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
 DECODE_SMALL_TOKENS = 16
@@ -45,10 +45,7 @@ class Held(NamedTuple):
     def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
         """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
         slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
-        if self.first is None:
-            return slots_TK
-        # Slots before the first become the largest numbers.
-        return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
+        return slots_TK if self.first is None else own_slots(slots_TK, self.first, count)
 
 
 def most_decode_small(top_k: int) -> int:

@@ -303,7 +303,7 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        shard = self.shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
+        shard = self.shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
         drafts = with_mtp and shard.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
         self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, shard.mesh.pp.size)[-1].start
