@@ -143,18 +143,8 @@ class Attention(nn.Module):
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
         rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
-        given = AttentionInputs(
-            q_THC,
-            *rows,
-            self.attn_sink,
-            c.head_dim**-0.5,
-            *angles,
-            self.ratio,
-            selected_TK,
-            c.window + batch.ahead,
-            norm_eps,
-            any_order,
-        )
+        scale, window = c.head_dim**-0.5, c.window + batch.ahead
+        given = AttentionInputs(q_THC, *rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
         return paged_attention(given)
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
