@@ -315,8 +315,7 @@ def make_plan(
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
-    model, family, longest = source.model, source.family, config.max_model_len
-    limit = model.max_positions
+    model, family, longest, limit = source.model, source.family, config.max_model_len, source.model.max_positions
     if longest is not None and longest > limit:
         raise ConfigError(
             f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"

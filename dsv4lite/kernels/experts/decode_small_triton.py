@@ -25,7 +25,7 @@ from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
-from dsv4lite.kernels.routing.triton import route_rows, router_constants
+from dsv4lite.kernels.routing.triton import _router_constants, route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
@@ -210,7 +210,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     logits_TE, router, x_scales, limit, held = given.logits_TE, given.router, given.x_scales, given.limit, given.held
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
     table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
-    constants = router_constants(logits_TE, router)
+    constants = _router_constants(logits_TE, router)
     assert 0 < tokens <= work.block.rows and router.token_ids_T is not None and router.token_ids_T.is_contiguous(), tokens
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
     assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
