@@ -68,16 +68,16 @@ def use_triton(*arguments: object) -> bool:
 
     It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
     """
-    first = first_tensor(arguments)
+    first = _first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
     return not _holds_reference_only(arguments)
 
 
-def first_tensor(arguments: Iterable[Any]) -> Tensor | None:
+def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
     """Return the first tensor among arguments, those in tuples included. Every op asks: recursion costs less than a generator."""
     for argument in arguments:
-        found = first_tensor(argument) if isinstance(argument, tuple) else argument
+        found = _first_tensor(argument) if isinstance(argument, tuple) else argument
         if isinstance(found, Tensor):
             return found
     return None
