@@ -67,7 +67,7 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
         packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
     parts = packed.split([len(column) for column in aligned])
-    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = (
+    token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
         part[: len(column)] for part, column in zip(parts, columns, strict=True)
     )
     paging = Paging(
@@ -78,7 +78,7 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
         rows_S=row,
         lens_S=length,
         drafts_S=drafts,
-        state_copy_S=carry,
+        state_copy_S=copies,
         grow_SP=grow.view(len(lens), -1),
         window_SP=window.view(len(lens), -1),
         window_first_S=window_first,

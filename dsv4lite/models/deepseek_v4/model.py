@@ -67,10 +67,10 @@ class Compressor(nn.Module):
         self.ape = parameter(ratio, self.columns, numerics=numerics)
         self.norm = parameter(width, numerics=numerics)
 
-    def forward(self, projected: Tensor, carry: Tensor, store: RowStore, batch: Batch) -> None:
+    def forward(self, projected: Tensor, state: Tensor, store: RowStore, batch: Batch) -> None:
         """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
         tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        compress_step(CompressInputs(projected, self.ape, self.norm, carry, store, *tokens, self.eps, self.hadamard))
+        compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -170,10 +170,10 @@ class Attention(nn.Module):
         if project is None:
             return None
         projected, width = project(), self.compressor.columns
-        self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
+        self.compressor(projected[:, : 2 * width], cache.slots["compressor_state"], cache.stores["entries"], batch)
         if self.kind == "csa":
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
+            self.key_compressor(part, cache.slots["key_compressor_state"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
