@@ -21,7 +21,6 @@ from dsv4lite.config import (
     EngineConfig,
     NGram,
     Progress,
-    adapts,
     default_cache_dir,
     local_rank,
     named_drafters,
@@ -40,7 +39,6 @@ from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import make_drafter
-from dsv4lite.speculation.speculator import make_speculators
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
@@ -210,12 +208,6 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
         return GrammarCompiler(tokenizer, vocab_size=vocab_size), ""
     except UnsupportedError as error:
         return None, str(error)  # the frames of the error or its cause would keep the model
-
-
-def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:
-    """Return how an engine drafts: the model's own drafter and the speculators of this process."""
-    drafters = named_drafters(config.speculative)
-    return Drafting(own=report.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, report.own))
 
 
 @dataclass(slots=True)

@@ -105,8 +105,8 @@ class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        hosted: Sequences whose rules on the host need their tokens, see ``accept``.
         runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
+        recorder: Saves steps, where the engine has one rank.
         warmed: What ``warm_up`` did, and in what time, as text.
         step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
 
@@ -138,7 +138,7 @@ class Runner:
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
-        self.hosted: set[int] = set()
+        self.recorder: StepRecorder | None = None
         self.warmed = ""
         self.step_costs: StepCosts | None = None
 
@@ -154,13 +154,10 @@ class Runner:
             self._routing.add(seq_id)
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
-            if self.sampler.has_host_rules(seq_id):
-                self.hosted.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
         self._routing.discard(seq_id)
-        self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
 
@@ -291,7 +288,7 @@ class Runner:
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> InFlightStep:
+    def launch(self, plan: StepPlan, shape: StepShape | None = None) -> InFlightStep:
         """Start a step; on a GPU this returns before the step ends. ``shape`` is that of all replicas, where they share experts."""
         if self._balancer is not None:
             self._balancer.step()
@@ -303,15 +300,15 @@ class Runner:
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
-        if recorder is not None:
-            recorder.begin(plan, graph)
+        if self.recorder is not None:
+            self.recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
         save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
             plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
         samples = self._sample(plan, shape, done)
-        if recorder is not None:
-            recorder.watch(done.streams_TND, samples)
+        if self.recorder is not None:
+            self.recorder.watch(done.streams_TND, samples)
         if not plan.max_drafts:  # after a step that drafts, a later step starts only with tokens that are in its plan
             self._tokens.begin(s.slot for s in plan.sequences if s.sample)
         drafts = self._draft(plan, shape, done, samples)

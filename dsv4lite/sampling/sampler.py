@@ -14,8 +14,8 @@ runs the same stages for tokens that are given.
 A line of the table is written when its sequence takes a slot; ``sample_rows`` reads it, captured in a graph or not. Counts of
 tokens live beside it and follow the sampled ids without the host, so that a step can run before the host knows the previous token.
 Grammars, bad words of several tokens and thinking budgets need the token on the host (``accept``): in each step they become a mask,
-or the only token that may come, for the rows of their sequences (``rules``). ``needs_host`` names the sequences whose next step
-has to wait for the token.
+or the only token that may come, for the rows of their sequences (``rules``). The scheduler plans the next step of such a sequence
+when its token is there.
 """
 
 from __future__ import annotations
@@ -214,17 +214,6 @@ class Sampler:
             del self._seated[sequence.slot]
         if self._last is not None and seq_id in self._last.seq_ids:
             self._last = None
-
-    def has_host_rules(self, seq_id: int) -> bool:
-        """Whether the host has to know each token of a sequence; see ``accept``."""
-        return self._sequences[seq_id].state.host_rules
-
-    def needs_host(self, seq_id: int) -> bool:
-        """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
-        state = self._sequences[seq_id].state
-        if state.compiled is not None or state.bad_words:
-            return True
-        return state.thinking is not None and state.thinking.may_exhaust_next
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it, in order, when the host knows it.

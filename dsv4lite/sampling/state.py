@@ -70,11 +70,6 @@ class Thinking:
     def exhausted(self) -> bool:
         return self.budget is not None and self.spent >= self.budget
 
-    @property
-    def may_exhaust_next(self) -> bool:
-        """Whether the next token can be the last of the budget."""
-        return self.inside and self.budget is not None and self.spent + 1 >= self.budget
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:

@@ -5,28 +5,15 @@ The scheduler decides which sequence gets pages, and which one is preempted for 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.pages import Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 from dsv4lite.scheduling.sequence import ALL_TOKENS, NO_SLOT, Sequence
 from dsv4lite.scheduling.step_plan import NO_PAGE
-
-
-@dataclass(slots=True, eq=False)
-class StateMoves:
-    """What a step does to state besides running its sequences; see ``StepPlan``."""
-
-    resets: list[int] = field(default_factory=list)
-    restores: list[tuple[int, int]] = field(default_factory=list)
-    grow_copies: list[tuple[int, int]] = field(default_factory=list)
-    window_copies: list[tuple[int, int]] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    zero_rows: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class KVManager:
@@ -46,7 +33,7 @@ class KVManager:
         self._pools = pools
         self._window = window
         self._drafter_runs = False  # the model's own drafter computes its KV in the step
-        self._moves = StateMoves()  # of the next plan
+        self._moves: dict[str, list[Any]] = defaultdict(list)  # of the next plan, by its fields
 
     # ------------------------------------------------------------------------------------------------------- start and end
 
@@ -81,9 +68,9 @@ class KVManager:
     def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Let the step being planned initialize the state of a sequence that starts."""
         if prefix is None or not prefix.snapshot:
-            self._moves.resets.append(seq.slot)
+            self._moves["resets"].append(seq.slot)
         else:
-            self._moves.restores.append((prefix.snapshot[0], seq.slot))
+            self._moves["restores"].append((prefix.snapshot[0], seq.slot))
         if self._drafter_runs:
             self._zero_missed(seq)
 
@@ -110,10 +97,10 @@ class KVManager:
             self.release(child)
             return False
         if partial_page:
-            self._moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
+            self._moves["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
         if partial_window and self._window:
-            self._moves.window_copies.append((leader.window[full_window], child.window[full_window]))
-        self._moves.slot_copies.append((leader.slot, child.slot))
+            self._moves["window_copies"].append((leader.window[full_window], child.window[full_window]))
+        self._moves["slot_copies"].append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
         child.cached_until = leader.prompt_pages_end
         return True
@@ -131,9 +118,13 @@ class KVManager:
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
 
-    def take_moves(self) -> StateMoves:
-        """Return what the step that was planned does to state. A preempted sequence's rows to zero-fill may be among it."""
-        moves, self._moves = self._moves, StateMoves()
+    def take_moves(self) -> dict[str, tuple[Any, ...]]:
+        """Return what the step being planned does to state besides running its sequences, by the fields of ``StepPlan``.
+
+        A preempted sequence's rows to zero-fill may be among it.
+        """
+        moves = {name: tuple(ids) for name, ids in self._moves.items()}
+        self._moves.clear()
         return moves
 
     # ---------------------------------------------------------------------------------------------------------------- pages
@@ -218,13 +209,9 @@ class KVManager:
 
     def _zero_missed(self, seq: Sequence) -> None:
         """Zero-fill the drafter's rows of the tokens in a sequence's window for which it has not computed its KV."""
-        end = seq.num_computed
-        position = max(seq.drafter_computed, end + 1 - self._window, 0)
-        while position < end:
-            number, first = divmod(position, WINDOW_PAGE_TOKENS)
-            last = min(first + end - position, WINDOW_PAGE_TOKENS)
-            self._moves.zero_rows.append((seq.window[number - seq.window_first], first, last))
-            position += last - first
+        for position in range(max(seq.drafter_computed, seq.num_computed + 1 - self._window, 0), seq.num_computed):
+            number, row = divmod(position, WINDOW_PAGE_TOKENS)
+            self._moves["zero_rows"].append((seq.window[number - seq.window_first], row))
         seq.drafter_computed = ALL_TOKENS
 
     # ------------------------------------------------------------------------------------------------------ cached prefixes
@@ -254,7 +241,7 @@ class KVManager:
                 drafter_computed=min(seq.drafter_computed, length),
             )
             if prefix is not None:
-                self._moves.saves += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
+                self._moves["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
                 seq.pending = (prefix, lasting)
                 captured.append(seq)
         # Inserting only now keeps a snapshot of this step from being evicted, and saved to twice, within it.

@@ -34,15 +34,6 @@ def first_window_page(position: int, window: int) -> int:
     return max(0, position - window + 1) // WINDOW_PAGE_TOKENS if window else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Ids of a pool: ``total``, ``free`` ones, and ``cached`` ones that only the prefix cache holds."""
-
-    total: int
-    free: int
-    cached: int
-
-
 class IdPool:
     """The ids ``0 .. total - 1``, counted by holder.
 
@@ -70,10 +61,6 @@ class IdPool:
     def num_available(self) -> int:
         """Ids that are free or held by the prefix cache alone."""
         return len(self._free) + self._reclaimable
-
-    def stats(self) -> PoolStats:
-        """Return the present counts."""
-        return PoolStats(total=self.total, free=len(self._free), cached=self._reclaimable)
 
     def allocate(self, count: int) -> list[int] | None:
         """Return ``count`` free ids with one reference each, or ``None`` when there are not as many."""

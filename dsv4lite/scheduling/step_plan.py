@@ -101,8 +101,7 @@ class StepPlan:
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
         max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
-        zero_rows: Rows of the model's own drafter to zero-fill before the step, for tokens whose KV it has not computed: window
-            page, first row and row after the last.
+        zero_rows: ``(window page, row)`` of the model's own drafter to zero-fill, for tokens whose KV it has not computed.
     """
 
     step: int
@@ -114,7 +113,7 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
-    zero_rows: tuple[tuple[int, int, int], ...] = ()
+    zero_rows: Copies = ()
 
     @property
     def num_tokens(self) -> int:

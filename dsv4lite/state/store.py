@@ -103,6 +103,12 @@ class StateCache:
         for slot, _ in self._slots:
             slot[target, 0] = slot[source, 0]
 
+    def zero_rows(self, first: int, pages: Tensor, rows: Tensor) -> None:
+        """Make some rows of window pages zero, int64 [N] each, in the layers from ``first`` on."""
+        for _, part, store in self.stores(first):
+            if part.lifetime == "window":
+                store.clear(pages * store.rows_per_page + rows)
+
     def copy_pages(self, lifetime: Lifetime, source: Tensor, target: Tensor) -> None:
         """Copy pages in every store of a lifetime."""
         for _, part, store in self.stores():

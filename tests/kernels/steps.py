@@ -27,7 +27,7 @@ def step_of(
     """Describe a step of sequences with ``lens`` new tokens from positions ``starts``, followed by tokens of padding.
 
     A sequence keeps its pages from step to step as long as ``seed`` and the number of sequences stay. With singles, padding is
-    sequences of one token each; without, there is one more sequence, an empty one. ``drafts`` of the new tokens are draft tokens, and
+    sequences of one token each; without, there is one more sequence, an empty one. ``drafts`` of the new tokens are draft tokens.
     ``copies`` are the copies of the compressor state that the sequences start from.
     """
     count = len(starts)

@@ -96,6 +96,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         request = Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1)
         scheduler.add(request)
         runner.add(scheduler.sequences_of(name)[0].seq_id, request, 0)
+    hosted = {s.seq_id for name in SETTINGS for s in scheduler.sequences_of(name) if s.needs_host}
     seq_ids = {name: scheduler.sequences_of(name)[0].seq_id for name in SETTINGS}
     flights, most = deque[InFlightStep](), 0 if known is not None else stages
     while scheduler.has_work():
@@ -106,7 +107,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
             continue
         landing = flights.popleft()
         results = landing.wait().sampled
-        for seq_id in runner.hosted.intersection(results):
+        for seq_id in hosted.intersection(results):
             for one in (results[seq_id], *results[seq_id].after):
                 runner.accept(seq_id, one.token_id)
         for update in scheduler.update(landing.plan, results):
@@ -156,4 +157,4 @@ def test_captured_steps_sample_as_others_do() -> None:
     for drafts in (0, 1):
         recorded = runner_of(model, recorded=True, drafts=drafts)
         assert run(recorded, plain if drafts else None) == plain
-        assert recorded.sampler is not None and recorded.sampler.num_sequences == 0 and not recorded.hosted
+        assert recorded.sampler is not None and recorded.sampler.num_sequences == 0

@@ -29,8 +29,8 @@ def request(name: str, prompt: list[int], **settings: object) -> Request:
 
 
 def step(both: Replicas, now: float = 0.0) -> list[SequenceUpdate]:
+    news = both.expire(now)
     plan = both.schedule(now)
-    news = both.pop_expired()
     if plan is not None:
         results = {s.seq_id: Sampled(token_id=7) for s in plan.sequences if s.sample}
         news += both.update(plan, results)
@@ -128,8 +128,8 @@ def test_requests_of_all_replicas_end_once_and_leave_nothing() -> None:
     assert both.schedule(1e9) is None
     both.check()
     stats = both.stats()
-    assert (stats.num_running, stats.num_waiting, stats.grow.total) == (0, 0, 96)
-    assert stats.grow.free + stats.grow.cached == 96 and stats.slots.free == 12
+    assert (stats.num_running, stats.num_waiting, stats.num_pages) == (0, 0, 96)
+    assert stats.available_pages == 96 and sum(s._pools.slots.num_free for s in schedulers) == 12
     assert stats.prompt_tokens == sum(s.stats().prompt_tokens for s in schedulers)
 
 

@@ -492,7 +492,7 @@ def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
     h = make(grow=4, max_len=1000)
     h.add(request("a", text(600), max_tokens=1))
     finish(h, "a")
-    assert h.scheduler.stats().grow.cached == 2
+    assert h.pools.grow.num_available - h.pools.grow.num_free == 2
     h.add(request("b", text(300, 2), max_tokens=600))
     h.drain()
     assert h.scheduler.stats().preemptions == 0
@@ -590,21 +590,6 @@ def test_overlap_waits_for_the_host_where_it_must_see_the_token(params: dict[str
     h.drain()
 
 
-def test_need_of_the_host_can_change_from_step_to_step() -> None:
-    h = make(overlap=True, caching=False)
-    asked = []
-    h.scheduler = Scheduler(h.limits, h.pools, needs_host=lambda seq: asked.append(seq.index) or len(seq.tokens) == 11)
-    h.add(request("a", text(10), max_tokens=4))
-    h.plan()
-    assert not asked, "no token is in flight yet"
-    assert part_of(h.plan(), 0).token_ids == (-1,)
-    h.update()
-    assert h.plan() is None
-    h.update()
-    assert part_of(h.plan(), 0).token_ids == (h.outputs["a", 0][1],)
-    h.drain()
-
-
 def test_plans_are_updated_in_order_and_at_most_two_are_open() -> None:
     h = make(overlap=True)
     h.add(request("a", text(10), max_tokens=9))
@@ -688,7 +673,7 @@ def test_deadline_ends_all_sequences_of_a_request_once() -> None:
     h.now = 10.0
     h.step()
     assert {key: end.finish_reason for key, end in h.ends.items()} == {("a", i): "deadline" for i in range(3)}
-    assert h.scheduler.pop_expired() == []
+    assert h.scheduler.expire(h.now) == []
     finish(h, "b")
     h.now = 12.0
     h.drain()
@@ -842,7 +827,10 @@ def test_stats_count() -> None:
     h.step()
     stats = h.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.preemptions, stats.checkpoints) == (2, 1, 0, 1)
-    assert (stats.slots.total, stats.slots.free, stats.grow.free, stats.snapshots.cached) == (3, 1, 60, 1)
+    assert (stats.num_pages, stats.available_pages) == (64, h.pools.grow.num_available)
+    slots, snapshots = h.pools.slots, h.pools.snapshots
+    cached = snapshots.num_available - snapshots.num_free
+    assert (slots.total, slots.num_free, h.pools.grow.num_free, cached) == (3, 1, 60, 1)
 
 
 def test_check_notices_a_lost_page() -> None:

@@ -32,11 +32,10 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
-from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.state.paging import make_paging, whole_sequence
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
@@ -486,9 +485,8 @@ class DeepseekV4(nn.Module):
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        pages, windows = (range(-(-len(token_ids) // size)) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
-        whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
-        sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
+        whole = whole_sequence(token_ids)
+        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=len(whole.window_pages), slots=1, snapshots=0)
         rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
         spec = state_spec(self.config, self.numerics, self.share, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)
