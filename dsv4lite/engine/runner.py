@@ -28,10 +28,9 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
-from dsv4lite.speculation.draft_state import DraftState
-from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, chooser, draft
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
+from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -381,12 +380,20 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            axis, device = self.model.share.peers, self.cache.device
-            empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
-            accepted = broadcast_accepted(axis, samples, empty) if sequences else None
-            choose = chooser(
-                axis, self.sampler, send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
-            )
+            # The ranks that work on the same tokens all run the drafter; the first one samples.
+            axis, device, sampler = self.model.share.peers, self.cache.device, self.sampler
+            accepted: tuple[Tensor, Tensor] | None = None
+            if sequences:
+                none = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
+                counts_S, tokens_S = axis.broadcast(none if samples is None else torch.stack(samples.accepted()), 0)
+                accepted = counts_S, tokens_S
+            slots_S = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
+
+            def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+                if sampler is None:
+                    return axis.broadcast(torch.empty_like(slots_S, dtype=torch.int64), 0)
+                return axis.broadcast(sampler.draft(logits_SV, slots_S, positions_S), 0)
+
             where = done.batch, done.streams_TND, done.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:

@@ -34,8 +34,7 @@ from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
-from dsv4lite.speculation.draft_state import DraftState
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter
 from dsv4lite.state.store import StateCache
 

@@ -58,8 +58,7 @@ class KVManager:
         assert prefix.num_tokens % WINDOW_PAGE_TOKENS == 0
         seq.num_computed = seq.cached_until = prefix.num_tokens
         seq.drafter_computed = prefix.drafter_computed
-        seq.pages = list(prefix.grow)
-        seq.window = list(prefix.window)
+        seq.pages, seq.window = prefix.grow, prefix.window
         seq.window_first = first_window_page(prefix.num_tokens, self._window)
         self._pools.grow.share(seq.pages)
         self._pools.window.share(seq.window)
@@ -112,8 +111,8 @@ class KVManager:
         if seq.slot != NO_SLOT:
             self._pools.slots.release((seq.slot,))
         seq.slot = NO_SLOT
-        seq.pages, seq.page_tuple = [], None
-        seq.window, seq.window_tuple, seq.window_first = [], None, 0
+        seq.pages = seq.window = ()
+        seq.window_first = 0
         seq.num_computed = seq.cached_until = seq.steady_until = seq.drafter_computed = 0
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
@@ -129,10 +128,6 @@ class KVManager:
 
     # ---------------------------------------------------------------------------------------------------------------- pages
 
-    def can_reserve(self, seq: Sequence, num_tokens: int, *, spare: int) -> bool:
-        """Return whether grow pages for ``num_tokens`` tokens are available with ``spare`` pages left over."""
-        return self._pools.grow.num_available - (pages_for(num_tokens) - len(seq.pages)) >= spare
-
     def extend(self, seq: Sequence, end: int, *, reserve: int = 0) -> bool:
         """Allocate the pages of the span ``[num_computed, end)``, and grow pages for ``reserve`` tokens.
 
@@ -144,8 +139,7 @@ class KVManager:
             pages = self.cache.allocate(self._pools.grow, missing)
             if pages is None:
                 return False
-            seq.pages += pages
-            seq.page_tuple = None
+            seq.pages += tuple(pages)
         if not self._window:
             return True
         known_end = seq.window_first + len(seq.window)
@@ -158,9 +152,8 @@ class KVManager:
             if not seq.window:
                 seq.window_first = first
             else:
-                seq.window += [NO_PAGE] * (first - known_end)
-            seq.window += pages
-            seq.window_tuple = None
+                seq.window += (NO_PAGE,) * (first - known_end)
+            seq.window += tuple(pages)
         return True
 
     def slides_at(self, seq: Sequence) -> int:
@@ -177,10 +170,8 @@ class KVManager:
     def slide(self, seq: Sequence) -> None:
         """Release the window pages that the next token does not attend to."""
         first = first_window_page(min(seq.num_computed, len(seq.tokens)), self._window)
-        passed = seq.window[: first - seq.window_first]
-        del seq.window[: first - seq.window_first]
-        seq.window_first = first
-        seq.window_tuple, seq.steady_until = None, 0
+        passed, seq.window = seq.window[: first - seq.window_first], seq.window[first - seq.window_first :]
+        seq.window_first, seq.steady_until = first, 0
         self._pools.window.release(page for page in passed if page != NO_PAGE)
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -191,8 +182,7 @@ class KVManager:
         kept = (length - 1) // WINDOW_PAGE_TOKENS + 1 - seq.window_first
         if kept < len(seq.window):
             self._pools.window.release(seq.window[kept:])
-            del seq.window[kept:]
-            seq.window_tuple, seq.steady_until = None, 0
+            seq.window, seq.steady_until = seq.window[:kept], 0
 
     # ------------------------------------------------------------------------------------------------------ the drafter's KV
 
@@ -262,11 +252,6 @@ class KVManager:
         if seq.pending is not None:
             self.cache.drop(seq.pending[0])
             seq.pending = None
-
-    def forget_prefixes(self, seq: Sequence) -> None:
-        """Remove every cached prefix of a sequence whose state turned out to be damaged."""
-        if seq.chain is not None:
-            self.cache.forget(seq.chain)
 
     # ------------------------------------------------------------------------------------------------------------- integrity
 

@@ -422,7 +422,7 @@ class Scheduler:
             The number of draft tokens of the span.
         """
         start, latest = len(seq.tokens), seq.num_computed
-        unresolved, end, pages = latest - start, latest + 1 + room, seq.page_tuple
+        unresolved, end, pages = latest - start, latest + 1 + room, seq.pages
         fits = room < step.room and start // PAGE_TOKENS == end // PAGE_TOKENS
         if not (fits and end < seq.steady_until and (unresolved or room)):
             room = max(0, min(_most_drafts(seq, latest, room), step.room - 1))
@@ -435,10 +435,9 @@ class Scheduler:
                 return 0
             if end >= self._kv.slides_at(seq):
                 self._sliding[seq] = None
-            pages = seq.page_table(pages_for(end))
+            pages = seq.pages[: pages_for(end)]
             seq.steady_until = self._kv.steady_limit(seq)
-        assert pages is not None
-        token_ids, window = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
+        token_ids, window = _IN_FLIGHT * (1 + room), seq.window
         fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, room, 0, UNKNOWN, unresolved)
         step.singles.append(_new_tuple(SequencePlan, fields))  # as in ``_plan_steady``
         step.room -= 1 + room
@@ -466,8 +465,7 @@ class Scheduler:
 
     def _plan_steady(self, seq: Sequence, step: _Planning) -> None:
         """Plan one token of a sequence in steady-state decode, where the general ``_plan_span`` has nothing else to do."""
-        pages, window, start = seq.page_tuple, seq.window_tuple, seq.num_computed
-        assert pages is not None and window is not None
+        pages, window, start = seq.pages, seq.window, seq.num_computed
         token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
         fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, 0, 0, UNKNOWN, None)
         # This runs for nearly every token of every completion, and the generated constructor would take twice as long.
@@ -491,9 +489,9 @@ class Scheduler:
             slot=seq.slot,
             start=start,
             token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else _IN_FLIGHT,
-            pages=seq.page_table(pages_for(end)),
+            pages=seq.pages[: pages_for(end)],  # the same object if it is all of them
             window_first=seq.window_first,
-            window_pages=seq.window_table(),
+            window_pages=seq.window,
             sample=sample,
             score=score,
             drafts=len(drafts),
@@ -564,7 +562,7 @@ class Scheduler:
     def _leaves_headroom(self, seq: Sequence) -> bool:
         """Return whether starting a sequence leaves 1 % of the pages to those that run, so that they do not preempt it at once."""
         headroom = self._pools.grow.total // 100 if len(self._running) else 0
-        return self._kv.can_reserve(seq, seq.num_to_run, spare=headroom)
+        return self._pools.grow.num_available - (pages_for(seq.num_to_run) - len(seq.pages)) >= headroom
 
     # ------------------------------------------------------------------------------------------------------ process outputs
 
@@ -659,7 +657,8 @@ class Scheduler:
         stop = None
         for one in (sampled, *sampled.after):
             if one.error is not None:
-                self._kv.forget_prefixes(seq)
+                if seq.chain is not None:
+                    self._cache.forget(seq.chain)
                 return tuple(token_ids), tuple(logprobs), "error", None, one.error
             seq.tokens.append(one.token_id)
             token_ids.append(one.token_id)

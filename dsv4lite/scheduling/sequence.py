@@ -85,9 +85,9 @@ class Sequence:
     state_copy: int = 0
     drafts: tuple[int, ...] = ()
     drafter_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: tuple[int, ...] = ()
     window_first: int = 0
-    window: list[int] = field(default_factory=list)
+    window: tuple[int, ...] = ()
     chain: PrefixChain | None = None
     cached_until: int = 0
     rolling: CachedPrefix | None = None
@@ -96,26 +96,11 @@ class Sequence:
     cached_tokens: int = 0
     started: float | None = None
     steady_until: int = 0
-    # The lists as plans need them, built once per change and not once per step.
-    page_tuple: tuple[int, ...] | None = None
-    window_tuple: tuple[int, ...] | None = None
 
     @property
     def num_to_run(self) -> int:
         """Known tokens that must run: all but those after ``last_run``."""
         return min(len(self.tokens), self.last_run)
-
-    def page_table(self, num_pages: int) -> tuple[int, ...]:
-        """Return the first grow pages; the same tuple as before unless some were added."""
-        if self.page_tuple is None:
-            self.page_tuple = tuple(self.pages)
-        return self.page_tuple if num_pages == len(self.page_tuple) else self.page_tuple[:num_pages]
-
-    def window_table(self) -> tuple[int, ...]:
-        """Return the window pages; the same tuple as before unless they changed."""
-        if self.window_tuple is None:
-            self.window_tuple = tuple(self.window)
-        return self.window_tuple
 
     def outcome(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish and stop reasons of the last token, if any."""

@@ -76,13 +76,6 @@ class SequencePlan(NamedTuple):
         """Whether the span is one known token, and drafts."""
         return len(self.token_ids) == 1 + self.drafts
 
-    def resolve(self, start: int, token_ids: tuple[int, ...], state_copy: int = 0) -> SequencePlan:
-        """Return an unresolved span with its start, its tokens and the copy of the compressor state that it starts from."""
-        assert self.unresolved is not None and self.start <= start <= self.start + self.unresolved
-        assert 0 < len(token_ids) <= 1 + self.drafts
-        pages, windows = self.pages, (self.window_first, self.window_pages)
-        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, state_copy)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:

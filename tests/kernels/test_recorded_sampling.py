@@ -19,7 +19,7 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.scheduling.sequence import Sequence
-from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics

@@ -33,7 +33,7 @@ from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
-from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
+from dsv4lite.speculation.drafters import MtpDrafter  # noqa: E402
 from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
 from dsv4lite.weights.quant import Numerics  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402

@@ -21,7 +21,7 @@ from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
-from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
