@@ -561,7 +561,7 @@ class Session:
         try:
             engine = self._serving("pause")
             if pause_now != (self._phase is Phase.PAUSED):
-                self._answer = engine.pause() if pause_now else engine.resume()
+                self._answer = engine.set_paused(pause_now)
                 self._phase = Phase.PAUSED if pause_now else Phase.READY
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
             self._give_up_pauses("stopped", error=error)

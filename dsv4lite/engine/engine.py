@@ -193,13 +193,9 @@ class Engine:
         self._put(partial(self._call, function, future))
         return future
 
-    def pause(self) -> Future[None]:
-        """Stop stepping; sequences keep their state."""
-        return self.call(lambda engine: engine._set_paused(True))
-
-    def resume(self) -> Future[None]:
-        """Go on stepping."""
-        return self.call(lambda engine: engine._set_paused(False))
+    def set_paused(self, paused: bool) -> Future[None]:
+        """Stop stepping, or go on; sequences keep their state."""
+        return self.call(lambda engine: engine._set_paused(paused))
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget cached prefixes."""
@@ -208,10 +204,6 @@ class Engine:
     def dump_step(self, path: Path) -> Future[None]:
         """Save the next step; the future ends before that step."""
         return self.call(lambda engine: engine._dump_step(path))
-
-    def check(self) -> Future[None]:
-        """Verify that every page, slot and snapshot is accounted for; the future fails with AssertionError otherwise."""
-        return self.call(lambda engine: engine._scheduler.check())
 
     def stats(self) -> EngineStats:
         """Return the counters of the last step."""

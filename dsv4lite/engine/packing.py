@@ -50,18 +50,13 @@ def save_snapshots(plan: StepPlan, cache: StateCache) -> None:
         cache.save(*_pairs(plan.saves, cache.device))
 
 
-def empty_last_token(cache: StateCache) -> Tensor:
-    """Allocate the tokens sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
-    return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
-
-
-def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | None = None) -> Batch:
+def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | None = None) -> Batch:
     """Return the step's batch.
 
     Args:
         plan: What to run.
         model: Whose step it is.
-        last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
+        cache: Its ``last_token`` has the tokens of sequences whose token id is still ``IN_FLIGHT``.
         most_tokens: Tokens of the replica with the most, of those that share experts.
     """
     device = model.numerics.device
@@ -73,7 +68,7 @@ def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | No
             unknown.append((row, sequence.slot))
     if unknown:
         rows, slots = _pairs(tuple(unknown), device)
-        token_ids_T[rows] = last_token[slots]
+        token_ids_T[rows] = cache.last_token[slots]
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
     batch.most_tokens = most_tokens
     return batch

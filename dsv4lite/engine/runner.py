@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import empty_last_token, pack, padding, prepare_state, save_snapshots
+from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -131,8 +131,7 @@ class Runner:
         self._graphs = graphs
         self._drafter = drafter
         self._balancer = balancer
-        self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
-        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, self._last_token)
+        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, cache.last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
@@ -199,7 +198,7 @@ class Runner:
         for done, capture in enumerate(captures):
             capture()
             report("shapes", len(lengths) + done + 1, total)
-        padding_place = len(self._last_token) - 1
+        padding_place = self.cache.sizes.slots
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
@@ -328,7 +327,7 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
         config, numerics = self.model.config, self.model.numerics
-        batch = pack(plan, self.model, self._last_token, shape.tokens)
+        batch = pack(plan, self.model, self.cache, shape.tokens)
         if self._routing and any(s.seq_id in self._routing for s in plan.sequences):
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
@@ -366,8 +365,11 @@ class Runner:
         if not each:
             return None
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
-        logits = self.model.logits(_take(done.streams_TND, rows))  # a collective call
-        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
+        streams = done.streams_TND
+        if len(rows) < len(streams):
+            streams = streams[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), streams.device)]
+        logits = self.model.logits(streams)  # a collective call
+        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self.cache.last_token)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""
@@ -442,8 +444,3 @@ class Runner:
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
             if s.seq_id in self._routing
         }
-
-
-def _take(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows, in ascending order."""
-    return x if len(rows) == len(x) else x[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), x.device)]

@@ -73,7 +73,7 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
         if rank > 0:
             return None
         alone, outputs = drafted(llm), all_kinds(llm)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         return alone, outputs
 
 
