@@ -837,7 +837,8 @@ def test_check_notices_a_lost_page() -> None:
     h = make()
     h.add(request("a", text(300), max_tokens=300))
     h.step()
-    h.scheduler.sequences_of("a")[0].pages.pop()
+    seq = h.scheduler.sequences_of("a")[0]
+    seq.pages = seq.pages[:-1]
     with pytest.raises(AssertionError, match="grow page: wrong references"):
         h.scheduler.check()
 
