@@ -349,7 +349,7 @@ class Engine:
         schedulers = [
             Scheduler(
                 limits,
-                Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
+                Pools(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
                 propose=propose,
                 first_seq_id=replica * SEQ_IDS,
             )
@@ -442,7 +442,7 @@ class Engine:
         oldest = self._in_flight.popleft()
         result = oldest.wait()
         arrived = time.perf_counter()
-        if self._recorder is not None:
+        if self._recorder is not None and self._recorder.active:
             self._recorder.end()
         self._process(oldest.plan, result)
         ended = time.perf_counter()

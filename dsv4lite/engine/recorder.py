@@ -88,8 +88,6 @@ class StepRecorder:
 
     def begin(self, plan: StepPlan, graph: GraphShape | None) -> None:
         """Keep what a step will change, after the plan's copies of state and before its sequences run."""
-        if not self.active:
-            return
         with self._harmless():
             ids = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
             slots = {name: slot.index_select(0, ids) for name, slot in self._cache.slots().items()}

@@ -298,15 +298,16 @@ class Runner:
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
-        if self.recorder is not None:
-            self.recorder.begin(plan, graph)
+        recorder = self.recorder if self.recorder is not None and self.recorder.active else None
+        if recorder is not None:
+            recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
         save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
             plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
         samples = self._sample(plan, shape, done)
-        if self.recorder is not None:
-            self.recorder.watch(done.streams_TND, samples)
+        if recorder is not None:
+            recorder.watch(done.streams_TND, samples)
         if not plan.max_drafts:  # after a step that drafts, a later step starts only with tokens that are in its plan
             self._tokens.begin(s.slot for s in plan.sequences if s.sample)
         drafts = self._draft(plan, shape, done, samples)

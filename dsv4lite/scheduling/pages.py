@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 
@@ -129,21 +128,11 @@ class IdPool:
         assert cached == self._reclaimable, f"{self.name}: {cached} ids are cached, {self._reclaimable} counted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """The four pools of one engine."""
+    """The four pools of one engine, of the given numbers of ids."""
 
-    grow: IdPool
-    window: IdPool
-    slots: IdPool
-    snapshots: IdPool
-
-    @classmethod
-    def sized(cls, *, grow: int, window: int, slots: int, snapshots: int) -> Pools:
-        """Return full pools of the given numbers of ids."""
-        return cls(
-            grow=IdPool("grow page", grow),
-            window=IdPool("window page", window),
-            slots=IdPool("slot", slots),
-            snapshots=IdPool("snapshot", snapshots),
-        )
+    def __init__(self, *, grow: int, window: int, slots: int, snapshots: int) -> None:
+        self.grow = IdPool("grow page", grow)
+        self.window = IdPool("window page", window)
+        self.slots = IdPool("slot", slots)
+        self.snapshots = IdPool("snapshot", snapshots)

@@ -87,7 +87,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         right = [token for token, *_ in texts[seq.request.request_id]][at : at + most]
         return tuple(t + len(seq.tokens) % 4 // 3 for t in right)
 
-    pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+    pools = Pools(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
     scheduler = Scheduler(limits, pools, propose=None if known is None else propose)
     found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
     for i, (name, each) in enumerate(SETTINGS.items()):
@@ -130,7 +130,7 @@ def test_runs_after_unchecked_drafts_sample_as_others_do() -> None:
         limits = SchedulerLimits(
             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512, window=TINY.window, max_drafts=drafts
         )
-        pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+        pools = Pools(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
         scheduler = Scheduler(limits, pools, propose=(lambda seq, most: seq.drafts[:most]) if drafts else None)
         runner = runner_of(model, recorded=drafts > 0, drafts=drafts, own=True)
         scheduler.add(request)

@@ -16,7 +16,7 @@ def text(num_tokens: int, seed: int = 1) -> list[int]:
 
 
 def make_cache(*, grow: int = 16, window: int = 16, snapshots: int = 4) -> tuple[Pools, PrefixCache]:
-    pools = Pools.sized(grow=grow, window=window, slots=2, snapshots=snapshots)
+    pools = Pools(grow=grow, window=window, slots=2, snapshots=snapshots)
     return pools, PrefixCache(pools)
 
 

@@ -17,7 +17,7 @@ from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits
 def make(replicas: int = 2, *, max_num_seqs: int = 4, placement: ReplicaPlacement = "prefix") -> tuple[Replicas, list[Scheduler]]:
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=2048, window=128)
     schedulers = [
-        Scheduler(limits, Pools.sized(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
+        Scheduler(limits, Pools(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
         for i in range(replicas)
     ]
     return Replicas(schedulers, placement), schedulers

@@ -42,7 +42,7 @@ def make(
         enable_prefix_caching=caching,
         max_drafts=drafts,
     )
-    pools = Pools.sized(grow=grow, window=window_pages, slots=seqs if slots is None else slots, snapshots=snapshots)
+    pools = Pools(grow=grow, window=window_pages, slots=seqs if slots is None else slots, snapshots=snapshots)
     return Harness(limits, pools, overlap=overlap, right=(lambda: right) if drafts else None, ahead=bool(drafts))
 
 
@@ -268,7 +268,7 @@ def test_experts_of_cached_tokens_are_unknown_so_they_run() -> None:
 
 def test_state_of_pages_alone_is_cached_without_snapshots() -> None:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=1024, window=0, snapshots=False)
-    h = Harness(limits, Pools.sized(grow=16, window=0, slots=2, snapshots=0))
+    h = Harness(limits, Pools(grow=16, window=0, slots=2, snapshots=0))
     for name, cached in (("a", 0), ("b", 512)):
         h.add(request(name, text(600), max_tokens=1))
         finish(h, name)
@@ -808,10 +808,10 @@ def test_requests_without_anything_to_do_are_refused() -> None:
 def test_pools_must_hold_one_longest_sequence(lacking: str) -> None:
     limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=513, window=128)
     sizes = {"grow": pages_for(512), "window": limits.window_pages, "slots": 1, "snapshots": 0}
-    Scheduler(limits, Pools.sized(**sizes))
+    Scheduler(limits, Pools(**sizes))
     sizes[lacking] -= 1
     with pytest.raises(CapacityError, match="max_model_len=513") as caught:
-        Scheduler(limits, Pools.sized(**sizes))
+        Scheduler(limits, Pools(**sizes))
     assert caught.value.advice
 
 
