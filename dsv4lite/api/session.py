@@ -358,7 +358,6 @@ class Session:
             block: The pause ends with ``leave`` only; otherwise also with the next ``resume``.
         """
         require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
-        self.require_process("pause")
         with self._lock:
             self._serving("pause")
             if mode == "abort":
@@ -372,7 +371,6 @@ class Session:
 
     def resume(self) -> Future[None]:
         """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
-        self.require_process("resume")
         with self._lock:
             self._serving("resume")
             self._give_up_pauses("resumed", blocks=False)

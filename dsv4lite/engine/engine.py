@@ -318,18 +318,21 @@ class Engine:
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
-        if isinstance(runner, Runner):
-            self._recorder = runner.recorder = StepRecorder(config, runner.model, runner.cache)
+        alone = runner if isinstance(runner, Runner) else None  # the only rank, in this thread
+        if alone is not None:
+            self._recorder = alone.recorder = StepRecorder(config, alone.model, alone.cache)
         drafting = make_drafting(config.speculative, report.own)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._overlaps = not on_cpu if self._overlap is None else self._overlap
         # A proposer on the host needs the tokens that it continues, and a pipeline does not have them in time.
         self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
-        self._drafts_ahead = self._plans_ahead and runner.runs_ahead and not drafting.speculators
+        # The leader of several ranks needs the accepted lengths before it plans the next step.
+        self._drafts_ahead = self._plans_ahead and alone is not None and alone.runs_ahead and not drafting.speculators
         if drafting.max_drafts:
             # On a CPU this thread does the work, and other processes do not count.
-            clock = time.thread_time if on_cpu and isinstance(runner, Runner) else time.perf_counter
-            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=runner.step_costs, clock=clock)
+            clock = time.thread_time if on_cpu and alone is not None else time.perf_counter
+            costs = None if alone is None else alone.step_costs
+            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:

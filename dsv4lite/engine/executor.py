@@ -28,7 +28,6 @@ from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
-from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
@@ -109,10 +108,6 @@ class JointStep:
 class MultiRankExecutor:
     """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
 
-    Attributes:
-        runs_ahead: No step is planned on unresolved drafts: the leader needs the accepted lengths first.
-        step_costs: None are measured.
-
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
@@ -139,8 +134,6 @@ class MultiRankExecutor:
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
-        self.runs_ahead = False
-        self.step_costs: StepCosts | None = None
         self._routed: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
