@@ -222,7 +222,7 @@ def test_state_before_each_draft_is_kept(ratio: int, start: int) -> None:
 
     def run(state: Tensor, store: RowStore, rows: Tensor, position: int, num_drafts: int, copy: int) -> None:
         paging = step_of(
-            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, num_drafts, 0], carry=[0, copy, 0], padding=1
+            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, num_drafts, 0], copies=[0, copy, 0], padding=1
         )
         angles = rope_angles(paging.positions_T // ratio * ratio, freq)
         step = torch.cat([projected[:3], rows, projected[:1], torch.full((1, rows.shape[1]), float("nan"))])
