@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4lite.kernels
 from dsv4lite.config import tiny_model
-from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
@@ -110,7 +109,7 @@ def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda *given: next(dispatch._tensors(given)).device == META)
+            monkeypatch.setattr(module, "use_triton", lambda *given: tensor_of(given).device == META)
     monkeypatch.setattr(triton_jit.JITFunction, "run", lambda *args, **options: None)
 
 
