@@ -16,7 +16,7 @@ from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.errors import CapacityError, WeightUpdateError
 from dsv4lite.models.family import Model
-from dsv4lite.models.share import shards_of
+from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.request import MemoryTag
 from dsv4lite.state.store import StateCache
@@ -66,7 +66,7 @@ class Resident:
     ) -> None:
         self._model, self._cache, self._source = model, cache, source
         self._graphs, self._balancer, self._workspace = graphs, balancer, workspace
-        mesh = model.share.mesh
+        mesh = model.shard.mesh
         self._shards = shards_of(source.model, source.family.tensors, mesh.layout, mesh.rank)
         self._device = cache.device
         self._open: tuple[int, Transaction] | None = None

@@ -8,6 +8,7 @@ to their slot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dsv4lite.config import Progress
 from dsv4lite.errors import CheckpointError
 from dsv4lite.parallel.shard import Shards, blocks_of
-from dsv4lite.weights.checkpoint import Checkpoint, Described, Wanted, read_tensors
+from dsv4lite.weights.checkpoint import Checkpoint, Described, HeldTensor, Wanted, read_tensors
 from dsv4lite.weights.quant import Slot
 from dsv4lite.weights.tensors import FORMATS, MatrixFormat
 
@@ -36,8 +37,8 @@ class Assignment(NamedTuple):
     """What goes into one slot: a tensor, its scale if it has one, and which part of each."""
 
     slot: Slot
-    weight: Wanted
-    scale: Wanted | None = None
+    weight: Wanted | HeldTensor
+    scale: Wanted | HeldTensor | None = None
 
 
 class Fit(NamedTuple):
@@ -65,9 +66,7 @@ def load(
     """Fill every slot from a checkpoint.
 
     Args:
-        checkpoint: Where from.
         slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
-        progress: Receives the bytes read.
         shards: Which part of each tensor this rank holds; default is all.
         whole: The slots are those of a whole model: tensors without one are errors.
 
@@ -138,7 +137,9 @@ def read_assigned(
         CheckpointError: A file cannot be read.
     """
     wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
-    stream = ((info.name, tensor) for info, tensor in read_tensors(wanted, progress=progress))
+    held = ((part.name, part.tensor) for part in wanted if isinstance(part, HeldTensor))
+    stored = read_tensors([part for part in wanted if isinstance(part, Wanted)], progress=progress)
+    stream = chain(held, ((info.name, tensor) for info, tensor in stored))
     for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
         yield name, assignments[name].slot, weight, scale
 
@@ -222,7 +223,7 @@ def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards
         if scale is not None:
             problems.append(f"{scale.name}: a scale, but {name} is {info.dtype}, which has none")
             return
-        found.assignments[name] = Assignment(slot, Wanted(info, cut or ()))
+        found.assignments[name] = Assignment(slot, info.cut(cut or ()))
         return
     if scale is None:
         found.missing.append(f"{scale_name(name)}: missing; {name} is {info.dtype} and needs a scale")
@@ -236,7 +237,7 @@ def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards
     if len(problems) > before:
         return
     parts = (blocks_of(cut, (1, form.pack)), blocks_of(cut, form.block)) if cut else ((), ())
-    found.assignments[name] = Assignment(slot, Wanted(info, parts[0]), Wanted(scale, parts[1]))
+    found.assignments[name] = Assignment(slot, info.cut(parts[0]), scale.cut(parts[1]))
 
 
 def _unexpected(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
