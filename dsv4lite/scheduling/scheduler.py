@@ -243,6 +243,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Release the state of all sequences, which will compute it again from their tokens; between steps."""
         assert not self._outstanding
+        self._release_deferred()
         while self._running:
             self._preempt(self._running[-1])
 

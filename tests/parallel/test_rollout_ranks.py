@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dsv4lite.config import MTP
-from dsv4lite.errors import WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.errors import EngineStateError, WeightsNotLoadedError, WeightUpdateError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.parallel.mesh import Mesh
@@ -107,34 +112,40 @@ def test_weights_come_over_a_process_group(models: tuple[Path, Path], fresh: lis
     assert received == fresh[1][1]
 
 
-def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> dict[str, str]:
-    """Both ranks hold halves of every tensor, and gather them at the same time; rank 1 has an engine."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[dict[str, str], list[Any]]:
+    """Both ranks train and serve: each holds a half of every tensor of the policy, and a half of the engine."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
     try:
         world, policy = init_device_mesh("cpu", (2,)), torch.nn.Module()
-        for i, tensor in enumerate(read(models[1]).values()):
-            policy.register_buffer(f"t{i}", distribute_tensor(tensor, world, [Shard(0)]))
-        names = dict(zip(policy.state_dict(), read(models[1]), strict=True))
+        for name, tensor in read(models[1]).items():
+            policy.register_buffer(name.replace(".", "/"), distribute_tensor(tensor, world, [Shard(0)]))
 
         class Named(ModuleSource):
-            def tensors(self) -> Any:
+            def tensors(self) -> Iterator[tuple[str, Tensor]]:
                 for name, tensor in super().tensors():
-                    yield names[name], tensor
+                    yield name.replace("/", "."), tensor
 
-        if mesh.rank == 0:
-            assert all(tensor.numel() for _, tensor in Named(policy).tensors())
-            return {}
-        with LLM(str(models[0]), **SETTINGS) as llm:
+        with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=2, executor="external") as llm:
+            if mesh.rank > 0:
+                for _ in Named(policy).tensors():
+                    pass
+                for call in (llm.sleep, llm.wake_up, llm.weight_checksums, llm.update_weights(1).__enter__):
+                    with pytest.raises(EngineStateError, match="follows rank 0") if call != llm.wake_up else nullcontext():
+                        call()
+                assert llm.state is Phase.READY
+                return {}, []
             with llm.update_weights(1) as update:
                 update.load(Named(policy))
-            return llm.weight_checksums()
+            llm.sleep(1)
+            llm.wake_up()
+            return llm.weight_checksums(), llm.generate_batch(PROMPTS, GREEDY)
     finally:
         dist.destroy_process_group()
 
 
-def test_distributed_tensors_are_gathered(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
-    _, received = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
-    assert received == fresh[1][1]
+def test_ranks_that_train_gather_their_tensors_for_the_rank_that_leads(
+    models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    (checksums, outputs), _ = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert checksums == fresh[1][1]
+    assert_same(outputs, fresh[1][0], 1e-4)
