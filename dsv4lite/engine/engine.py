@@ -615,6 +615,7 @@ class Engine:
         try:
             result = function(self)
         except BaseException as error:
+            forget_frames(error)  # a caller may keep it longer than the engine
             _answer(future, error=error)
         else:
             _answer(future, result)

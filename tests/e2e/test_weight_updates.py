@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,15 @@ def test_exception_of_the_block_rolls_back_and_passes(llm: LLM, models: tuple[Pa
     assert (llm.state, llm.weight_version) == (Phase.READY, 0) and same(ask(llm), fresh[0][0])
     with pytest.raises(EngineStateError, match="this update is not open"):
         update.load(DiskSource(str(models[1])))
+
+
+def test_error_that_is_kept_does_not_keep_the_model(models: tuple[Path, Path]) -> None:
+    with opened(models[0]) as llm:
+        held = weakref.ref(engine_of(llm)._runner.model.embed)  # type: ignore[union-attr]
+        with pytest.raises(WeightUpdateError) as caught:
+            load(llm, 1, NamedTensors({"norm.weight": torch.zeros(3)}))
+    gc.collect()
+    assert caught.value.mismatched and held() is None
 
 
 def test_second_update_beside_an_open_one_is_refused(llm: LLM) -> None:
