@@ -196,6 +196,24 @@ def test_each_token_sums_its_experts_and_the_shared_one(tokens: int) -> None:
         torch.testing.assert_close(got[t].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_padding_of_unquantized_experts_gets_the_shared_expert_alone(tokens: int) -> None:
+    x, shared = torch.full((tokens, HIDDEN), float("nan")), random(tokens, HIDDEN)
+    chosen = torch.full((tokens, 2), EXPERTS)
+    assert torch.equal(unquantized(x, chosen, torch.zeros(tokens, 2), W13, W2, LIMIT, shared=shared), shared)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_sum_without_a_shared_expert_is_not_rounded(tokens: int) -> None:
+    x, weights = random(tokens, HIDDEN, seed=3).bfloat16(), random(tokens, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(tokens) % 3, 3 + torch.arange(tokens) % 3], 1)
+    got = unquantized(x, chosen, weights, W13, W2, LIMIT)
+    shared = random(tokens, HIDDEN, seed=4).bfloat16()
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    assert torch.equal((got + shared).bfloat16(), unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared))
+    assert tokens == 0 or not torch.equal(got, got.bfloat16().float())
+
+
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_unquantized_parts_of_the_width_add_up_without_a_rounding(tokens: int) -> None:
     x, weights, chosen = (

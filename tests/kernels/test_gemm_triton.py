@@ -13,6 +13,8 @@ from dsv4lite.kernels.gemm import (
     float_linear,
     fp8_linear,
     fp8_weight_linear,
+    fp8_weight_linear_quantize,
+    pair_linear,
 )
 from dsv4lite.kernels.quantize import quantize_fp8
 from tests.kernels.tensors import DEVICE, fp8_weights, random
@@ -20,7 +22,7 @@ from tests.kernels.tensors import ON_GPU as CUDA
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.counters import COUNTERS  # noqa: E402
+from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     SPLIT_MAX_ROWS,
@@ -150,6 +152,50 @@ def test_row_does_not_depend_on_the_others() -> None:
                 assert torch.equal(got, wanted[:rows]), rows
             else:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "groups", "outs", "inputs"),
+    [(1, 2, 128, 128), (5, 3, 256, 1300)] + ([(rows, 8, 1024, 4096) for rows in (1, 8, 16)] if CUDA else []),
+)
+def test_products_are_quantized_as_one_row(
+    rows: int, groups: int, outs: int, inputs: int, per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.dispatch.use_triton", lambda *given: True)
+    given = (random(rows, groups, inputs).bfloat16(), *fp8_weights(groups, outs, inputs, per_row=per_row))
+    codes, scales = fp8_weight_linear_quantize(*given, ROW_TILE)
+    wanted, wanted_scales = quantize_fp8.reference(fp8_weight_linear_triton(*given, ROW_TILE).flatten(1), 128)
+    assert codes.shape == wanted.shape and codes.dtype == wanted.dtype and torch.equal(scales, wanted_scales)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert not counters_of(DEVICE).any()
+
+
+PAIRS = [(1, 70, 130, 1100), (5, 65, 40, 256), (16, 24, 70, 1024), (3, 130, 3, 60)]  # one or several parts of each
+# V4-Flash: the hidden layer of the shared expert and the router, latents and the inputs of both kinds of compressors.
+REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16)]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "fp8_outs", "outs", "inputs"), PAIRS + (REAL_PAIRS if CUDA else []))
+def test_pair_has_the_bits_of_products_alone(
+    rows: int, fp8_outs: int, outs: int, inputs: int, per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.dispatch.use_triton", lambda *given: True)
+    x, w = random(rows, inputs).bfloat16(), random(outs, inputs, seed=3).bfloat16()
+    given = (*quantize_fp8(x, 128), *fp8_weights(fp8_outs, inputs, per_row=per_row))
+    for _ in range(2):  # the second finds the counters as the first has left them
+        quantized, unquantized = pair_linear(x, *given, w, ROW_TILE)
+        assert torch.equal(quantized, fp8_linear_triton(*given, row_tile=ROW_TILE))
+        assert torch.equal(unquantized, float_linear_triton(x[:, None], w[None], torch.float32, ROW_TILE)[:, 0])
+    assert not counters_of(DEVICE).any()
+
+
+def test_counters_are_zero_after_a_product() -> None:
+    x, w = random(40, 1, 1024).bfloat16(), random(1, 70, 1024, seed=1).bfloat16()
+    assert splits_of(70, 8) == 2
+    assert torch.equal(float_linear_triton(x, w, torch.float32), float_linear_triton(x, w, torch.float32))
+    assert not counters_of(DEVICE).any()
 
 
 def test_counters_suffice_for_every_product_in_parts() -> None:

@@ -13,6 +13,7 @@ from dsv4lite.kernels.hc import (
     HcMix,
     HcSettings,
     HcWeights,
+    has_kernel,
     hc_enter,
     hc_expand,
     hc_head,
@@ -110,6 +111,11 @@ def test_entering_quantizes_what_it_returns(row_tile: int | None) -> None:
     assert torch.equal(got.rounded[1], scales) and scales.shape == (5, 3)
 
 
+def test_kernels_of_their_own_are_for_four_streams_in_bfloat16() -> None:
+    assert has_kernel(torch.bfloat16, 4)
+    assert not has_kernel(torch.float32, 4) and not has_kernel(torch.bfloat16, 2)
+
+
 def test_few_tokens_of_four_streams_in_bfloat16_are_entered_in_one_launch() -> None:
     x = torch.empty(16, 4, 64, dtype=torch.bfloat16)
     assert suits_decode_small(x, None) and suits_decode_small(x[:1], None)
@@ -132,10 +138,10 @@ def test_head_equals_the_formula(count: int) -> None:
     z = x.double().flatten(1)
     m = (z / (z.square().mean(-1, keepdim=True) + EPS).sqrt()) @ w.fn.double().T
     gate = (m * w.scale.double() + w.base.double()).sigmoid() + EPS
-    summed = (gate[..., None] * x.double()).sum(1)
-    torch.testing.assert_close(hc_head(x, w, None, EPS, EPS).double(), summed, rtol=0, atol=5e-6)
-    expected = summed / (summed.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-    torch.testing.assert_close(hc_head(x, w, norm, EPS, EPS).double(), expected, rtol=0, atol=2e-5)
+    got = hc_head(x, w, None, EPS, EPS).double()
+    torch.testing.assert_close(got, (gate[..., None] * x.double()).sum(1), rtol=0, atol=5e-6)
+    normed = got / (got.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    torch.testing.assert_close(hc_head(x, w, norm, EPS, EPS).double(), normed, rtol=0, atol=5e-6)
 
 
 def test_bfloat16_streams_round_once() -> None:

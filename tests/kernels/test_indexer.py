@@ -90,6 +90,11 @@ def test_selection_takes_the_best_and_of_equals_the_older(data: st.DataObject) -
         assert valid[t].tolist() == [True] * len(best) + [False] * (chosen.shape[1] - len(best))
 
 
+def test_no_token_sees_an_entry_that_is_not_there() -> None:
+    chosen, valid = select_entries(random(3, 10), torch.zeros(3, dtype=torch.int64), 4)
+    assert not valid.any() and chosen.shape == (3, 4)
+
+
 @given(data=st.data())
 @settings(max_examples=50)
 def test_union_holds_every_choice(data: st.DataObject) -> None:

@@ -80,7 +80,7 @@ def test_scores_of_unquantized_keys_equal_the_reference(heads: int, width: int, 
             assert ((a - b).abs() <= bound * (b.abs() + b.abs().max())).all()
 
 
-@pytest.mark.parametrize(("first", "last"), [(5, 39), (38, 42)])
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (5, 39), (38, 42)])
 def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
     paging = make_paging([(100, 37), (600, 2), (0, 3)], DEVICE)
     visible = visible_of(paging.positions_T)

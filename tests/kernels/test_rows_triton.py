@@ -26,6 +26,7 @@ from dsv4lite.kernels.rows.triton import (  # noqa: E402
     kind_of,
     mean_of,
     memory_of,
+    only_if,
     power_scale,
     rotate,
     store_row,
@@ -141,3 +142,16 @@ def test_rows_are_stored_byte_for_byte(fmt: RowFormat, scale: float) -> None:
     rows, sizes = triton.next_power_of_2(triton.cdiv(fmt.width, 64)), {"WIDTH": fmt.width, "ROPE": 64, "PLACES": 4}
     _store_kernel[(1,)](x.float(), memory_of(ours)[1], 2, **sizes, ROWS=rows, KIND=kind_of(fmt), enable_fp_fusion=False)
     assert torch.equal(ours.memory, theirs.memory)
+
+
+@triton.jit
+def _mask_kernel(x, out):
+    at = tl.arange(0, 8)
+    tl.store(out + at, at + 1, mask=only_if(tl.load(x) > 0, at < 6))
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_condition_masks_all_or_nothing(condition: bool) -> None:
+    x, out = torch.tensor([int(condition)], device=DEVICE), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    _mask_kernel[(1,)](x, out, enable_fp_fusion=False)
+    assert out.tolist() == ([1, 2, 3, 4, 5, 6, 0, 0] if condition else [0] * 8)

@@ -313,9 +313,11 @@ def test_sequences_take_their_settings_to_another_slot() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "frequency_penalty": 0.4},
         {"top_p": 0.7, "min_p": 0.01, "logit_bias": {5: 3.0}, "logprobs": BEST + 3},
         {"top_k": 150, "min_tokens": 4, "allowed_token_ids": tuple(range(180))},
-        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4, "repetition_penalty": 1.3, "top_k": 9, "top_p": 0.8},
+        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4},
     ],
     ids=lambda each: ",".join(each),
 )

@@ -45,7 +45,7 @@ from tests.recorded import Recording, without_device  # noqa: E402
 CPU = torch.device("cpu")
 MAX_TOKENS, MAX_LENGTH = 700, 8192
 LONGEST = 8192
-COUNTS = (*range(1, 140, 9), *range(62, 68), 200, 256, 300, 511, 512, 513, 1000, 1025, 2047, 2048, 2049, 3001, 5000, 8191, 8192)
+COUNTS = (*range(1, 140, 3), *range(62, 68), 200, 256, 300, 511, 512, 513, 1000, 1025, 2047, 2048, 2049, 3001, 5000, 8191, 8192)
 SIZES = StateSizes(grow_pages=8, window_pages=8, slots=4, snapshots=1)
 
 

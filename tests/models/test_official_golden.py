@@ -280,6 +280,11 @@ def test_logits_agree_within_the_noise(
     assert (got.argmax(-1) == outputs[f"{run}.argmax"]).float().mean() > agree
 
 
+def test_paged_steps_agree_with_one_pass(official_deterministic: DeepseekV4, outputs: Outputs) -> None:
+    for run in ("short", "mid"):
+        assert torch.equal(in_steps(official_deterministic, run, outputs), in_one_pass(official_deterministic, run, outputs))
+
+
 def test_routing_agrees_where_the_streams_do(official: DeepseekV4, outputs: Outputs) -> None:
     batch, caches = official.prepare(official_ids(136))
     for layer in LAYERS:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page
+from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 
 
@@ -40,9 +40,40 @@ def check(pools: Pools, cache: PrefixCache, held: Counter[int] | None = None) ->
     pools.snapshots.check(Counter(), Counter(i for c in checkpoints for i in c.snapshot))
 
 
+def test_pages_for_counts_started_pages() -> None:
+    assert [pages_for(n) for n in (0, 1, 255, 256, 257, 512)] == [0, 1, 1, 1, 2, 2]
+
+
 def test_first_window_page_keeps_what_the_next_token_sees() -> None:
     # The token at 127 sees [0, 127]; the one at 191 sees [64, 191]: page 0 has slid away.
     assert [first_window_page(p, 128) for p in (0, 127, 190, 191, 256)] == [0, 0, 0, 1, 2]
+
+
+def test_pool_allocates_all_or_nothing() -> None:
+    pool = IdPool("page", 3)
+    ids = pool.allocate(2)
+    assert ids is not None and len(set(ids)) == 2 and pool.num_free == 1
+    assert pool.allocate(2) is None and pool.num_free == 1
+    assert pool.allocate(0) == []
+    pool.check(Counter(ids), Counter())
+
+
+def test_pool_frees_an_id_with_its_last_holder() -> None:
+    pool = IdPool("page", 1)
+    assert pool.allocate(1) == [0]
+    pool.share([0])
+    pool.pin([0])
+    pool.release([0])
+    assert (pool.num_free, pool.num_available) == (0, 0)
+    pool.release([0])
+    assert (pool.num_free, pool.num_available) == (0, 1), "only the cache holds it"
+    pool.share([0])
+    assert pool.num_available == 0
+    pool.unpin([0])
+    assert pool.num_available == 0
+    pool.release([0])
+    assert (pool.num_free, pool.num_available) == (1, 1)
+    assert pool.stats().free == pool.stats().total == 1
 
 
 @pytest.mark.parametrize("misuse", ["share", "release", "pin", "unpin"])
@@ -199,6 +230,12 @@ def test_cache_allocation_that_cannot_succeed_evicts_nothing() -> None:
     assert ids is not None
     assert cache.allocate(pools.grow, 4) is None and len(cache) == 1
     check(pools, cache, Counter(ids))
+
+
+def test_cache_without_snapshots_captures_nothing() -> None:
+    pools, cache = make_cache(snapshots=0)
+    assert put(pools, cache, text(256)) is None
+    check(pools, cache)
 
 
 def test_cache_does_not_evict_what_is_captured_but_not_inserted() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -84,6 +86,15 @@ def test_plan_mixes_decode_and_chunked_prefill() -> None:
     assert spans(plan) == [(0, 32, 33), (1, 198, 250), (2, 0, 40)]
     assert [part.sample for part in plan.sequences] == [True, True, True] and plan.num_tokens == 93
     assert spans(h.step()) == [(0, 33, 34), (1, 250, 251), (2, 40, 41)]
+    h.drain()
+
+
+def test_plan_lists_single_tokens_first() -> None:
+    h = make(room=100, caching=False)
+    h.add(request("long", text(120), max_tokens=3))
+    assert spans(h.step()) == [(0, 0, 100)]
+    h.add(request("one", [7], max_tokens=3))
+    assert spans(h.step()) == [(1, 0, 1), (0, 100, 120)]
     h.drain()
 
 
@@ -240,6 +251,25 @@ def test_hit_leaves_a_token_to_run(length: int, cached: int) -> None:
     h.drain()
 
 
+def test_prefix_of_the_same_step_is_not_hit() -> None:
+    h = make(room=2048)
+    for name in "ab":
+        h.add(request(name, text(300), max_tokens=2))
+    plan = h.step()
+    assert spans(plan) == [(0, 0, 256), (1, 0, 256)] and not plan.restores
+    assert h.scheduler.stats().checkpoints == 1
+    h.drain()
+
+
+def test_salts_do_not_share() -> None:
+    h = make()
+    for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "", 0), ("d", "x", 256), ("e", None, 256)):
+        h.add(request(name, text(300), salt=salt, max_tokens=1))
+        finish(h, name)
+        assert h.cached[name, 0] == cached
+    h.drain()
+
+
 def test_reset_hides_prefixes_and_keeps_running_sequences() -> None:
     h = make()
     h.add(request("old", text(300), max_tokens=300))
@@ -343,6 +373,16 @@ def test_error_forgets_the_prefixes_of_the_sequence() -> None:
 # --------------------------------------------------------------------------------------------------------------- score
 
 
+def test_score_covers_each_prompt_token_once() -> None:
+    h = make(room=200)
+    h.add(request("a", text(600), score_from=150, max_tokens=1))
+    scores = []
+    while ("a", 0) not in h.ends:
+        scores.append(part_of(h.step(), 0).score)
+    assert scores == [(149, 200), (200, 400), (400, 512), (512, 599)]
+    h.drain()
+
+
 def test_score_limits_the_hit() -> None:
     h = make()
     h.add(request("a", text(900), max_tokens=1))
@@ -381,6 +421,16 @@ def test_scores_are_passed_on_with_the_updates() -> None:
         assert [u.prompt_logprobs is score for u in updates] == [True]
         marks.append(updates[0].finish_reason)
     assert marks == [None, "length"]
+
+
+def test_preempted_prompt_is_not_scored_twice() -> None:
+    h = make(room=300, caching=False)
+    h.add(request("a", text(800), score_from=1, max_tokens=3))
+    h.step()
+    h.preempt_all()
+    parts = [part_of(h.step(), 0).score for _ in range(3)]
+    assert parts == [None, (300, 600), (600, 799)]
+    h.drain()
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -443,6 +493,36 @@ def test_completions_without_a_place_wait_and_compute_their_own() -> None:
     h.drain()
     assert h.cached["a", 2] == h.cached["a", 3] == 512
     assert [len(h.device.truths[i].scored) for i in range(4)] == [599, 0, 0, 0]
+
+
+def test_completions_wait_through_a_preemption_of_their_leader() -> None:
+    h = make(room=300)
+    h.add(request("a", text(600), n=2, max_tokens=3))
+    h.step()
+    h.preempt_all()
+    assert h.scheduler.num_waiting == 2
+    h.drain()
+    assert sum(len(plan.slot_copies) for plan in h.plans) == 1
+
+
+def test_completions_outlive_their_leader() -> None:
+    h = make(room=300)
+    h.add(request("a", text(600), n=3, max_tokens=3))
+    h.step()
+    h.abort("a", index=0)
+    h.abort("a", index=2)
+    assert h.scheduler.num_waiting == 1
+    h.drain()
+    assert [h.ends["a", i].finish_reason for i in range(3)] == ["abort", "length", "abort"]
+
+
+def test_fork_larger_than_the_step_goes_on_in_the_next() -> None:
+    h = make(seqs=8, room=4, caching=False)
+    h.add(request("a", text(4), n=6, max_tokens=3))
+    assert spans(h.step()) == [(0, 0, 3)]
+    assert [s for s, _, _ in spans(h.step())] == [0, 1, 2, 3]
+    assert h.scheduler.num_running == 6
+    h.drain()
 
 
 # ---------------------------------------------------------------------------------------------------------- preemption
@@ -538,6 +618,18 @@ def test_no_sequence_starts_in_a_step_that_preempted_one() -> None:
     h.drain()
 
 
+def test_preempted_sequence_gets_its_token_in_flight() -> None:
+    h = make(overlap=True, caching=False)
+    h.add(request("a", text(100), max_tokens=9))
+    h.plan()
+    seq = h.scheduler.sequences_of("a")[0]
+    h.scheduler._preempt(seq)
+    assert h.plan() is None, "it waits for its token"
+    h.update()
+    assert spans(h.plan()) == [(0, 0, 101)]
+    h.drain()
+
+
 # ------------------------------------------------------------------------------------------------------------- overlap
 
 
@@ -552,6 +644,13 @@ def test_overlap_plans_with_the_token_in_flight() -> None:
     assert h.plan() is None, "the third token is in flight and the last"
     h.update()
     assert len(h.outputs["a", 0]) == 3 and not h.scheduler.has_work()
+
+
+def test_overlap_never_runs_beyond_max_model_len() -> None:
+    h = make(overlap=True, caching=False, max_len=20)
+    h.add(request("a", text(10)))
+    h.drain()
+    assert len(h.outputs["a", 0]) == 10 and max(part.end for plan in h.plans for part in plan.sequences) == 19
 
 
 def test_overlap_gives_the_state_back_with_the_last_step_in_flight() -> None:
@@ -647,6 +746,17 @@ def test_first_token_ends_the_sequence_as_asked(
     h.scheduler.check()
 
 
+def test_min_tokens_holds_for_exactly_that_many() -> None:
+    h = make()
+    h.add(request("a", text(10), ignore_eos=False, min_tokens=2))
+    reasons = []
+    while h.scheduler.has_work():
+        plan = h.scheduler.schedule(0.0)
+        assert plan is not None
+        reasons += [u.finish_reason for u in h.scheduler.update(plan, {0: Sampled(token_id=EOS)})]
+    assert reasons == [None, None, "stop"]
+
+
 def test_updates_carry_the_start_and_the_cached_tokens_once() -> None:
     h = make()
     h.now = 5.0
@@ -693,6 +803,35 @@ def test_deadline_ends_all_sequences_of_a_request_once() -> None:
     h.now = 12.0
     h.drain()
     assert h.ends["b", 0].finish_reason == "length"
+
+
+def test_deadline_of_an_ended_request_does_not_touch_its_successor() -> None:
+    h = make()
+    h.add(request("a", text(10), deadline=10.0, max_tokens=1))
+    finish(h, "a")
+    h.scheduler.add(request("a", text(10), max_tokens=5))
+    h.now = 20.0
+    assert h.scheduler.schedule(h.now) is not None and h.scheduler.pop_expired() == []
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    """They once stayed until their time, of every request that had one."""
+
+    class Name(str):
+        __slots__ = ("__weakref__",)
+
+    h = make()
+    scheduler, names = h.scheduler, []
+    for number in range(300):
+        name = Name(number)
+        names.append(weakref.ref(name))
+        scheduler.add(request(name, text(10), deadline=1e12 + number, max_tokens=5))
+        if number % 10:
+            scheduler.abort(name)
+        del name
+    gc.collect()
+    assert sum(name() is not None for name in names) <= 2 * 30 + 20
+    assert len(scheduler.expire(1e12 + 299)) == 30 and not scheduler.has_work()
 
 
 def test_deadlines_pass_without_a_step_too() -> None:
@@ -754,6 +893,24 @@ def test_step_is_planned_after_unresolved_drafts_while_the_waiting_sequence_has_
     assert list(h.ends) == [("a", 0), ("big", 0), ("small", 0)]
 
 
+def test_end_after_unresolved_drafts_drops_what_was_planned_there() -> None:
+    h = make(drafts=2)
+    h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
+    h.drain()
+    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].unresolved is not None
+
+
+def test_deadline_drops_the_token_in_flight() -> None:
+    h = make(overlap=True)
+    h.add(request("a", text(10), deadline=1.0, max_tokens=5))
+    h.plan()
+    h.now = 1.0
+    assert h.plan() is None
+    h.update()
+    assert h.ends["a", 0].finish_reason == "deadline" and h.outputs["a", 0] == []
+    h.check_end()
+
+
 def test_abort_frees_at_once_and_is_idempotent() -> None:
     h = make(overlap=True)
     h.add(request("a", text(600), n=2, max_tokens=50))
@@ -767,6 +924,17 @@ def test_abort_frees_at_once_and_is_idempotent() -> None:
     h.update()
     h.scheduler.check()
     assert h.pools.slots.num_free == 4
+
+
+def test_abort_of_one_completion_leaves_the_others() -> None:
+    h = make()
+    h.add(request("a", text(20), n=3, max_tokens=9))
+    for _ in range(4):
+        h.step()
+    h.abort("a", index=1)
+    assert h.scheduler.abort("a", index=1) == []
+    h.drain()
+    assert [h.ends["a", i].finish_reason for i in range(3)] == ["length", "abort", "length"]
 
 
 def test_abort_passes_its_reason() -> None:
@@ -830,6 +998,17 @@ def test_pools_must_hold_one_longest_sequence(lacking: str) -> None:
     assert caught.value.advice
 
 
+def test_the_longest_sequence_runs_in_the_smallest_pools() -> None:
+    limits = SchedulerLimits(
+        max_num_seqs=1, max_num_batched_tokens=100, max_model_len=1025, window=128, prefix_checkpoint_tokens=256
+    )
+    h = Harness(limits, Pools.sized(grow=4, window=limits.window_pages, slots=1, snapshots=1))
+    h.add(request("a", text(500)))
+    h.add(request("b", text(1024, 2)))
+    h.drain()
+    assert len(h.outputs["a", 0]) == 525
+
+
 def test_nothing_to_do_makes_no_plan() -> None:
     h = make()
     assert h.scheduler.schedule(0.0) is None and not h.scheduler.has_work()
@@ -851,6 +1030,14 @@ def test_check_notices_a_lost_page() -> None:
     h.step()
     h.scheduler.sequences_of("a")[0].pages.pop()
     with pytest.raises(AssertionError, match="grow page: wrong references"):
+        h.scheduler.check()
+
+
+def test_check_notices_a_lost_sequence() -> None:
+    h = make()
+    h.add(request("a", text(300), max_tokens=300))
+    h.scheduler._waiting.pop()
+    with pytest.raises(AssertionError, match="lost"):
         h.scheduler.check()
 
 

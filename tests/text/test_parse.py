@@ -284,7 +284,7 @@ fragments = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
     whole = streamed(text, thinking, [])

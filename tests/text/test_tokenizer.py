@@ -197,6 +197,12 @@ def test_detokenizer_never_shows_a_replacement_character_for_valid_text(text: st
     assert "".join(pieces) == text
 
 
+def test_detokenizer_holds_a_character_until_its_last_byte() -> None:
+    ids = [next(i for i in range(400) if REAL.id_to_bytes(i) == bytes([b])) for b in "😀".encode()]
+    stream = Detokenizer(REAL)
+    assert [stream.push([id]) for id in ids] == ["", "", "", "😀"]
+
+
 def test_detokenizer_replaces_invalid_bytes_and_flushes_an_unfinished_character_once() -> None:
     begin, letter = (next(i for i in range(400) if REAL.id_to_bytes(i) == byte) for byte in (b"\xf0", b"A"))
     stream = Detokenizer(REAL)
@@ -241,6 +247,14 @@ def test_stop_strings_hold_back_only_what_may_begin_one() -> None:
     assert stream.push("nd> more") == ("", "</end>")
     assert stream.push("ignored") == ("", "</end>")
     assert stream.flush() == ""
+
+
+def test_stop_strings_across_detokenized_tokens() -> None:
+    ids = REAL.encode("The end.\n\nQuestion: next")
+    detokenizer, stops = Detokenizer(REAL), StopStrings(["\n\nQuestion:"])
+    pieces = [stops.push(detokenizer.push([id])) for id in ids]
+    assert "".join(text for text, _ in pieces) == "The end."
+    assert pieces[-1][1] == "\n\nQuestion:"
 
 
 def test_stop_strings_prefer_the_longest_that_ends_together() -> None:
