@@ -155,9 +155,7 @@ def work(request: pytest.FixtureRequest) -> Iterator[Work]:
                     found.setdefault(Case(one.module, one.name, chip), []).append(one)
             compiling = {
                 case: [
-                    pool.submit(compile_one, one)
-                    for kind in by_kind(found[case])
-                    for one in chosen(kind, MOST[case.capability])
+                    pool.submit(compile_one, one) for kind in by_kind(found[case]) for one in chosen(kind, MOST[case.capability])
                 ]
                 for case in sorted(wanted & found.keys(), key=str)
             }

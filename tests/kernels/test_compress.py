@@ -24,13 +24,10 @@ from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
 from tests.kernels.paged import simulate
 from tests.kernels.steps import step_of
+from tests.kernels.tensors import cpu_random as random
 
 WIDTH = 6
 RATIOS = (1, 4, 8, 128)
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sets_of(ratio: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4lite.kernels.experts import Tiles, sum_experts
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, Held, MoeInputs, moe_decode_small, suits_decode_small
 from dsv4lite.kernels.routing import Copies, Router
-from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, forward, generator, inputs, poison
+from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, forward, generator, inputs
 
 pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from dsv4lite.kernels.gemm.triton import fp8_linear_triton
 from dsv4lite.kernels.routing.triton import route_triton
 from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
 
-pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures(poison.__name__)]
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 
 SIZES = [pytest.param(5, 128, 128, 3, id="small")]
 if ON_GPU:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts import TILE_ROWS, ExpertInputs, ExpertSum, Tiles, experts_outputs, scale_words, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 pytest.importorskip("triton")
 
@@ -19,10 +20,8 @@ from dsv4lite.kernels.experts.grouping_triton import Block, Groups, block_for, g
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 LIMIT = 10.0
 
 
@@ -76,14 +75,6 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     error, size = got - expected, expected.abs().max()
     assert error.abs().max() <= size / 32, float(error.abs().max() / size)
     assert error.square().mean().sqrt() <= size / 512, float(error.square().mean().sqrt() / size)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Fill what is not initialised with NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 # What the interpreter sees of a block is its size.

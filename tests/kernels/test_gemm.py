@@ -18,10 +18,7 @@ from dsv4lite.kernels.gemm import (
     scale_rows,
 )
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.tensors import cpu_random as random
 
 
 @pytest.mark.parametrize("row_tile", [None, ROW_TILE, 5])

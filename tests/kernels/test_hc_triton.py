@@ -113,6 +113,13 @@ def assert_enters(given: HcInputs) -> HcEntered:
     return found
 
 
+def assert_heads(x: Tensor) -> None:
+    """Compare the head, normed and not."""
+    given = inputs(x, None, head=True)
+    for norm_weight in (None, given.norm_weight):
+        assert_enters(given._replace(norm_weight=norm_weight))
+
+
 MANY = [(0, 64), (1, 256), (3, 100)]
 MANY += [(1, 4096), (16, 4096), (63, 7168), (257, 4096), (1500, 4096), (8192, 4096), (1100, 7168)] if ON_GPU else []
 FEW = [(2, 260)] + ([(1, 4096), (16, 4096), (7, 7168)] if ON_GPU else [])
@@ -130,10 +137,8 @@ def test_four_streams_in_bfloat16_agree_with_the_references(tokens: int, width: 
     both = [assert_enters(inputs(x, pending, quantize=quantize)) for quantize in (False, True)]
     assert_rounded(both[0].x_TD, both[1].x_TD, units=2)
     torch.testing.assert_close(both[0].mix, both[1].mix, rtol=0, atol=1e-6)
-    assert_enters(inputs(x, None))
-    head = inputs(x, None, head=True)
-    for norm_weight in (None, head.norm_weight):
-        assert_enters(head._replace(norm_weight=norm_weight))
+    assert_enters(inputs(x, None, FEW_SETTINGS))
+    assert_heads(x)
 
 
 @pytest.mark.parametrize(("tokens", "width"), FEW)
@@ -151,9 +156,7 @@ def test_other_streams_agree_with_the_references(tokens: int, streams: int, widt
     x, pending = random(tokens, streams, width, seed=4).to(dtype), pending_of(tokens, width, streams, dtype)
     assert_rounded(hc_expand_triton(pending[0], x, pending[1]), hc_expand.reference(pending[0], x, pending[1]))
     assert_enters(inputs(x, pending, quantize=True))
-    head = inputs(x, None, head=True)
-    for norm_weight in (None, head.norm_weight):
-        assert_enters(head._replace(norm_weight=norm_weight))
+    assert_heads(x)
 
 
 def normalised(sums: Tensor, columns: int) -> Tensor:
@@ -216,7 +219,7 @@ def part_of(given: HcInputs, part: slice) -> HcInputs:
 @pytest.mark.parametrize("width", [640, 4096, 7168] if ON_GPU else [288])
 def test_every_tile_and_number_of_tokens_gives_the_same_bits(width: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 130 if ON_GPU else 3
-    given = inputs(streams_of(tokens, width), pending_of(tokens, width), quantize=True)
+    given = inputs(streams_of(tokens, width), pending_of(tokens, width), FEW_SETTINGS, quantize=True)
     expected = numbers(given)
     monkeypatch.setattr(prefill_triton, "tile_for", lambda tokens: tile)
     for part in (slice(0, tokens), slice(tokens - 1, tokens)):

@@ -14,10 +14,7 @@ from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores, index_scores_paged, select_entries, select_paged
 from dsv4lite.kernels.rows import Fp4Key
 from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.tensors import cpu_random as random
 
 
 def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

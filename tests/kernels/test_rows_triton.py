@@ -9,6 +9,7 @@ from dsv4lite.kernels.quantize import e2m1_codes as e2m1_codes_ref
 from dsv4lite.kernels.quantize import e2m1_values, hadamard, quantize_fp4, quantize_fp8
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -33,10 +34,6 @@ from dsv4lite.kernels.rows.triton import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.kernel
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-GPU = CUDA
 
 
 @triton.jit
@@ -85,7 +82,7 @@ def test_scales_and_roots_are_exact() -> None:
     x = x.to(DEVICE)
     fp8, fp4 = (torch.empty(64, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     inverses, roots, rounded = torch.empty(64, device=DEVICE), torch.empty(129, device=DEVICE), torch.empty_like(x)
-    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=GPU, enable_fp_fusion=False)
+    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=ON_GPU, enable_fp_fusion=False)
     assert torch.equal(fp8, quantize_fp8(x, 32)[1][:, 0])
     assert torch.equal(fp4, quantize_fp4(x, 32)[1][:, 0])
     assert torch.equal(inverses[1:], 2.0 ** (127 - fp4[1:].float()))
@@ -112,7 +109,7 @@ def test_rotation_and_hadamard_equal_the_references(log: int) -> None:
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     angle = 100 * torch.rand(8, width // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = torch.empty(2, 8, width, device=DEVICE)
-    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, GPU=GPU, enable_fp_fusion=False)
+    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, GPU=ON_GPU, enable_fp_fusion=False)
     turned = rope(x, angle.cos(), angle.sin())
     assert torch.equal(out[0], turned.float())
     assert torch.equal(out[1], hadamard(turned).float())

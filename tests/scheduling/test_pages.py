@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.paging import PAGE_TOKENS
@@ -49,33 +49,6 @@ def test_first_window_page_keeps_what_the_next_token_sees() -> None:
     assert [first_window_page(p, 128) for p in (0, 127, 190, 191, 256)] == [0, 0, 0, 1, 2]
 
 
-def test_pool_allocates_all_or_nothing() -> None:
-    pool = IdPool("page", 3)
-    ids = pool.allocate(2)
-    assert ids is not None and len(set(ids)) == 2 and pool.num_free == 1
-    assert pool.allocate(2) is None and pool.num_free == 1
-    assert pool.allocate(0) == []
-    pool.check(Counter(ids), Counter())
-
-
-def test_pool_frees_an_id_with_its_last_holder() -> None:
-    pool = IdPool("page", 1)
-    assert pool.allocate(1) == [0]
-    pool.share([0])
-    pool.pin([0])
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (0, 0)
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (0, 1), "only the cache holds it"
-    pool.share([0])
-    assert pool.num_available == 0
-    pool.unpin([0])
-    assert pool.num_available == 0
-    pool.release([0])
-    assert (pool.num_free, pool.num_available) == (1, 1)
-    assert pool.stats().free == pool.stats().total == 1
-
-
 @pytest.mark.parametrize("misuse", ["share", "release", "pin", "unpin"])
 def test_pool_refuses_ids_that_are_not_held(misuse: str) -> None:
     with pytest.raises(AssertionError, match="page 0"):
@@ -100,14 +73,21 @@ def test_pool_check_names_a_leak() -> None:
         pool.check(Counter(ids), Counter())
 
 
+HELD_TWICE_AND_CACHED = [(call, 0) for call in ("share", "pin", "release", "release", "share", "unpin", "release")]
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(("allocate", "share", "release", "pin", "unpin")), st.integers(0, 5)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(("allocate", "share", "release", "pin", "unpin")), st.integers(0, 6)), max_size=60))
+@example([("allocate", 4), ("allocate", 4), ("allocate", 0)])
+@example([("allocate", 6), *HELD_TWICE_AND_CACHED])
 def test_pool_counts_hold_after_any_calls(calls: list[tuple[str, int]]) -> None:
+    """All ids of a call are allocated or none; an id is free once its last holder and the cache have given it up."""
     pool, refs, pins = IdPool("page", 6), Counter[int](), Counter[int]()
     for call, i in calls:
         if call == "allocate":
             ids = pool.allocate(i)
             assert (ids is None) == (i > 6 - len(refs.keys() | pins.keys()))
+            assert ids is None or len(set(ids)) == len(ids) == i
             refs.update(ids or ())
         elif call == "share" and (refs[i] or pins[i]):
             pool.share([i])
@@ -123,6 +103,8 @@ def test_pool_counts_hold_after_any_calls(calls: list[tuple[str, int]]) -> None:
             pins[i] -= 1
         refs, pins = +refs, +pins
         pool.check(refs, pins)
+        assert (pool.num_free, pool.num_available) == (6 - len(refs.keys() | pins.keys()), 6 - len(refs))
+        assert (pool.stats().free, pool.stats().total) == (pool.num_free, 6)
 
 
 def test_chain_keys_cover_all_tokens_before() -> None:
