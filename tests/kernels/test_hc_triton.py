@@ -219,7 +219,7 @@ def part_of(given: HcInputs, part: slice) -> HcInputs:
 @pytest.mark.parametrize("width", [640, 4096, 7168] if ON_GPU else [288])
 def test_every_tile_and_number_of_tokens_gives_the_same_bits(width: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 130 if ON_GPU else 3
-    given = inputs(streams_of(tokens, width), pending_of(tokens, width), FEW_SETTINGS, quantize=True)
+    given = inputs(streams_of(tokens, width), pending_of(tokens, width), quantize=True)
     expected = numbers(given)
     monkeypatch.setattr(prefill_triton, "tile_for", lambda tokens: tile)
     for part in (slice(0, tokens), slice(tokens - 1, tokens)):

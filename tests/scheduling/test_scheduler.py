@@ -7,11 +7,13 @@ import random
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import pytest
 
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.request import SequenceUpdate
 from dsv4lite.scheduling.pages import Pools, pages_for
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import State, WaitingQueue, make_sequences
@@ -69,6 +71,20 @@ def finish(harness: Harness, request_id: str) -> None:
             return
         harness.step()
     raise AssertionError(f"{request_id} does not end")
+
+
+def sample(harness: Harness, token_id: int, now: float = 0.0) -> list[SequenceUpdate]:
+    """Run a step without the device, in which every sequence that samples gets this token."""
+    plan = harness.scheduler.schedule(now)
+    assert plan is not None
+    return harness.scheduler.update(plan, {part.seq_id: Sampled(token_id=token_id) for part in plan.sequences if part.sample})
+
+
+def serve(harness: Harness, request_id: str, prompt: list[int], **settings: Any) -> int:
+    """Run a request to its end, by default one token; return how many tokens of its prompt were cached."""
+    harness.add(request(request_id, prompt, **{"max_tokens": 1, **settings}))
+    finish(harness, request_id)
+    return harness.cached[request_id, 0]
 
 
 # ------------------------------------------------------------------------------------------------------------ batching
@@ -186,49 +202,30 @@ def test_plans_share_page_tuples_until_a_page_is_added() -> None:
 # -------------------------------------------------------------------------------------------------------- prefix cache
 
 
-def test_prefill_ends_on_the_last_page_boundary_of_the_prompt() -> None:
-    h = make()
-    h.add(request("a", text(600), max_tokens=1))
-    first = h.step()
-    assert spans(first) == [(0, 0, 512)] and len(first.saves) == 1
-    second = h.step()
-    assert spans(second) == [(0, 512, 600)] and not second.saves
-    h.drain()
-
-
-def test_prefill_is_not_cut_without_prefix_caching() -> None:
-    h = make(caching=False)
-    h.add(request("a", text(600), max_tokens=1))
-    plan = h.step()
-    assert spans(plan) == [(0, 0, 600)] and not plan.saves
-
-
-def test_prefill_stops_at_prefixes_to_cache() -> None:
-    h = make(room=4096, every=512)
-    h.add(request("a", text(1500), max_tokens=1))
-    ends, saves = [], 0
-    while ("a", 0) not in h.ends:
-        plan = h.step()
-        ends.append(part_of(plan, 0).end)
-        saves += len(plan.saves)
-    assert ends == [512, 1024, 1280, 1500] and saves == 3
-
-
-def test_prefill_makes_no_small_chunks_to_reach_a_prefix_to_cache() -> None:
-    """With room for slightly less than the distance of checkpoints, every other chunk was tiny."""
-    h = make(room=1000, every=1024)
-    h.add(request("a", text(4000), max_tokens=1))
-    plans = []
+@pytest.mark.parametrize(
+    ("settings", "ends", "saves"),
+    [
+        ({}, [512, 600], [1, 0]),
+        ({"caching": False}, [600], [0]),
+        ({"room": 4096, "every": 512}, [512, 1024, 1280, 1500], [1, 1, 1, 0]),
+        ({"room": 1000, "every": 1024}, [768, 1536, 2304, 3072, 3840, 4000], [1, 1, 1, 1, 1, 0]),
+    ],
+    ids=["last page boundary", "no caching", "every prefix to cache", "no small chunks"],
+)
+def test_prefill_stops_where_a_prefix_is_cached(settings: dict[str, Any], ends: list[int], saves: list[int]) -> None:
+    """With room for slightly less than the distance of cached prefixes, every other chunk was once tiny."""
+    h, plans = make(**settings), list[StepPlan | None]()
+    h.add(request("a", text(ends[-1]), max_tokens=1))
     while ("a", 0) not in h.ends:
         plans.append(h.step())
-    assert [part_of(plan, 0).end for plan in plans] == [768, 1536, 2304, 3072, 3840, 4000]
-    assert [len(plan.saves) for plan in plans] == [1, 1, 1, 1, 1, 0]
+    assert [spans(plan) for plan in plans] == [[(0, start, end)] for start, end in zip([0, *ends], ends)]
+    assert [len(part.saves) for part in plans if part is not None] == saves
+    h.drain()
 
 
 def test_hit_restores_the_longest_prefix_and_runs_the_rest() -> None:
     h = make()
-    h.add(request("a", text(600), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(600))
     h.add(request("b", text(600) + text(100, 2), max_tokens=4))
     plan = h.step()
     assert spans(plan) == [(1, 512, 700)] and len(plan.restores) == 1 and not plan.resets
@@ -245,9 +242,7 @@ def test_hit_leaves_a_token_to_run(length: int, cached: int) -> None:
     h.add(request("a2", text(257), max_tokens=1))
     finish(h, "a")
     finish(h, "a2")
-    h.add(request("b", text(length), max_tokens=2))
-    finish(h, "b")
-    assert h.cached["b", 0] == cached
+    assert serve(h, "b", text(length), max_tokens=2) == cached
     h.drain()
 
 
@@ -264,9 +259,7 @@ def test_prefix_of_the_same_step_is_not_hit() -> None:
 def test_salts_do_not_share() -> None:
     h = make()
     for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "", 0), ("d", "x", 256), ("e", None, 256)):
-        h.add(request(name, text(300), salt=salt, max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == cached
+        assert serve(h, name, text(300), salt=salt) == cached
     h.drain()
 
 
@@ -276,33 +269,25 @@ def test_reset_hides_prefixes_and_keeps_running_sequences() -> None:
     h.step()
     h.bump()
     h.step()
-    h.add(request("new", text(300), max_tokens=1))
-    finish(h, "new")
-    assert h.cached["new", 0] == 0
+    assert serve(h, "new", text(300)) == 0
     assert h.scheduler.stats().checkpoints == 2, "one of each epoch; the old sequence adds no more"
     finish(h, "old")
     assert h.scheduler.stats().checkpoints == 2
-    h.add(request("again", text(300), max_tokens=1))
-    finish(h, "again")
-    assert h.cached["again", 0] == 256
+    assert serve(h, "again", text(300)) == 256
     h.drain()
 
 
 def test_experts_of_cached_tokens_are_unknown_so_they_run() -> None:
     h = make()
     for name in "ab":
-        h.add(request(name, text(300), return_routed_experts=True, max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == 0
+        assert serve(h, name, text(300), return_routed_experts=True) == 0
 
 
 def test_state_of_pages_alone_is_cached_without_snapshots() -> None:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=1024, window=0, snapshots=False)
     h = Harness(limits, Pools.sized(grow=16, window=0, slots=2, snapshots=0))
     for name, cached in (("a", 0), ("b", 512)):
-        h.add(request(name, text(600), max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == cached
+        assert serve(h, name, text(600)) == cached
     h.drain()
 
 
@@ -326,19 +311,23 @@ def test_decode_replaces_its_cached_prefix_until_a_lasting_one_is_due(overlap: b
             counts.append([c.num_tokens for c in h.scheduler._cache.prefixes()])
     assert counts == [[256], [512], [512, 768], [512, 1024], [512, 1024, 1280]]
     tokens = h.outputs["a", 0]
-    h.add(request("b", text(100) + tokens[:-1], max_tokens=1))
-    finish(h, "b")
-    assert h.cached["b", 0] == 1280
+    assert serve(h, "b", text(100) + tokens[:-1]) == 1280
     h.drain()
 
 
-def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> None:
+def until_a_prefix_is_saved() -> Harness:
+    """Return a host whose last plan saves a prefix, with the prefix's last token in flight."""
     h = make(overlap=True)
     h.add(request("a", text(250), max_tokens=20))
     while not (h.plans and h.plans[-1].saves):
         h.plan()
         if not h.plans[-1].saves:
             h.update() if len(h.outstanding) == 2 else None
+    return h
+
+
+def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> None:
+    h = until_a_prefix_is_saved()
     assert part_of(h.plans[-1], 0).token_ids == (-1,) and part_of(h.plans[-1], 0).end == 256
     assert h.scheduler.stats().checkpoints == 0
     h.update()
@@ -347,12 +336,7 @@ def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> Non
 
 
 def test_abort_drops_a_prefix_whose_last_token_is_in_flight() -> None:
-    h = make(overlap=True)
-    h.add(request("a", text(250), max_tokens=20))
-    while not (h.plans and h.plans[-1].saves):
-        h.plan()
-        if not h.plans[-1].saves:
-            h.update() if len(h.outstanding) == 2 else None
+    h = until_a_prefix_is_saved()
     h.abort("a")
     h.scheduler.check()
     assert h.pools.snapshots.num_free == 16
@@ -361,8 +345,7 @@ def test_abort_drops_a_prefix_whose_last_token_is_in_flight() -> None:
 
 def test_error_forgets_the_prefixes_of_the_sequence() -> None:
     h = make()
-    h.add(request("other", text(300, 2), max_tokens=1))
-    finish(h, "other")
+    serve(h, "other", text(300, 2))
     h.add(request("a", text(300), max_tokens=9), fails_at=3)
     finish(h, "a")
     assert h.ends["a", 0].finish_reason == "error" and h.ends["a", 0].error is not None
@@ -389,9 +372,7 @@ def test_score_limits_the_hit() -> None:
     h.add(request("a2", text(300), max_tokens=1))
     finish(h, "a")
     finish(h, "a2")
-    h.add(request("b", text(900), score_from=500, max_tokens=1))
-    finish(h, "b")
-    assert h.cached["b", 0] == 256
+    assert serve(h, "b", text(900), score_from=500) == 256
     h.drain()
 
 
@@ -466,8 +447,7 @@ def test_fork_on_a_page_boundary_copies_the_compressor_state_only() -> None:
 
 def test_fork_right_after_a_hit() -> None:
     h = make(room=4096)
-    h.add(request("a", text(513), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(513))
     h.add(request("b", text(513), n=3, max_tokens=4))
     plan = h.step()
     assert spans(plan) == [(1, 512, 513), (2, 512, 513), (3, 512, 513)]
@@ -505,15 +485,21 @@ def test_completions_wait_through_a_preemption_of_their_leader() -> None:
     assert sum(len(plan.slot_copies) for plan in h.plans) == 1
 
 
-def test_completions_outlive_their_leader() -> None:
+@pytest.mark.parametrize(
+    ("length", "steps", "aborted", "waiting"), [(600, 1, (0, 2), 1), (20, 4, (1,), 0)], ids=["leader", "one of three"]
+)
+def test_completions_outlive_others(length: int, steps: int, aborted: tuple[int, ...], waiting: int) -> None:
     h = make(room=300)
-    h.add(request("a", text(600), n=3, max_tokens=3))
-    h.step()
-    h.abort("a", index=0)
-    h.abort("a", index=2)
-    assert h.scheduler.num_waiting == 1
+    h.add(request("a", text(length), n=3, max_tokens=9))
+    for _ in range(steps):
+        h.step()
+    for index in aborted:
+        h.abort("a", index=index)
+        assert h.scheduler.abort("a", index=index) == []
+    assert h.scheduler.num_waiting == waiting
     h.drain()
-    assert [h.ends["a", i].finish_reason for i in range(3)] == ["abort", "length", "abort"]
+    assert [h.ends["a", i].finish_reason == "abort" for i in range(3)] == [i in aborted for i in range(3)]
+    assert {h.ends["a", i].finish_reason for i in range(3)} == {"abort", "length"}
 
 
 def test_fork_larger_than_the_step_goes_on_in_the_next() -> None:
@@ -570,8 +556,7 @@ def test_preempted_sequence_resumes_from_its_own_cached_prefix() -> None:
 
 def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
     h = make(grow=4, max_len=1000)
-    h.add(request("a", text(600), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(600))
     assert h.scheduler.stats().grow.cached == 2
     h.add(request("b", text(300, 2), max_tokens=600))
     h.drain()
@@ -580,8 +565,7 @@ def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
 
 def test_request_that_cannot_start_yet_leaves_the_cache_alone() -> None:
     h = make(grow=8, max_len=2000, room=4096)
-    h.add(request("a", text(300), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(300))
     h.add(request("b", text(900, 2), max_tokens=60))
     h.step()
     h.add(request("big", text(1800, 3), max_tokens=1))
@@ -738,9 +722,7 @@ def test_first_token_ends_the_sequence_as_asked(
 ) -> None:
     h = make()
     h.add(request("a", text(10), **params))
-    plan = h.scheduler.schedule(0.0)
-    assert plan is not None
-    (update,) = h.scheduler.update(plan, {0: Sampled(token_id=token)})
+    (update,) = sample(h, token)
     assert (update.token_ids, update.finish_reason, update.stop_reason) == ((token,), reason, stop)
     assert h.scheduler.has_work() == (reason is None)
     h.scheduler.check()
@@ -751,25 +733,17 @@ def test_min_tokens_holds_for_exactly_that_many() -> None:
     h.add(request("a", text(10), ignore_eos=False, min_tokens=2))
     reasons = []
     while h.scheduler.has_work():
-        plan = h.scheduler.schedule(0.0)
-        assert plan is not None
-        reasons += [u.finish_reason for u in h.scheduler.update(plan, {0: Sampled(token_id=EOS)})]
+        reasons += [u.finish_reason for u in sample(h, EOS)]
     assert reasons == [None, None, "stop"]
 
 
 def test_updates_carry_the_start_and_the_cached_tokens_once() -> None:
     h = make()
     h.now = 5.0
-    h.add(request("a", text(300), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(300))
     h.now = 9.0
     h.add(request("b", text(300), max_tokens=2))
-    plan = h.scheduler.schedule(9.0)
-    assert plan is not None
-    (first,) = h.scheduler.update(plan, {1: Sampled(token_id=9)})
-    plan = h.scheduler.schedule(10.0)
-    assert plan is not None
-    (second,) = h.scheduler.update(plan, {1: Sampled(token_id=9)})
+    (first,), (second,) = sample(h, 9, now=9.0), sample(h, 9, now=10.0)
     assert (h.ends["a", 0].started, first.started, first.cached_tokens) == (5.0, 9.0, 256)
     assert (second.started, second.cached_tokens, second.finish_reason) == (9.0, 0, "length")
 
@@ -807,8 +781,7 @@ def test_deadline_ends_all_sequences_of_a_request_once() -> None:
 
 def test_deadline_of_an_ended_request_does_not_touch_its_successor() -> None:
     h = make()
-    h.add(request("a", text(10), deadline=10.0, max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(10), deadline=10.0)
     h.scheduler.add(request("a", text(10), max_tokens=5))
     h.now = 20.0
     assert h.scheduler.schedule(h.now) is not None and h.scheduler.pop_expired() == []
@@ -924,17 +897,6 @@ def test_abort_frees_at_once_and_is_idempotent() -> None:
     h.update()
     h.scheduler.check()
     assert h.pools.slots.num_free == 4
-
-
-def test_abort_of_one_completion_leaves_the_others() -> None:
-    h = make()
-    h.add(request("a", text(20), n=3, max_tokens=9))
-    for _ in range(4):
-        h.step()
-    h.abort("a", index=1)
-    assert h.scheduler.abort("a", index=1) == []
-    h.drain()
-    assert [h.ends["a", i].finish_reason for i in range(3)] == ["length", "abort", "length"]
 
 
 def test_abort_passes_its_reason() -> None:
