@@ -115,7 +115,7 @@ def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Diffe
 
 
 def _bad_numbers(op: str, x: Tensor) -> int:
-    """Count numbers that are not finite, but for -inf, which empty accumulators hold."""
+    """Count numbers that are not finite, but for -inf, which empty compressor state holds."""
     good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
     return int((~good).sum())
 

@@ -20,7 +20,7 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
-from dsv4lite.engine.packing import empty_last_token, pack, step_batch, step_inputs
+from dsv4lite.engine.packing import pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.spans import place_spans
@@ -142,7 +142,7 @@ def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
     if dump.graph is not None and dump.graph.width == 1:
         return RebuiltStep(model=model, cache=cache, plan=plan, batch=_captured(plan, dump.graph, model, cache))
-    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
+    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, cache))
 
 
 def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
@@ -164,13 +164,13 @@ def _home(saved: torch.device) -> str:
 
 def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
     """Return the batch of a captured step of width 1, padding included."""
-    last_token, device = empty_last_token(cache), cache.device
-    tables = torch.zeros(len(last_token), -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
+    device = cache.device
+    tables = torch.zeros(cache.sizes.slots + 1, -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
     for sequence in plan.sequences:
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
     inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model.config.window), {}).to(device)
     resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
-    return step_batch(inputs, place_spans(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
+    return step_batch(inputs, place_spans(inputs, 1, cache.last_token, *resolved), tables, model, graph.max_model_len)
 
 
 def _state(dump: StepDump, places: Places, model: Model) -> StateCache:

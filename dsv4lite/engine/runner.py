@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import empty_last_token, pack, padding, prepare_state, save_snapshots
+from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -28,10 +28,9 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
-from dsv4lite.speculation.draft_state import DraftState
-from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, chooser, draft
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
+from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -105,8 +104,8 @@ class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        hosted: Sequences whose rules on the host need their tokens, see ``accept``.
         runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
+        recorder: Saves steps, where the engine has one rank.
         warmed: What ``warm_up`` did, and in what time, as text.
         step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
 
@@ -132,13 +131,12 @@ class Runner:
         self._graphs = graphs
         self._drafter = drafter
         self._balancer = balancer
-        self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
-        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, self._last_token)
+        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, cache.last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
-        self.hosted: set[int] = set()
+        self.recorder: StepRecorder | None = None
         self.warmed = ""
         self.step_costs: StepCosts | None = None
 
@@ -154,13 +152,10 @@ class Runner:
             self._routing.add(seq_id)
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
-            if self.sampler.has_host_rules(seq_id):
-                self.hosted.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
         self._routing.discard(seq_id)
-        self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
 
@@ -203,7 +198,7 @@ class Runner:
         for done, capture in enumerate(captures):
             capture()
             report("shapes", len(lengths) + done + 1, total)
-        padding_place = len(self._last_token) - 1
+        padding_place = self.cache.sizes.slots
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
@@ -291,7 +286,7 @@ class Runner:
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> InFlightStep:
+    def launch(self, plan: StepPlan, shape: StepShape | None = None) -> InFlightStep:
         """Start a step; on a GPU this returns before the step ends. ``shape`` is that of all replicas, where they share experts."""
         if self._balancer is not None:
             self._balancer.step()
@@ -303,6 +298,7 @@ class Runner:
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
+        recorder = self.recorder if self.recorder is not None and self.recorder.active else None
         if recorder is not None:
             recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
@@ -332,7 +328,7 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
         config, numerics = self.model.config, self.model.numerics
-        batch = pack(plan, self.model, self._last_token, shape.tokens)
+        batch = pack(plan, self.model, self.cache, shape.tokens)
         if self._routing and any(s.seq_id in self._routing for s in plan.sequences):
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
@@ -370,8 +366,11 @@ class Runner:
         if not each:
             return None
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
-        logits = self.model.logits(_take(done.streams_TND, rows))  # a collective call
-        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
+        streams = done.streams_TND
+        if len(rows) < len(streams):
+            streams = streams[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), streams.device)]
+        logits = self.model.logits(streams)  # a collective call
+        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self.cache.last_token)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""
@@ -384,12 +383,20 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            axis, device = self.model.share.peers, self.cache.device
-            empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
-            accepted = broadcast_accepted(axis, samples, empty) if sequences else None
-            choose = chooser(
-                axis, self.sampler, send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
-            )
+            # The ranks that work on the same tokens all run the drafter; the first one samples.
+            axis, device, sampler = self.model.share.peers, self.cache.device, self.sampler
+            accepted: tuple[Tensor, Tensor] | None = None
+            if sequences:
+                none = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
+                counts_S, tokens_S = axis.broadcast(none if samples is None else torch.stack(samples.accepted()), 0)
+                accepted = counts_S, tokens_S
+            slots_S = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
+
+            def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+                if sampler is None:
+                    return axis.broadcast(torch.empty_like(slots_S, dtype=torch.int64), 0)
+                return axis.broadcast(sampler.draft(logits_SV, slots_S, positions_S), 0)
+
             where = done.batch, done.streams_TND, done.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
@@ -438,8 +445,3 @@ class Runner:
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
             if s.seq_id in self._routing
         }
-
-
-def _take(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows, in ascending order."""
-    return x if len(rows) == len(x) else x[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), x.device)]

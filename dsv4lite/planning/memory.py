@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, named_drafters
+from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, named_drafters
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
 from dsv4lite.layout import Layout
@@ -21,7 +21,7 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_roofline
 from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, step_bytes
-from dsv4lite.speculation.speculator import make_speculators
+from dsv4lite.speculation.speculator import make_drafting
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
@@ -272,11 +272,10 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
         ConfigError: More draft tokens are wanted than its drafter makes.
         CheckpointError: Its config describes another drafter than its tensors.
     """
-    drafters = named_drafters(config.speculative)
-    own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
+    own = next((drafter for drafter in named_drafters(config.speculative) if isinstance(drafter, MTP | DSpark)), None)
     if own is not None or config.speculative == "auto":
         own = _own_drafter(own, source)
-    return Drafting(own=own, speculators=make_speculators(drafters), adaptive=adapts(drafters, own))
+    return make_drafting(config.speculative, own)
 
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:

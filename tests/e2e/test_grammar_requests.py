@@ -34,7 +34,7 @@ def llm(model: Path) -> Iterator[LLM]:
     with LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread", speculative=MTP(2)) as llm:
         yield llm
         assert llm.state == Phase.READY.value
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
 def good(llm: LLM) -> list[tuple[int, ...]]:

@@ -31,8 +31,7 @@ from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
-from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
-from dsv4lite.state.paging import SequenceInput  # noqa: E402
+from dsv4lite.speculation.drafters import MtpDrafter  # noqa: E402
 from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
 from dsv4lite.weights.quant import Numerics  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
@@ -164,9 +163,7 @@ def shipped(*ratios: int) -> DeepseekV4:
 def prompt_of(model: DeepseekV4, tokens: int) -> Batch:
     """Return a step that reads the beginning of a prompt."""
     pages, windows = -(-tokens // PAGE_TOKENS), -(-tokens // WINDOW_PAGE_TOKENS)
-    sequence = SequenceInput(
-        token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
-    )
+    sequence = SequencePlan(0, 0, 0, (1,) * tokens, tuple(range(pages)), 0, (0,) * windows, sample=True)
     return make_batch(model, [sequence])
 
 

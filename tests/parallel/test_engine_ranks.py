@@ -58,7 +58,7 @@ class Repeat:
 def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model: Path, expected: list[RequestOutput]) -> None:
     with LLM(str(model), **tight(model, executor="process")) as llm:
         assert_same(all_kinds(llm), expected)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 0, pid, "was killed by SIGKILL")
     assert not is_alive(pid)
@@ -70,7 +70,7 @@ def test_stages_in_processes_give_what_one_rank_gives_and_end_by_themselves(
     """Tokens in flight reach the first stage from the last one."""
     with overlapping(True), LLM(str(model), **tight(model, pipeline_parallel_size=2, executor="thread")) as llm:
         assert_same(all_kinds(llm), expected)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
     assert not is_alive(pid) and not caplog.messages  # it did not have to be killed
 

@@ -21,7 +21,7 @@ from dsv4lite.models.moe import MoE
 from dsv4lite.models.share import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
-from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, write_model
 from tests.e2e.test_drafters import REFRESHED
@@ -73,7 +73,7 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
         if rank > 0:
             return None
         alone, outputs = drafted(llm), all_kinds(llm)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         return alone, outputs
 
 

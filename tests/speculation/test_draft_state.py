@@ -17,8 +17,7 @@ from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
-from dsv4lite.speculation.draft_state import DraftState
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 
 CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9

@@ -32,11 +32,10 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
-from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.state.paging import make_paging, whole_sequence
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
@@ -67,10 +66,10 @@ class Compressor(nn.Module):
         self.ape = parameter(ratio, self.columns, numerics=numerics)
         self.norm = parameter(width, numerics=numerics)
 
-    def forward(self, projected: Tensor, carry: Tensor, store: RowStore, batch: Batch) -> None:
+    def forward(self, projected: Tensor, state: Tensor, store: RowStore, batch: Batch) -> None:
         """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
         tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        compress_step(CompressInputs(projected, self.ape, self.norm, carry, store, *tokens, self.eps, self.hadamard))
+        compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -170,10 +169,10 @@ class Attention(nn.Module):
         if project is None:
             return None
         projected, width = project(), self.compressor.columns
-        self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
+        self.compressor(projected[:, : 2 * width], cache.slots["compressor_state"], cache.stores["entries"], batch)
         if self.kind == "csa":
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
+            self.key_compressor(part, cache.slots["key_compressor_state"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
@@ -486,9 +485,8 @@ class DeepseekV4(nn.Module):
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        pages, windows = (range(-(-len(token_ids) // size)) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
-        whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
-        sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
+        whole = whole_sequence(token_ids)
+        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=len(whole.window_pages), slots=1, snapshots=0)
         rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
         spec = state_spec(self.config, self.numerics, self.share, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)

@@ -1,11 +1,11 @@
 """What a V4 model keeps of its sequences: the formats of rows, compressor state, and which layers have them (report 3.5).
 
-    window      every layer      raw kv rows of the last tokens
-    entries     csa and hca      compressed kv rows, one per ``ratio`` tokens
-    keys        csa              index keys, at the addresses of the entries
-    carry       csa and hca      compressor state float32 [A, 3, C]: running maximum, sum and weighted sum of each channel, of the
-                                 previous group and the present one (csa, A = 2) or of the present one (hca, A = 1)
-    key_carry   csa              the same of the index keys
+    window                every layer    raw kv rows of the last tokens
+    entries               csa and hca    compressed kv rows, one per ``ratio`` tokens
+    keys                  csa            index keys, at the addresses of the entries
+    compressor_state      csa and hca    float32 [A, 3, C]: running maximum, sum and weighted sum of each channel, of the previous
+                                         group and the present one (csa, A = 2) or of the present one (hca, A = 1)
+    key_compressor_state  csa            the same of the index keys
 
 At a 256-token boundary all groups are complete: only the previous group of csa layers counts, so a snapshot keeps nothing else.
 """
@@ -45,13 +45,13 @@ def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
         return (window,)
     entries = StoreSpec("entries", kv, tokens_per_row=ratio)
     if ratio != OVERLAP_RATIO:
-        return window, entries, SlotSpec("carry", (1, 3, kv.width), _EMPTY)
+        return window, entries, SlotSpec("compressor_state", (1, 3, kv.width), _EMPTY)
     return (
         window,
         entries,
         StoreSpec("keys", key, tokens_per_row=ratio),
-        SlotSpec("carry", (2, 3, kv.width), _EMPTY, snapshot=1),
-        SlotSpec("key_carry", (2, 3, key.width), _EMPTY, snapshot=1),
+        SlotSpec("compressor_state", (2, 3, kv.width), _EMPTY, snapshot=1),
+        SlotSpec("key_compressor_state", (2, 3, key.width), _EMPTY, snapshot=1),
     )
 
 
