@@ -132,6 +132,16 @@ async def test_generate_gives_the_engine_what_it_needs(lab: Lab) -> None:
 
 
 @both_loops
+async def test_generate_returns_all_completions(lab: Lab) -> None:
+    lab.model = text_model("one", "two is longer", "3")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(n=3))
+    assert [c.text for c in out.outputs] == ["one", "two is longer", "3"]
+    assert [c.index for c in out.outputs] == [0, 1, 2]
+    assert out.usage.completion_tokens == sum(len(c.token_ids) for c in out.outputs)
+
+
+@both_loops
 async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> None:
     ids = lab.tokenizer.encode("some words to score here")
     async with AsyncLLM("m") as llm:
@@ -235,6 +245,25 @@ async def test_stop_string_ends_text_and_tokens_and_tells_the_engine(lab: Lab) -
 
 
 @both_loops
+async def test_stop_string_can_stay_in_the_text(lab: Lab) -> None:
+    lab.model = text_model("one two three four")
+    async with AsyncLLM("m") as llm:
+        params = SamplingParams(stop="three", include_stop_str_in_output=True)  # type: ignore[arg-type]
+        async with llm.stream("x", params) as stream:
+            text = "".join([delta.text async for delta in stream])
+            out = await stream.final()
+    assert text == out.text == "one two three"
+
+
+@both_loops
+async def test_stop_string_that_begins_but_does_not_match_is_text(lab: Lab) -> None:
+    lab.model = text_model("ends with EN")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(stop=("END",)))
+    assert (out.text, out.outputs[0].stop_reason) == ("ends with EN", None)
+
+
+@both_loops
 async def test_stop_token_is_reported(lab: Lab) -> None:
     ids = lab.tokenizer.encode("alpha beta gamma")
     async with AsyncLLM("m") as llm:
@@ -299,6 +328,27 @@ async def test_stream_read_that_is_cancelled_loses_nothing(lab: Lab) -> None:
         out = await stream.final()
     assert tuple(got) == out.token_ids
     assert cancelled > 0
+
+
+@both_loops
+async def test_stream_cancelled_by_asyncio_or_trio_itself_loses_nothing(lab: Lab) -> None:
+    """``asyncio.wait_for`` cancels tasks without any scope."""
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream("a b c d e f", SamplingParams()) as stream:
+        got: list[int] = []
+        for _ in range(5):
+            if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.001)
+            else:
+                with anyio.move_on_after(0.001):
+                    await anext(stream)
+            lab.engine.step()
+            got += (await anext(stream)).token_ids
+        lab.engine.go()
+        async for delta in stream:
+            got += delta.token_ids
+        assert tuple(got) == (await stream.final()).token_ids
 
 
 @both_loops
@@ -420,11 +470,11 @@ async def test_random_cancellation_leaves_nothing_behind(lab: Lab) -> None:
 
     async with AsyncLLM("m", max_num_seqs=8, max_queued_requests=8) as llm:
         async with anyio.create_task_group() as group:
-            for number in range(90):
+            for number in range(150):
                 group.start_soon(client, llm, number)
         await until(lambda: not lab.engine.sequences)
         assert llm._session._in_engine == llm._session._visible == llm._session._queue == {}
-    assert len(outcomes) == 90 and set(outcomes) == {"cancelled", "done"}
+    assert len(outcomes) == 150 and set(outcomes) == {"cancelled", "done"}
 
 
 @both_loops
@@ -484,6 +534,33 @@ async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
 
 
 @both_loops
+async def test_full_queue_estimates_when_a_place_gets_free(lab: Lab) -> None:
+    """The mean duration of recent requests, by those in the engine, for each request in line and this one."""
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
+        mean = 1.0  # until there are requests to go by
+
+        async def expect(waiting: int, in_engine: int) -> None:
+            with pytest.raises(QueueFullError) as error:
+                await llm.generate("h", SamplingParams(), wait=False)
+            assert f"in about {mean * (waiting + 1) / in_engine:.2g} s" in str(error.value)
+            assert error.value.retry_after == pytest.approx(mean * (waiting + 1) / in_engine, rel=1e-9)
+
+        results: list[RequestOutput] = []
+        for count in range(1, 8):
+            await spawn(group, lambda: llm.generate("a", SamplingParams(max_tokens=1)), results)
+            await until(lambda count=count: len(lab.engine.submitted) == min(count, 3))  # type: ignore[misc]
+            if count >= 3:
+                await until(lambda count=count: len(llm._session._queue) == count - 3)  # type: ignore[misc]
+                await expect(count - 3, 3)
+        lab.engine.step()
+        await until(lambda: len(results) == 1 and len(lab.engine.submitted) == 4)
+        mean += 0.1 * (results[0].timing.total - mean)
+        await expect(3, 3)
+        lab.engine.go()
+
+
+@both_loops
 async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) -> None:
     """All were once ended within the call, with the lock held: 100,000 took 21 seconds."""
     lab.held = True
@@ -527,6 +604,17 @@ async def test_cancelling_a_request_in_line_gives_up_its_place(lab: Lab) -> None
             await llm.generate("c", SamplingParams())
         lab.engine.go()
     assert {request.request_id for request in lab.engine.submitted} == {"a", "b"}
+
+
+@both_loops
+async def test_five_hundred_requests_at_once(lab: Lab) -> None:
+    async with AsyncLLM("m", max_num_seqs=64, max_queued_requests=64) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for number in range(500):
+            await spawn(group, lambda n=number: llm.generate([100 + n, 7, 8], SamplingParams(), request_id=str(n)), results)
+        await until(lambda: len(results) == 500)
+    assert {out.request_id: out.token_ids[0] for out in results} == {str(n): 100 + n for n in range(500)}
+    assert lab.engine.max_open <= 128
 
 
 # ---- batches ----
@@ -1019,9 +1107,7 @@ async def test_request_failure_carries_the_partial_output(lab: Lab) -> None:
 
 
 @both_loops
-async def test_flaw_in_text_processing_costs_one_request(
-    lab: Lab,
-) -> None:
+async def test_flaw_in_text_processing_costs_one_request(lab: Lab) -> None:
     class Flawed:
         """Delegates, but cannot decode token 777."""
 
@@ -1059,6 +1145,14 @@ async def test_create_and_aclose_work_without_a_block(lab: Lab) -> None:
     await llm.aclose()
     assert (llm.state, lab.engine.alive) == (Phase.CLOSED, False)
     assert repr(llm) == "AsyncLLM('m', state='closed')"
+
+
+@both_loops
+async def test_constructor_touches_nothing(lab: Lab) -> None:
+    llm = AsyncLLM("does/not/exist")
+    assert lab.engines == [] and llm.state is Phase.NEW
+    await llm.aclose()
+    assert llm.state is Phase.CLOSED
 
 
 @both_loops
@@ -1296,9 +1390,31 @@ async def test_long_prompts_are_encoded_off_the_loop(lab: Lab) -> None:
     assert len(threads) > 4 and here not in threads[1:]
 
 
+@both_loops
+async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream(list(range(100, 150)), SamplingParams()) as stream:
+        posts = 0
+        post = llm._bridge.post
+
+        def count(callback: Callable[[], None]) -> bool:
+            nonlocal posts
+            posts += 1
+            return post(callback)
+
+        llm._bridge.post = count  # type: ignore[method-assign]
+        lab.engine.step(30)
+        while lab.engine.steps < 30:  # without giving the loop a chance
+            pass
+        lab.engine.sync()
+        assert posts == 1
+        assert [(await anext(stream)).token_ids[0] for _ in range(30)] == list(range(100, 130))
+        lab.engine.go()
+
+
 # ---- states: every pair of state and method ----
 
-SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
+SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
     "as_completed": lambda llm: llm.as_completed([]),
@@ -1392,11 +1508,8 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
 
 
 def test_settings_mirror_the_engine_config() -> None:
-    names = {
-        "LoadProgress": LoadProgress,
-        "DispatcherFactory": DispatcherFactory,
-        "Family": Family,
-    }  # aliases in both refer to them by name
+    # Aliases in both refer to them by name.
+    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory, "Family": Family}
     wanted = get_type_hints(EngineConfig, localns=names)
     del wanted["model"]
     assert get_type_hints(EngineSettings, localns=names) == wanted
