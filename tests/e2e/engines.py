@@ -164,6 +164,15 @@ def assert_idle(engine: Engine) -> None:
     assert not engine._routed and not engine._seq_ids and not engine._outputs and not engine._in_flight
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise error
+
+    return fail
+
+
 def pools_of(engine: Engine) -> tuple[IdPool, ...]:
     """Return an engine's pools of ids."""
     pools = engine._scheduler._pools

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import re
@@ -13,7 +12,6 @@ from typing import Any
 
 import anyio
 import pytest
-from torch import Tensor
 
 from dsv4lite.engine.engine import Engine
 from dsv4lite.errors import InvalidRequestError
@@ -32,6 +30,7 @@ from tests.e2e.engines import (
     pools_of,
     prompts_of,
     room_for,
+    tensor_bytes,
     write_model,
 )
 
@@ -247,12 +246,6 @@ class Host:
             kinds = {pattern: SamplingParams(structured_outputs=wanted).structured_outputs for wanted, pattern in STRUCTURES}
             (pattern,) = (pattern for pattern, wanted in kinds.items() if wanted == params.structured_outputs)
             assert re.fullmatch(pattern, answer), completion.text
-
-
-def tensor_bytes() -> int:
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def resident_bytes() -> int:
