@@ -86,7 +86,7 @@ def test_ranks_in_processes_give_what_one_rank_gives_and_end_by_themselves(
 
 
 def test_objects_of_the_host_work_with_ranks_in_processes_which_listen_at_loopback_only(
-    model: Path, expected: list[RequestOutput]
+    model: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A speculator and a dispatcher; torch's TCPStore listened at all addresses."""
     before = listening()
@@ -97,8 +97,11 @@ def test_objects_of_the_host_work_with_ranks_in_processes_which_listen_at_loopba
         assert isinstance(executor, MultiRankExecutor) and executor._local is not None
         used = [layer.ffn.dispatch for layer in executor._local.model.layers]
         mine = listening() - before
-        found = mine.union(*map(listening, processes(llm).values()))
+        (pid,) = processes(llm).values()
+        found = mine | listening(pid)
+    assert not is_alive(pid) and not caplog.messages
     assert all(isinstance(one, Marked) and one.calls > 4 and one.ranks.ep.size == 2 for one in used)
+    assert len({one.calls for one in used}) == 1  # once in every step
     del executor, used  # they hold the store
     assert len(mine) >= 1 and {address for address, _ in found} == {"0100007F"}
     assert listening() <= before

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +25,10 @@ from dsv4lite.parallel import mesh as mesh_module
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.speculator import DraftProposer
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, same_outputs
 from tests.parallel.ranks import Ranks
-from tests.parallel.requests import assert_same
-from tests.parallel.test_external import Job, job_of, on_ranks
+from tests.parallel.requests import TOLERANCE
+from tests.parallel.test_external import Job, on_host
 from tests.recorded import Recording, record, without_device
 
 PROMPTS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
@@ -134,11 +134,8 @@ def random_requests(llm: LLM) -> None:
             )
             llm.generate({"prompt_token_ids": prompt}, params)
 
-    threads = [threading.Thread(target=ask, args=(random.Random(seed),)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, map(random.Random, range(4))))
 
 
 def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, Log]:
@@ -170,10 +167,9 @@ def test_replicas_with_uneven_loads_give_what_one_rank_gives_by_the_same_collect
     settings = {**MODEST, "deterministic": deterministic}
     with LLM(str(model), **settings) as llm:
         expected = requests(llm)
-    job = job_of(ranks, model, generate, {**settings, **sizes_of(layout)}, layout.world)
-    answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
+    answers = on_host(ranks, model, generate, {**settings, **sizes_of(layout)}, layout.world)
     (outputs, count, first), logs = answers[0], [log for _, _, log in answers]
-    assert_same(outputs, expected)
+    same_outputs(outputs, expected, tolerance=TOLERANCE)
     steps = list(zip(*(log.replays for log in logs), strict=True))
     assert all(len({shape for _, shape in step}) == 1 for step in steps)  # the same graph on every rank
     counts = [{count for count, _ in step} for step in steps[:count]]
@@ -221,10 +217,9 @@ def draft_on_ranks(model: Path, settings: Job, rank: int) -> tuple[list[RequestO
 @pytest.mark.parametrize("layout", [TWO, FOUR], ids=str)
 def test_ranks_that_replay_steps_draft_as_one_rank(ranks: Ranks, model: Path, layout: Layout) -> None:
     expected, known = drafting(model, dict(MODEST))
-    job = job_of(ranks, model, draft_on_ranks, {**MODEST, **sizes_of(layout)}, layout.world)
-    answers = ranks.run(on_ranks, job, layout=Layout(dp=layout.world))
+    answers = on_host(ranks, model, draft_on_ranks, {**MODEST, **sizes_of(layout)}, layout.world)
     outputs, drafted, _ = answers[0]
-    assert_same(outputs, expected)
+    same_outputs(outputs, expected, tolerance=TOLERANCE)
     assert drafted == known and sum(len(drafts) for _, drafts in known) > 10
     steps = list(zip(*(log.replays for _, _, log in answers), strict=True))
     assert all(len({shape for _, shape in step}) == 1 for step in steps)
