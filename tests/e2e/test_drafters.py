@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark, EngineConfig, NGram, tiny_model
-from dsv4lite.engine import runner
 from dsv4lite.errors import CheckpointError, ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import drafters
 from dsv4lite.speculation.ngram import NGramIndex, NGramSpeculator
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.source import ModelSource
@@ -61,22 +58,6 @@ def test_greedy_text_is_that_of_no_drafts(model: Path, speculative: Any) -> None
         with opened(model, speculative=setting, max_num_seqs=3) as llm:
             texts.append([output.token_ids for output in llm.generate_batch(prompts, params)])
     assert texts[0] == texts[1]
-
-
-@pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The drafts of an engine's first sequence, as they are made."""
-    found: list[list[int]] = []
-    inner = drafters.draft
-
-    def spy(*args: Any) -> Tensor | None:
-        out = inner(*args)
-        if out is not None:
-            found.append(out[0].tolist())
-        return out
-
-    monkeypatch.setattr(runner, "draft", spy)
-    return found
 
 
 def test_engine_drafts_what_the_model_drafts_after_the_same_text(model: Path, drafted: list[list[int]]) -> None:

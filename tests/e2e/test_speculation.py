@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from dsv4lite.config import MTP, EngineConfig, NGram, Speculator
-from dsv4lite.engine import runner
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput, graph_widths
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
 from dsv4lite.scheduling.step_plan import SequencePlan
-from dsv4lite.speculation import drafters
 from dsv4lite.speculation.speculator import DraftProposer
 from tests import recorded
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, same_outputs, write_model
@@ -219,21 +217,8 @@ def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_mtp_drafts_depend_on_the_text_alone(model: Path, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mtp_drafts_depend_on_the_text_alone(model: Path, captured: bool, drafted: list[list[int]]) -> None:
     """Chunks, rejected drafts, pages that slid away and what drafting writes into the window make no difference."""
-    seen: list[list[int]] = []
-
-    def spied(inner: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-        def spy(*args: Any) -> torch.Tensor | None:
-            out = inner(*args)
-            if out is not None:
-                seen.append(out[0].tolist())
-            return out
-
-        return spy
-
-    monkeypatch.setattr(runner, "draft", spied(drafters.draft))
-    monkeypatch.setattr(EagerGraphs, "draft", spied(EagerGraphs.draft))
     (prompt,) = prompts_of((50,), VOCAB, seed=3)
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with opened(model, speculative=MTP(3, adaptive=False), max_num_batched_tokens=20) as llm:
@@ -243,7 +228,7 @@ def test_mtp_drafts_depend_on_the_text_alone(model: Path, captured: bool, monkey
         whole = engine_of(llm)._runner.model
     assert stats.speculation.runs > 10 and (graphs is None or graphs.rounds > 30)
     known = len(prompt) + 1
-    for drafts in seen:
+    for drafts in drafted:
         if known < len(text):
             wanted = drafts_after(whole, text[:known], 3)
             assert drafts == [*wanted[: sum(d >= 0 for d in drafts)], *[-1] * sum(d < 0 for d in drafts)]

@@ -36,6 +36,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+PROMPTS = prompts_of((5, 70, 258), VOCAB, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
+    """What each model generates without speculation; the last prompt twice."""
+    found = {}
+    for name, folder in models.items():
+        with opened(folder) as llm:
+            found[name] = [llm.generate(prompt, PARAMS).token_ids for prompt in (*PROMPTS, PROMPTS[2])]
+    return found
+
+
 class Ops(TorchDispatchMode):
     """Lists all ops but views, which launch nothing."""
 
@@ -97,7 +110,12 @@ def test_steps_without_drafts_are_those_of_no_speculation(
     [("mtp", False, False), ("mtp", True, False), ("mtp", True, True), ("dspark", True, True)],
 )
 def test_rows_that_the_drafter_missed_are_blank(
-    models: dict[str, Path], drafter: str, captured: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path],
+    expected: dict[str, list[tuple[int, ...]]],
+    drafter: str,
+    captured: bool,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It drafts the same whatever its memory held before, also with graphs and steps planned ahead."""
     without_device(monkeypatch)
@@ -110,7 +128,7 @@ def test_rows_that_the_drafter_missed_are_blank(
 
     monkeypatch.setattr(DraftProposer, "count", spy)
     monkeypatch.setattr(DraftProposer, "choose_length", lambda proposer, num_sequences: next(lengths[0]))
-    prompts, found = prompts_of((5, 70, 258), VOCAB, seed=3), []
+    found = []
     settings = {"max_num_batched_tokens": 150, "overlap": overlap}
     for filler in (0, 255):
         with opened(models[drafter], speculative=MTP(2) if drafter == "mtp" else DSpark(2), **settings) as llm:
@@ -118,16 +136,14 @@ def test_rows_that_the_drafter_missed_are_blank(
             graphs = engine.call(record_all).result() if captured else None
             for layer in engine._runner.cache.layers[len(engine._runner.model.layers) :]:
                 layer.stores["window"].memory.fill_(filler)
-            for prompt in (*prompts, prompts[2]):  # the last one from a cached prefix
+            for prompt in (*PROMPTS, PROMPTS[2]):  # the last one from a cached prefix
                 lengths[0] = itertools.cycle([0] * 4 + [2] * 4 + [0] + [1] * 3)
                 tokens.append(llm.generate(prompt, PARAMS).token_ids)
             assert llm.stats().speculation.drafted > 20
         found.append((tokens, list(checked)))
         checked.clear()
         assert graphs is None or min(graphs.drafting, graphs.rounds, graphs.steps - graphs.drafting) > 4
-    assert found[0] == found[1]
-    with opened(models[drafter]) as llm:
-        assert found[0][0] == [llm.generate(prompt, PARAMS).token_ids for prompt in (*prompts, prompts[2])]
+    assert found[0] == found[1] and found[0][0] == expected[drafter]
 
 
 def test_timed_steps_leave_no_trace(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
