@@ -23,6 +23,7 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import Logprobs, RequestOutput
 from dsv4lite.scheduling.pages import IdPool
+from dsv4lite.scheduling.replicas import Replicas
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.tiny import TINY, refreshed, write_checkpoint
 
@@ -157,11 +158,12 @@ def assert_idle(engine: Engine) -> None:
     scheduler.check()
     counts = scheduler.stats()
     assert (counts.num_running, counts.num_waiting) == (0, 0)
-    for pool in (counts.grow, counts.window, counts.slots, counts.snapshots):
-        assert pool.free + pool.cached == pool.total
+    for replica in scheduler._schedulers if isinstance(scheduler, Replicas) else (scheduler,):
+        for pool in (replica._pools.grow, replica._pools.window, replica._pools.slots, replica._pools.snapshots):
+            assert pool.num_available == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    assert not engine._routed and not engine._seq_ids and not engine._outputs and not engine._in_flight
+    assert not engine._routed and not engine._seq_ids and not engine._hosted and not engine._outputs and not engine._in_flight
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -122,7 +122,7 @@ def test_ngram_speculator_keeps_an_index_per_sequence() -> None:
     speculator = NGramSpeculator(NGram(k=3, min_n=1, max_n=3, lookback=100))
     assert speculator.propose(1, [5, 6, 7, 5], 2) == [6, 7]
     assert speculator.propose(2, [5, 9, 5], 2) == [9, 5]
-    assert speculator.propose(1, [5, 6, 7, 5, 8, 5], 1) == NGramIndex(min_n=1).draft([5, 6, 7, 5, 8, 5], 1)
+    assert speculator.propose(1, [5, 6, 7, 5, 8, 5], 1) == NGramIndex(NGram(min_n=1)).draft([5, 6, 7, 5, 8, 5], 1)
     speculator.forget(1)
     speculator.forget(1)
     assert speculator.propose(1, [3, 4], 2) == [] and speculator.propose(2, [5, 9, 5, 9], 1) == [5]

@@ -37,7 +37,7 @@ def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(str(model), **{**MODEST, **ENGINES[request.param]}) as llm:
         yield llm
         assert llm.state == Phase.READY.value
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
 def good(llm: LLM) -> list[tuple[int, ...]]:

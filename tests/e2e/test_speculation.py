@@ -151,7 +151,6 @@ def record(engine: Any, widths: Sequence[int], *, adaptive: bool = False) -> Eag
         drafter=runner._drafter,
         adaptive=adaptive,
     )
-    runner._last_token = runner._graphs.last_token
     return runner._graphs  # type: ignore[no-any-return]
 
 

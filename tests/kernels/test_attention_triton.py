@@ -51,7 +51,7 @@ SMALL = Layer(heads=4, nope=24, rope=8, top_k=9, window=8, dtype=torch.float32)
 def case(layer: Layer, steps: Steps, splits: int = 1, *, padding: int = 0, room: int = 0) -> AttentionInputs:
     """Return random inputs; ``room`` bytes lie between the step's rows."""
     generator, fmt = torch.Generator().manual_seed(1), layer.format
-    paging = make_paging(steps, DEVICE, padding=padding)
+    paging = replace(make_paging(steps, DEVICE, padding=padding), splits=splits)
     tokens, dtype = len(paging.positions_T), layer.dtype or torch.bfloat16
     q = (2 * torch.randn(tokens, layer.heads, fmt.width, generator=generator)).to(dtype).to(DEVICE)
     packed = pack_rows(fmt, torch.randn(tokens, fmt.width, generator=generator).to(dtype)).to(DEVICE)
@@ -78,7 +78,6 @@ def case(layer: Layer, steps: Steps, splits: int = 1, *, padding: int = 0, room:
         sin,
         layer.ratio,
         selected,
-        splits,
         layer.window,
     )
 

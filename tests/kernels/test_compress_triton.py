@@ -55,7 +55,7 @@ class Run:
     def step(self, lens: list[int], padding: int, singles: bool, reference: bool = False, drafts: list[int] | None = None) -> None:
         slots = [*range(1, len(lens)), 0]
         paging = step_of(
-            self.starts, lens, slots=slots, drafts=drafts, carry=self.copies, padding=padding, singles=singles, device=DEVICE
+            self.starts, lens, slots=slots, drafts=drafts, copies=self.copies, padding=padding, singles=singles, device=DEVICE
         )
         parts = [rows[start : start + count] for rows, start, count in zip(self.projected, self.starts, lens, strict=True)]
         blank = torch.full((padding, self.projected.shape[2]), float("nan"), device=DEVICE)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles, sum_experts
-from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, Held, MoeInputs, moe_decode_small, suits_decode_small
+from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, Held, MoeInputs, moe_decode_small, most_decode_small
 from dsv4lite.kernels.routing import Copies, Router
 from tests.kernels.test_experts_triton import DEVICE, LIMIT, ON_GPU, assert_close, experts, forward, generator, inputs, poison
 
@@ -161,8 +161,7 @@ def test_padding_alone_has_no_block() -> None:
 
 
 def test_few_are_as_many_as_one_program_groups() -> None:
-    assert [tokens for tokens in range(40) if suits_decode_small(tokens, 6)] == list(range(1, DECODE_SMALL_TOKENS + 1))
-    assert suits_decode_small(1, 8) and not suits_decode_small(1, 9)
+    assert most_decode_small(6) == most_decode_small(8) == DECODE_SMALL_TOKENS == 16 and most_decode_small(9) == 0
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")

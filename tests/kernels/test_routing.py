@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4lite.kernels.routing import Copies, Router, route, softplus, take_copies
+from dsv4lite.kernels.routing import Copies, Router, own_slots, route, softplus, take_copies
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -60,6 +60,10 @@ def test_routing_a_token_does_not_depend_on_the_others() -> None:
         for count in (1, 2, 5, 23):
             got = route(logits[a : a + count], router)
             assert torch.equal(got[0], chosen[a : a + count]) and torch.equal(got[1], weights[a : a + count])
+
+
+def test_slots_of_other_ranks_are_none() -> None:
+    assert own_slots(torch.arange(7), 2, 3).tolist() == [3, 3, 0, 1, 2, 3, 3]
 
 
 def test_tokens_take_the_copies_of_an_expert_in_turn_and_are_counted() -> None:

@@ -20,6 +20,7 @@ from dsv4lite.kernels.rows import (
     UnquantizedRow,
     pack_rows,
     page_bytes,
+    store_for_pass,
     unpack_rows,
 )
 from tests.kernels.paged import simulate
@@ -223,7 +224,9 @@ def test_packed_rows_are_read_as_simulate_says(name: str) -> None:
 def test_gradients_flow_through_plain_rows() -> None:
     """From what is read, packed or stored, to what was written last at each address."""
     fmt = UnquantizedRow(3, torch.float32)
-    store, rows = GradientStore(fmt, 2, 4, CPU), torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    store, rows = store_for_pass(fmt, 2, 4, CPU), torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    with torch.no_grad():
+        assert isinstance(store, GradientStore) and not isinstance(store_for_pass(fmt, 2, 4, CPU), GradientStore)
     store.write(torch.tensor([1, 6]), rows[:2])
     store.write(torch.tensor([1]), rows[2:3])
     read = store.read(torch.tensor([1, 6, 3]), torch.float32)

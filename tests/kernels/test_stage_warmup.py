@@ -33,8 +33,7 @@ from dsv4lite.parallel.mesh import Axis, Mesh  # noqa: E402
 from dsv4lite.request import Request, SamplingParams  # noqa: E402
 from dsv4lite.sampling.sampler import Sampler  # noqa: E402
 from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan  # noqa: E402
-from dsv4lite.speculation.mtp import MtpDrafter  # noqa: E402
-from dsv4lite.state.paging import SequenceInput  # noqa: E402
+from dsv4lite.speculation.drafters import MtpDrafter  # noqa: E402
 from dsv4lite.state.store import StateCache, StateSizes  # noqa: E402
 from dsv4lite.weights.quant import Numerics  # noqa: E402
 from tests.golden import OFFICIAL, rounded  # noqa: E402
@@ -86,7 +85,7 @@ def runner_of(mesh: Mesh) -> Runner:
     numerics = replace(rounded(), matrix_dtype=torch.bfloat16, resident_fp8=True, resident_experts="fp4")
     model = DeepseekV4(OFFICIAL, numerics, mesh).requires_grad_(False)
     cache, vocab_size, sampler = StateCache.allocate(model.state_spec, SIZES, CPU), OFFICIAL.vocab_size, None
-    if model.share.last:
+    if model.shard.last:
         sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=4)
     graphs = StepGraphs(model, cache, max_num_seqs=4, max_model_len=MAX_LENGTH, sampling=sampler)
     runner = Runner(model, cache, sampler, graphs, mesh=mesh)
@@ -169,9 +168,7 @@ def shipped(*ratios: int) -> DeepseekV4:
 def prompt_of(model: DeepseekV4, tokens: int) -> Batch:
     """Return a step that reads the beginning of a prompt."""
     pages, windows = -(-tokens // PAGE_TOKENS), -(-tokens // WINDOW_PAGE_TOKENS)
-    sequence = SequenceInput(
-        token_ids=(1,) * tokens, start=0, slot=0, pages=range(pages), window_first=0, window_pages=(0,) * windows
-    )
+    sequence = SequencePlan(0, 0, 0, (1,) * tokens, tuple(range(pages)), 0, (0,) * windows, sample=True)
     return make_batch(model, [sequence])
 
 

@@ -21,9 +21,10 @@ from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.deepseek_v4 import dspark
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import Attention, DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
@@ -222,9 +223,14 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 
         monkeypatch.setattr(DSparkDrafter, name, spy)
 
-    def attended(args: tuple[Any, ...], out: Tensor) -> None:
-        found.inputs.append(args[2])
-        found.attended.append(out)
+    attend = Attention.forward
+
+    def attended(self: Attention, x_TD: Tensor, rounded: Any, batch: Batch, cache: Any) -> Tensor:
+        out = attend(self, x_TD, rounded, batch, cache)
+        if batch.ahead:  # of a block
+            found.inputs.append(x_TD)
+            found.attended.append(out)
+        return out
 
     class Recorded(Streams):
         def enter(self, *args: Any) -> Any:
@@ -241,7 +247,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
             return found.streams[-1]
 
     spied("feed", lambda args, out: found.taps.append(args[1]))
-    spied("_attend", attended)
+    monkeypatch.setattr(Attention, "forward", attended)
     spied("_backbone", lambda args, out: found.h.append(out[0]))
     monkeypatch.setattr(dspark, "Streams", Recorded)
     return found
@@ -493,7 +499,7 @@ def test_places_of_blocks_are_laid_out_as_kernels_read_them(count: int) -> None:
     firsts = torch.arange(count) * 70
     where = DraftBlock.of(firsts, torch.zeros(count, 3, dtype=torch.int32), firsts.int() // 64, 5, torch.ones(4))
     for paging in (where.own, where.whole):
-        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "derived")]
+        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "splits", "derived")]
         assert all(t.is_contiguous() and t.dtype == torch.int32 for t in tensors)
     assert where.own.positions_T.tolist() == [70 * i + k for i in range(count) for k in range(5)]
     assert where.whole.positions_T.tolist() == [70 * i + 4 for i in range(count) for _ in range(5)]

@@ -59,7 +59,7 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
     before = held()
     with LLM(str(model), **tight(model, executor="process")) as llm:
         same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 1, 0, pid, "was killed by SIGKILL")
     assert not is_alive(pid) and held() <= before
@@ -80,7 +80,7 @@ def test_ranks_in_processes_give_what_one_rank_gives_and_end_by_themselves(
     """With overlap, tokens in flight reach the other ranks by themselves."""
     with overlapping(overlap), LLM(str(model), **tight(model, **settings, executor="thread")) as llm:
         same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
     assert not is_alive(pid) and not caplog.messages  # it did not have to be killed
 

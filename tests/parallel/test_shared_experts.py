@@ -84,7 +84,6 @@ def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
         runner = building(probe, *args)
         options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, **sizes}
         runner._graphs = StepGraphs(runner.model, runner.cache, **options, sampling=runner.sampler, drafter=runner._drafter)
-        runner._last_token = runner._tokens._last_token = runner._graphs.last_token
         return runner
 
     def init(recording: Recording, *args: Any) -> None:

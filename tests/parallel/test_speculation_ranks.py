@@ -17,10 +17,10 @@ from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE
-from dsv4lite.models.share import stages
+from dsv4lite.models.shard import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
-from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, REFRESHED, SMALL, engine_of, overlapping, prompts_of, same_outputs, write_model
 from tests.parallel.ranks import Ranks
@@ -72,7 +72,7 @@ def draft_and_run_all_kinds(model: Path, settings: Job, rank: int) -> tuple[Draf
             return None
         alone, outputs = drafted(llm), all_kinds(llm)
         assert llm.stats().cached_tokens > 0
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         return alone, outputs
 
 

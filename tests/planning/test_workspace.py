@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4lite.kernels
 from dsv4lite.config import tiny_model
-from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import PassBytes
-from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
@@ -111,7 +109,7 @@ def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda *given: next(dispatch._tensors(given)).device == META)
+            monkeypatch.setattr(module, "use_triton", lambda *given: tensor_of(given).device == META)
     monkeypatch.setattr(triton_jit.JITFunction, "run", lambda *args, **options: None)
 
 
@@ -136,7 +134,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         singles=tokens == 1,
     )
     token_ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = Batch.of(token_ids, paging, model.rotary, max_tokens=longest, deterministic=model.numerics.deterministic)
+    batch = model.batch(token_ids, paging, max_tokens=longest)
     model.logits(model(batch, cache.layers)[:8])
 
 
@@ -177,7 +175,7 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
 
 
 def whole_workspace(model: DeepseekV4, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
-    step = workspace(model.config, numerics, model.share, tokens=tokens, longest=longest)
+    step = workspace(model.config, numerics, model.shard, tokens=tokens, longest=longest)
     return step_bytes(step, numerics, model.config.vocab_size, tokens=tokens, sequences=sequences, listed=0)
 
 

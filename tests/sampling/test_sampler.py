@@ -613,12 +613,9 @@ def always(*favoured: int) -> Tensor:
 
 def test_thinking_ends_when_its_budget_is_spent() -> None:
     driver = Driver(request(prompt=[4, OPEN], think=True, temperature=0.0, thinking_budget=3))
-    waits, got = [], []
-    for _ in range(6):
-        waits.append(driver.sampler.needs_host(0))
-        got += tokens(driver.step(always(30)))
+    assert driver.sampler.prepare([run_of(0, 2)]).ruled == (0,)
+    got = [tokens(driver.step(always(30)))[0] for _ in range(6)]
     assert got == [30, 30, 30, CLOSE, 30, 30]
-    assert waits == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("prompt", [(4,), (OPEN, 4, CLOSE), (CLOSE,)])
@@ -649,21 +646,9 @@ def test_opening_tags_inside_thinking_spend_budget() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5])
-def test_thinking_budget_is_exact_when_steps_run_ahead(budget: int) -> None:
-    """With one token in flight, the host lags by one token except where ``needs_host`` says that it must not."""
+def test_thinking_budget_is_exact(budget: int) -> None:
     driver = Driver(request(prompt=[OPEN], think=True, temperature=0.0, thinking_budget=budget))
-    known: list[int] = []
-    in_flight: int | None = None
-    for _ in range(8):
-        if in_flight is not None and driver.sampler.needs_host(0):
-            driver.sampler.accept(0, in_flight)
-            known.append(in_flight)
-            in_flight = None
-        token = driver.step(always(30), accept=False)[0].token_id
-        if in_flight is not None:
-            driver.sampler.accept(0, in_flight)
-            known.append(in_flight)
-        in_flight = token
+    known = [tokens(driver.step(always(30)))[0] for _ in range(8)]
     assert known == ([30] * budget + [CLOSE] + [30] * 8)[: len(known)] and CLOSE in known
 
 
@@ -714,7 +699,7 @@ def test_structured_outputs_follow_the_grammar_to_its_end() -> None:
     grammars = Grammars([CountUp(10, 12, 12), CountUp(20, 30, 21)])
     constrained = {"temperature": 0.0, "structured_outputs": GRAMMAR}
     driver = Driver(request(**constrained), request(temperature=0.0), request(ignore_eos=True, **constrained), grammars=grammars)
-    assert [driver.sampler.needs_host(i) for i in range(3)] == [True, False, True]
+    assert driver.sampler.prepare([run_of(i, driver.lengths[i]) for i in range(3)]).ruled == (0, 2)
     logits = always(40, EOS).expand(3, -1)
     assert [tokens(driver.step(logits)) for _ in range(5)] == [
         [10, 40, 20],
@@ -871,7 +856,7 @@ def test_token_of_a_removed_sequence_is_ignored() -> None:
     assert driver.sampler.num_sequences == 0
 
 
-def test_needs_host_names_what_the_device_cannot_decide() -> None:
+def test_host_rules_are_what_the_device_cannot_decide() -> None:
     kinds = (
         {},
         {"temperature": 0.0, "presence_penalty": 1.0, "min_tokens": 3},
@@ -879,4 +864,4 @@ def test_needs_host_names_what_the_device_cannot_decide() -> None:
         {"bad_words_ids": [[3, 4]]},
     )
     driver = Driver(*[request(**kind) for kind in kinds])
-    assert [driver.sampler.needs_host(i) for i in range(4)] == [False, False, False, True]
+    assert driver.sampler.prepare([run_of(i, driver.lengths[i]) for i in range(4)]).ruled == (3,)

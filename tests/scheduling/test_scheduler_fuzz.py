@@ -109,7 +109,7 @@ def make_harness(
         drafter_rows=drafts > 0,
         stages=stages,
     )
-    pools = Pools.sized(
+    pools = Pools(
         grow=pages_for(limits.max_model_len - 1) + rng.choice((0, 1, 3, 8)),
         window=limits.window_pages + rng.choice((0, 1, 4, 20)) if windows else 0,
         slots=rng.choice((1, 2, 4, 8)),
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, limits: dict[str, Any], spare: dict[str, int], snapshots: int, period: int, overlap: bool, ahead: bool) -> None:
         made = SchedulerLimits(**limits, max_model_len=600, prefix_checkpoint_tokens=256, drafter_rows=limits["max_drafts"] > 0)
         least = {"grow": pages_for(599), "window": made.window_pages, "slots": 1}
-        pools = Pools.sized(**{name: count + spare[name] for name, count in least.items()}, snapshots=snapshots)
+        pools = Pools(**{name: count + spare[name] for name, count in least.items()}, snapshots=snapshots)
         turns = itertools.count(1)
         right = (lambda: next(turns) % period > 0) if made.max_drafts else None
         self.harness = Harness(made, pools, overlap=overlap, right=right, ahead=ahead)

@@ -203,7 +203,7 @@ class RowStore:
         """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
         safe = addresses.clamp_min(0)
         if self._matrix is not None:
-            return torch.unflatten(self._matrix.index_select(0, safe.flatten()).to(dtype), 0, addresses.shape)
+            return self._matrix.index_select(0, safe.flatten()).to(dtype).view(*addresses.shape, self._matrix.shape[1])
         page, place = safe // self.rows_per_page, safe % self.rows_per_page
         data = self._data[page, place]
         scales = self._scales[page, place] if self._scales is not None else data[..., :0]
@@ -231,3 +231,9 @@ class GradientStore(RowStore, ReferenceOnly):
         """Store rows at addresses int64 [N], all valid and different."""
         assert self._matrix is not None
         self._matrix = self._matrix.index_copy(0, addresses_N, rows_NC.to(self._matrix.dtype))
+
+
+def store_for_pass(fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> RowStore:
+    """Return a store for one pass, which lets gradients through if there are any and its rows are numbers."""
+    kind = GradientStore if torch.is_grad_enabled() and isinstance(fmt, UnquantizedRow) else RowStore
+    return kind(fmt, num_pages, rows_per_page, device)

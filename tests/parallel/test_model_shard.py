@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
-from dsv4lite.models.share import check_layout, shards_of, stages
+from dsv4lite.models.shard import check_layout, shards_of, stages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot
