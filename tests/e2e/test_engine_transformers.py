@@ -10,22 +10,16 @@ import torch
 
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.models.test_transformers import MODELS as transformers_models
 from tests.tiny import trainer_model, trainer_settings
 
 # Both sides of every boundary: groups of 4 and 8, window pages, windows and groups of 128, grow pages.
 LENGTHS = (3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-GENERATED = 24
+GENERATED = 64
 TOLERANCE = 1e-4
 
 MODELS: dict[str, dict[str, Any]] = {
-    "short_groups": {"ratios": (0, 4, 8, 4, 8), "swiglu_limit": 0.6},
-    "release_ratios": {
-        "ratios": (4, 128, 0, 128, 4),
-        "sliding_window": 128,
-        "index_topk": 9,
-        "num_hash_layers": 1,
-        "swiglu_limit": 0.6,
-    },
+    **{name: transformers_models[name] for name in ("short_groups", "release_ratios")},
     "odd_sizes": {
         "ratios": (4, 16, 4),
         "sliding_window": 70,
@@ -102,8 +96,8 @@ def test_distributions_of_prompt_and_completion_agree(run: Run, length: int) -> 
     assert torch.equal(theirs[length - 1 :].argmax(-1), torch.tensor(output.token_ids))
 
 
-def test_continuation_is_the_one_of_their_generate(run: Run) -> None:
-    length = 257
+@pytest.mark.parametrize("length", (5, 257))
+def test_continuation_is_the_one_of_their_generate(run: Run, length: int) -> None:
     output = run.outputs[length]
     prompt = torch.tensor([output.prompt_token_ids])
     theirs = run.theirs.generate(

@@ -27,7 +27,8 @@ PACKED: list[tuple[int, Sizes]] = [
     (2, (5, 192, 17, 64, 64)),
     (0, (2, 128, 2, 128, 64)),
 ]
-UNQUANTIZED: list[tuple[int, Sizes]] = [(3, (5, 32, 12, 16, 8)), (2, (3, 96, 5, 66, 64)), (2, (2, 16, 0, 8, 6))]
+UNQUANTIZED: list[tuple[int, Sizes]] = [(3, (5, 32, 12, 16, 8)), (2, (3, 96, 5, 66, 64))]
+UNQUANTIZED += [(2, (2, 16, 0, 8, rope)) for rope in (4, 6)]
 if CUDA:
     shapes = ((1, 64, 64), (16, 64, 64), (1024, 128, 64), (300, 64, 0))
     PACKED += [(tokens, (heads, 512, index_heads, 128, 64)) for tokens, heads, index_heads in shapes]
@@ -57,10 +58,11 @@ def test_head_norms_agree(dtype: torch.dtype, fp4: bool, tokens: int, sizes: Siz
     given = HeadInputs(query, heads, channels, index_heads, index_dim, *angles, 1e-6, RowStore(fmt, 0, 64, DEVICE), STEP)
     got, index, _ = head_norms_triton(given)
     wanted, wanted_index, _ = head_norms.reference(given)
-    close(got, wanted, 1e-3 if CUDA else 0.2)  # heads whose mean lies between two numbers of bfloat16
+    close(got, wanted, 1e-3 if CUDA else 0.1 if fp4 else 0.2)  # heads whose mean lies between two numbers of bfloat16
     assert (index is None) == (wanted_index is None)
     if index is not None and wanted_index is not None:
         close(index, wanted_index, 0.0)
+        assert not fp4 or torch.equal(index.view(torch.int16), wanted_index.view(torch.int16))
 
 
 def test_head_norms_do_not_depend_on_other_tokens() -> None:

@@ -5,9 +5,7 @@ The known answers come from the published drafter, in float32, on the tiny model
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.debug.watch import OpWatch
+from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
@@ -463,16 +462,6 @@ def test_every_op_of_a_draft_agrees_with_its_reference(on_gpu: tuple[PagedModel,
     assert ours >= {"rms_norm", "moe_decode_small", "fp8_weight_linear", "hc_expand"}
 
 
-@contextmanager
-def references() -> Iterator[None]:
-    """Refuse every kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
-                patch.setattr(module, "use_triton", lambda *_: False)
-        yield
-
-
 @pytest.mark.gpu
 def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
     """Codes of 8 and 4 bits make much of little: from the same rows, other last bits of a few embeddings move drafts as far.
@@ -482,7 +471,8 @@ def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedM
     state, sequences = on_gpu
     ours, embed = draft(state, sequences, ANCHORS), state.model.embed
     whole, moved = embed.clone(), []
-    with references():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "use_triton", lambda *_: False)
         theirs = draft(state, sequences, ANCHORS)
         for seed in range(24):
             columns = torch.randperm(STORED.hidden_size, generator=torch.Generator().manual_seed(seed))[:50]

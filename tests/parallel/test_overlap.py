@@ -85,14 +85,14 @@ def noted(mesh: Mesh, job: Job, least: int) -> tuple[list[str], Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher", "there", "back"),
+    ("dispatcher", "there", "back"),
     [
-        (Layout(dp=2, ep=2), "all_gather", ["allgather"], "reduce_scatter"),
-        (Layout(dp=2, ep=2), OwnAllGather, ["allgather"], "reduce_scatter"),
-        (Layout(dp=2, tp=2, ep=4), "all_to_all", ["alltoall", "alltoall"], "alltoall"),  # first how many rows
+        ("all_gather", ["allgather"], "reduce_scatter"),
+        (OwnAllGather, ["allgather"], "reduce_scatter"),
+        ("all_to_all", ["alltoall", "alltoall"], "alltoall"),  # first how many rows
     ],
-    ids=str,
 )
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=4)], ids=str)
 def test_shared_expert_runs_while_rows_are_on_their_way_there_and_back(
     ranks: Ranks, job: Job, layout: Layout, dispatcher: str | DispatcherFactory, there: list[str], back: str
 ) -> None:
@@ -106,9 +106,8 @@ def test_shared_expert_runs_while_rows_are_on_their_way_there_and_back(
         assert events[: len(before) + 7] == [*before, *went, f"begin {back}", f"second {tokens}", f"wait {back}"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "dispatcher"), [(TOGETHER[0], "local"), (TOGETHER[1], "all_gather"), (TOGETHER[0], "all_to_all")], ids=str
-)
+@pytest.mark.parametrize("dispatcher", ["local", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("layout", TOGETHER, ids=str)
 def test_copies_share_the_shared_expert_of_many_tokens(ranks: Ranks, job: Job, layout: Layout, dispatcher: str) -> None:
     (_, expected), *_ = ranks.run(noted, job, UNSHARED_TOKENS, layout=ONE)
     answers = ranks.run(noted, replace(job, dispatcher=dispatcher), 4, layout=layout)

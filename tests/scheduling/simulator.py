@@ -385,8 +385,7 @@ class Harness:
         room = self.most_outstanding + ((undrafted and self.limits.stages == 1) or self.ahead)
         if self.outstanding and (plan is None or len(self.outstanding) > room):
             self.update()
-        if len(self.plans) % 4 == 0 or plan is None:  # what is lost stays lost
-            self.scheduler.check()
+        self.scheduler.check()
         return plan
 
     def abort(self, request_id: str | None, index: int | None = None) -> None:
