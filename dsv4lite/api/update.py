@@ -23,6 +23,8 @@ class AsyncWeightUpdate:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
+        if self._update.ended:
+            raise RuntimeError("an update can be entered only once")
         self._session.open_update(self._update)
         try:
             if not self._update.staged:

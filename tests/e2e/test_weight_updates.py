@@ -339,6 +339,9 @@ def test_exception_of_the_block_rolls_back_and_passes(llm: LLM, models: tuple[Pa
     assert (llm.state, llm.weight_version) == (Phase.READY, 0) and same(ask(llm), fresh[0][0])
     with pytest.raises(EngineStateError, match="this update is not open"):
         update.load(DiskSource(str(models[1])))
+    with pytest.raises(RuntimeError, match="entered only once"), update:
+        raise AssertionError
+    assert llm.state is Phase.READY
 
 
 def test_error_that_is_kept_does_not_keep_the_model(models: tuple[Path, Path]) -> None:
