@@ -21,10 +21,10 @@ from dsv4lite.llm import LLM
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Phase
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
-from tests.e2e.engines import MODEST, prompts_of, write_model
+from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
 from tests.e2e.updates import GREEDY, ask, read
 from tests.parallel.ranks import Ranks
-from tests.parallel.requests import SHARED, VOCAB, assert_same
+from tests.parallel.requests import SHARED, VOCAB
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "process": {"executor": "process"},
@@ -63,7 +63,7 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], layo
 
         def is_of(outputs: Any, checksums: Any, version: int) -> None:
             found = llm.generate_batch(PROMPTS, GREEDY)
-            assert_same(found, outputs, 1e-4)
+            same_outputs(found, outputs, tolerance=1e-4)
             assert [one.outputs[0].weight_versions for one in found] == [((version, 0, 12),)] * len(PROMPTS)
             assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, version, checksums)
 
@@ -148,4 +148,4 @@ def test_ranks_that_train_gather_their_tensors_for_the_rank_that_leads(
 ) -> None:
     (checksums, outputs), _ = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
     assert checksums == fresh[1][1]
-    assert_same(outputs, fresh[1][0], 1e-4)
+    same_outputs(outputs, fresh[1][0], tolerance=1e-4)
