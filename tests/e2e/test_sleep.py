@@ -21,7 +21,7 @@ from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.state import store
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
-from tests.e2e.updates import GREEDY, LONG, PROMPT, ask, quantized_tensors, same, write_quantized
+from tests.e2e.updates import GREEDY, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
@@ -290,7 +290,7 @@ def test_engine_that_sleeps_can_be_closed(model: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -> None:
     """To within 200 MB of a process that has only its context; results are those of before, with captured steps."""
-    folder = write_quantized(tmp_path, quantized_tensors(0))
+    folder = write_for_kernels(tmp_path, 0)
     settings = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
     torch.cuda.init()
     idle, _ = torch.cuda.mem_get_info()
@@ -303,5 +303,5 @@ def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -
             llm.wake_up()
             if level == 2:
                 with llm.update_weights(1) as update:
-                    update.load(NamedTensors({n: t.cuda() for n, t in quantized_tensors(0).items()}))
+                    update.load(NamedTensors({n: t.cuda() for n, t in read(folder).items()}))
             assert same(ask(llm), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dsv4lite.config import tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
@@ -27,11 +30,13 @@ QUANTIZED: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     **{k: TINY_QUANTIZED[k] for k in ("expert_dtype", "quantization_config")},
 }
+FOR_KERNELS: Mapping[str, Any] = json.loads((Path(tiny_model()) / "config.json").read_text())
+"""The shipped checkpoint's shapes, which the kernels of a GPU take."""
 
 
-def quantized_tensors(seed: int) -> dict[str, Tensor]:
+def quantized_tensors(seed: int, config: Mapping[str, Any] = QUANTIZED) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint in FP8 and FP4; none of them is the same with another seed."""
-    tensors = dict(dummy_tensors(parse_config(QUANTIZED), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
+    tensors = dict(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if name.endswith(("norm.weight", "_scale", "gate.bias")):  # which are constant
@@ -43,6 +48,13 @@ def write_quantized(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Write a quantized checkpoint with a tokenizer."""
     write_checkpoint(folder, QUANTIZED, tensors.items())
     return write_tokenizer(folder, VOCAB)
+
+
+def write_for_kernels(folder: Path, seed: int) -> Path:
+    """Write a checkpoint of random weights in the shipped one's shapes, with its tokenizer."""
+    write_checkpoint(folder, FOR_KERNELS, quantized_tensors(seed, FOR_KERNELS).items())
+    shutil.copy(Path(tiny_model()) / "tokenizer.json", folder)
+    return folder
 
 
 def read(folder: Path) -> dict[str, Tensor]:
