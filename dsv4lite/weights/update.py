@@ -18,6 +18,7 @@ from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, sho
 from dsv4lite.kernels.quantize import quantize_matrix
 from dsv4lite.parallel.shard import Cut, Shards
 from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import IdSlot, Slot
@@ -177,7 +178,7 @@ class Transaction:
         formats: How the model stores its quantized matrices.
         shards: Which part of each tensor this rank holds.
         device: Of the slots; floats are quantized there.
-        staged: Keep tensors in host memory, pinned for a GPU, until ``write``; otherwise they go to their slots at once.
+        staging: Memory in which tensors are kept until ``write``; ``None``: they go to their slots at once.
     """
 
     def __init__(
@@ -188,10 +189,11 @@ class Transaction:
         shards: Shards,
         device: torch.device,
         *,
-        staged: bool,
+        staging: HostMemory | None,
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
-        self._staged: dict[str, tuple[Tensor, Tensor | None]] | None = {} if staged else None
+        self._staging = staging
+        self._staged: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet
         self._seen: set[str] = set()
         self._filled: set[str] = set()
@@ -241,16 +243,15 @@ class Transaction:
             scale = scale.float() if own.scale == "F32" else scale
         if isinstance(slot, IdSlot) and (problem := slot.problem(weight)):
             raise _refused(mismatched=[problem])
-        if self._staged is None:
+        if self._staging is None:
             slot.store(weight, scale)
         else:
             self._staged[name] = (self._aside(weight), None if scale is None else self._aside(scale))
         self._filled.add(name)
 
     def _aside(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory."""
-        pinned = self._device.type == "cuda"
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor)
+        assert self._staging is not None
+        return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def check(self, *, partial: bool) -> None:
         """Require that every slot has its tensor, or with ``partial`` that no weight or scale lacks its partner.
@@ -267,7 +268,7 @@ class Transaction:
 
     def write(self) -> None:
         """Write what is staged to its slots, in place."""
-        for name, (weight, scale) in (self._staged or {}).items():
+        for name, (weight, scale) in self._staged.items():
             self._slots[name].store(weight, scale)
 
 

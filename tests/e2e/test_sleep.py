@@ -19,6 +19,7 @@ from dsv4lite.errors import CapacityError, EngineStateError, InvalidRequestError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.state import store
+from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
 from tests.e2e.updates import GREEDY, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
@@ -180,12 +181,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
     """Let a function raise as PyTorch does without memory, once it has been called a few times."""
     real, calls = getattr(module, name), 0
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > after:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(module, name, counted)
 
@@ -193,8 +194,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
 def test_failed_sleep_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before, bytes_before = ask(llm), held(llm)
     with monkeypatch.context() as patch:
-        failing(patch, resident, "storage_bytes", after=3)
-        with pytest.raises(CapacityError, match="the host has too little memory to keep the weights: Default"):
+        patch.setattr(host_memory, "_PIECE", 1)  # as many pieces as tensors
+        failing(patch, host_memory.mmap, "mmap", after=3)
+        with pytest.raises(CapacityError, match="the host has too little memory for copies of weights: Default"):
             llm.sleep(1)
     resident_: Any = engine_of(llm)._runner._resident  # type: ignore[union-attr]
     assert (llm.state, held(llm), resident_._copies) == (Phase.READY, bytes_before, {})

@@ -18,12 +18,14 @@ from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import ExpertFormat, HeldTensor
 from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import own_formats
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.update import Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
 from tests.tiny import TINY_REFRESHED
 
+CPU = torch.device("cpu")
 CONFIG = replace(OFFICIAL, vocab_size=64, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
 ODD = replace(CONFIG, hidden_size=160, q_lora_rank=96, o_lora_rank=40)  # boundaries inside blocks of scales
 FORMS: dict[str, tuple[V4Config, ExpertFormat, Numerics]] = {
@@ -48,7 +50,7 @@ def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def transaction(model: DeepseekV4, tensors: Mapping[str, Tensor], *, staged: bool) -> Transaction:
     headers = {name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()}
     shards = Shards(table=V4_SHARDING, axes={}, num_experts=model.config.num_experts)
-    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, torch.device("cpu"), staged=staged)
+    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, CPU, staging=HostMemory(CPU) if staged else None)
 
 
 @torch.no_grad()
