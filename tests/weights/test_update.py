@@ -172,7 +172,7 @@ def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
         after[1, 3, 2:9] += 1
         after[-1, -1, -1] += 1
         model = fill(DeepseekV4(config, numerics, with_mtp=False), old)
-        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), torch.device("cpu"), staged=True)
+        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=HostMemory(CPU))
         name = f"model.layers.1.mlp.experts.{stack}"
         update.take(list(DeltaSource(NamedTensors({name: after}), {name: before}, block=(7, 5)).tensors()))
         update.check(partial=True)
