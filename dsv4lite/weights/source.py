@@ -114,14 +114,14 @@ class ModelSource:
         if dummy or not (fetch or any(folder.glob("*.safetensors"))):
             raw, generation_config = read_config(folder), read_generation_config(folder)
         else:
-            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
+            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names(raw))
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
         raw, family = {**raw, **config.hf_overrides}, family_of(raw)
         model = family.read_config(raw)
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
-            stored = str(raw.get("expert_dtype", "fp4")) if model.quantized else "unquantized"
-            expert_format, dense_fp8 = _EXPERT_FORMATS.get(stored, "unquantized"), model.quantized
+            stored = str(raw.get("expert_dtype", model.expert_format)) if model.quantized else "unquantized"
+            expert_format, dense_fp8 = _EXPERT_FORMATS.get(stored, "unquantized"), model.quantized and model.byte_scales
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])

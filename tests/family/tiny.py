@@ -254,7 +254,7 @@ TINY = Family(
     name="tiny",
     read_config=read_config,
     tensors=TENSORS,
-    names=NameTables(top={"lm_head": "head"}, block={"self_attn": "attn"}),
+    names=lambda raw: NameTables(top={"lm_head": "head"}, block={"self_attn": "attn"}),
     state=state_spec,
     build=Tiny,
     workspace=workspace,

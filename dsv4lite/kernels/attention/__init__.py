@@ -33,20 +33,28 @@ _LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if the 
 
 
 def sparse_attention(
-    q_THC: Tensor, rows: Tensor, valid_TR: Tensor, sink_H: Tensor, scale: float, *, block: int | None = BLOCK
+    q_THC: Tensor,
+    rows: Tensor,
+    valid_TR: Tensor,
+    sink_H: Tensor | None,
+    scale: float,
+    *,
+    block: int | None = BLOCK,
+    width: int | None = None,
 ) -> Tensor:
     """Attend each token's heads to that token's rows.
 
     Args:
         q_THC: Queries, float32 or bfloat16.
         rows: [T, R, C], each token's own, or [R, C], shared by all tokens; invalid ones of the former may hold anything.
-        valid_TR: Which rows count; every token needs at least one.
-        sink_H: float32 logit that only joins the denominator.
+        valid_TR: Which rows count; every token needs at least one, among the rows of its first block.
+        sink_H: float32 logit that only joins the denominator; ``None`` if there is none.
         scale: Multiplies the logits.
         block: Rows taken at a time, the last ones padded to so many; ``None`` takes all at once (same result up to rounding).
+        width: First channels of a row that are its value; ``None`` for all.
 
     Returns:
-        [T, H, C] in the dtype of q.
+        [T, H, C] in the dtype of q, or [T, H, width].
     """
     query = q_THC.float()
     count = rows.shape[-2]
@@ -65,7 +73,7 @@ def sparse_attention(
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         p = torch.exp(logits - new_peak)
-        weighted = torch.matmul(p.to(q_THC.dtype).float(), keys)
+        weighted = torch.matmul(p.to(q_THC.dtype).float(), keys[..., :width])
         if peak is None or total is None or out is None:
             total, out = p.sum(-1, keepdim=True), weighted
         else:
@@ -73,7 +81,9 @@ def sparse_attention(
             total, out = total * shrink + p.sum(-1, keepdim=True), out * shrink + weighted
         peak = new_peak
     assert peak is not None and total is not None and out is not None
-    return (out / (total + torch.exp(sink_H[:, None] - peak))).to(q_THC.dtype)
+    if sink_H is not None:
+        total = total + torch.exp(sink_H[:, None] - peak)
+    return (out / total).to(q_THC.dtype)
 
 
 class AttentionInputs(NamedTuple):
@@ -184,7 +194,8 @@ def paged_attention(given: AttentionInputs) -> Tensor:
     for block in given.paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):
         rows, valid = recent.of(block)
         if given.entries is not None:
-            more, seen = _entry_rows(block, given, given.entries)
+            places = (given.paging, given.ratio, given.selected_TK)
+            more, seen = entry_rows(block, given.entries, *places, q_THC.dtype)
             rows, valid = torch.cat([rows, more], -2), torch.cat([valid, seen], 1)
         if padding_T is not None:
             valid[:, 0] |= padding_T[block.begin : block.end]
@@ -240,9 +251,19 @@ class _RecentRows:
         return torch.where(valid_TW, index_TW, 0), valid_TW
 
 
-def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tuple[Tensor, Tensor]:
-    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
-    paging, ratio, selected_TK = given.paging, given.ratio, given.selected_TK
+def entry_rows(
+    block: Block, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool.
+
+    Args:
+        block: Consecutive tokens.
+        entries: Rows of ``ratio`` tokens each.
+        paging: Positions and pages of the tokens.
+        ratio: Tokens of an entry.
+        selected_TK: See ``AttentionInputs``.
+        dtype: Of the rows.
+    """
     visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
     count, rows = (block.newest + 1) // ratio, entries.rows_per_page
     if selected_TK is not None and count > selected_TK.shape[1]:
@@ -259,7 +280,7 @@ def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tupl
     else:
         entry = torch.where(seen, entry, 0)
         page = paging.grow_SP.long()[paging.sequence_T[block.begin : block.end].long()[:, None], entry // rows]
-    return entries.read(page * rows + entry % rows, given.q_THC.dtype), seen
+    return entries.read(page * rows + entry % rows, dtype), seen
 
 
 def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:

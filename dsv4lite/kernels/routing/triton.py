@@ -125,7 +125,7 @@ def route_kernel(
 
 def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """See ``routing.route``."""
-    (tokens, experts), (top_k, scale, bias_E, table_VK, token_ids_T, positions_T) = logits_TE.shape, router
+    (tokens, experts), (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = logits_TE.shape, router
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
     assert positions_T is None or positions_T.is_contiguous()

@@ -23,22 +23,20 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
-from dsv4lite.kernels.rows import GradientStore, RowStore
+from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.moe import MoE, Tokens
+from dsv4lite.models.moe import MoE, Tokens, rebalance_experts
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.share import Share, stages
-from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
-from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import SequenceInput, make_paging
-from dsv4lite.state.spec import StateSizes, StateSpec
-from dsv4lite.state.store import LayerCache, StateCache
+from dsv4lite.state.spec import StateSpec
+from dsv4lite.state.store import LayerCache
+from dsv4lite.state.whole import whole_sequence
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -486,14 +484,9 @@ class DeepseekV4(nn.Module):
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        pages, windows = (range(-(-len(token_ids) // size)) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
-        whole = SequenceInput(token_ids=token_ids, start=0, slot=0, pages=pages, window_first=0, window_pages=windows)
-        sizes = StateSizes(grow_pages=len(pages), window_pages=len(windows), slots=1, snapshots=0)
-        rows = RowStore if self.numerics.quantized or not torch.is_grad_enabled() else GradientStore
-        spec = state_spec(self.config, self.numerics, self.share, drafter=drafter)
-        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=rows)
-        ids_T, paging, longest = make_paging([whole], self.numerics.device)
-        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
+        numerics, spec = self.numerics, state_spec(self.config, self.numerics, self.share, drafter=drafter)
+        ids_T, paging, longest, layers = whole_sequence(token_ids, spec, numerics.device, differentiable=not numerics.quantized)
+        return self.batch(ids_T, paging, max_tokens=longest), layers
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
@@ -501,28 +494,10 @@ class DeepseekV4(nn.Module):
         return streams
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose the ranks of experts anew, by how often each was chosen since the last time, and restart the counts.
-
-        Every rank of the stage calls this at the same time, between steps.
-
-        Returns:
-            The places on this rank that get another expert, by the official names of their new tensors: no step may run until all
-            are filled. And for every layer the busiest rank's load over the average, before and after.
-        """
-        waiting: dict[str, Slot] = {}
-        imbalances: list[tuple[float, float]] = []
-        ep = self.share.mesh.ep
+        """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
         drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
-        for group, name, first in ((self.blocks, "layers", self.share.layers.start), (drafting, "mtp", 0)):
-            for i, block in enumerate(group, first):
-                ffn = block.ffn
-                assert ffn.map is not None
-                loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
-                ffn.map.load_E.zero_()
-                wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
-                imbalances.append((ffn.placement.imbalance(loads), wanted.imbalance(loads)))
-                waiting.update(ffn.place(wanted, f"{name}.{i}.ffn."))
-        return waiting, imbalances
+        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.share.layers.start)}
+        return rebalance_experts(self.share.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""

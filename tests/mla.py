@@ -1,0 +1,286 @@
+"""Small random MLA models of every variant, made by transformers, and the released configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lite.models.deepseek_mla.config import MlaConfig, parse_config
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
+from dsv4lite.models.deepseek_mla.names import mla_names
+from dsv4lite.weights.names import translate
+from dsv4lite.weights.quant import Numerics
+from tests.e2e.engines import write_tokenizer
+
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+    "max_position_embeddings": 640,
+    "rope_parameters": YARN,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_LITE_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+_V3 = {**_SIZES, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+_INDEXER = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "v2_lite": (
+        "DeepseekV2",
+        {
+            **_SIZES,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "rope_parameters": _LITE_YARN,
+        },
+    ),
+    "v2": (
+        "DeepseekV2",
+        {
+            **_SIZES,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 8,
+            "topk_group": 3,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": _LITE_YARN,
+        },
+    ),
+    "v3": ("DeepseekV3", {**_V3, "num_nextn_predict_layers": 0}),
+    "kimi_k2": ("DeepseekV3", {**_V3, "n_group": 1, "topk_group": 1, "n_routed_experts": 12, "num_nextn_predict_layers": 0}),
+    "v32": ("DeepseekV32", {**_V3, **_INDEXER}),
+    "glm5": (
+        "GlmMoeDsa",
+        {
+            **_V3,
+            **_INDEXER,
+            "n_group": 1,
+            "topk_group": 1,
+            "v_head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+}
+"""By variant, transformers' class and its settings."""
+
+_MLA: Mapping[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "ep_size": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "pretraining_tp": 1,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+V3: Mapping[str, Any] = {**_MLA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+V31: Mapping[str, Any] = {**V3, "quantization_config": {**V3["quantization_config"], "scale_fmt": "ue8m0"}}
+V32: Mapping[str, Any] = {
+    **V31,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+V2: Mapping[str, Any] = {
+    **{key: value for key, value in _MLA.items() if key not in ("num_nextn_predict_layers", "quantization_config")},
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 5120,
+    "num_hidden_layers": 60,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 16.0,
+    "rope_scaling": {**_MLA["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+V2_LITE: Mapping[str, Any] = {
+    **V2,
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+}
+KIMI_K2: Mapping[str, Any] = {
+    **V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**_MLA["rope_scaling"], "factor": 32.0},
+    "max_position_embeddings": 131072,
+    "num_nextn_predict_layers": 0,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+}
+
+
+def trainer_model(variant: str, *, seed: int = 0, **settings: Any) -> Any:
+    """Build transformers' own model in float32, with random weights that let every part of it affect the output."""
+    import transformers
+
+    name, sizes = VARIANTS[variant]
+    extra = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = getattr(transformers, name + "Config")(**{**sizes, **settings}, **extra)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, name + "ForCausalLM")(config).float().eval()
+        with torch.no_grad():
+            for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+                _randomize(key, tensor)
+    return model
+
+
+def _randomize(name: str, tensor: Tensor) -> None:
+    if name.endswith("inv_freq"):
+        return
+    if name.endswith("e_score_correction_bias"):
+        tensor.normal_(-0.5, 0.3)  # some scores with bias are negative
+    elif name.endswith(("norm.weight", "layernorm.weight")):
+        tensor.normal_(1.0, 0.3)
+    elif name.endswith("k_norm.bias"):
+        tensor.normal_(0.0, 0.3)
+    elif name.endswith("embed_tokens.weight"):
+        tensor.normal_()
+    else:
+        tensor.normal_(0.0, (2.0 if "gate_proj" in name else 1.0) * tensor.shape[-1] ** -0.5)
+
+
+def their_config(model: Any, variant: str) -> dict[str, Any]:
+    """Return what ``config.json`` of transformers' model says, under the variant's own name."""
+    raw = dict(model.config.to_dict())
+    return raw | {"model_type": "kimi_k2"} if variant == "kimi_k2" else raw
+
+
+def official(named: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors by transformers' names under the official ones."""
+    names = mla_names(raw)
+    return {piece.name: tensor[piece.index] for name, tensor in named.items() for piece in translate(name, tensor.shape, names)}
+
+
+def filled(config: MlaConfig, numerics: Numerics, checkpoint: Mapping[str, Tensor], *, with_mtp: bool = False) -> DeepseekMla:
+    """Return a model with every tensor of a checkpoint in its slot, and NaN where none came."""
+    model = DeepseekMla(config, numerics, with_mtp=with_mtp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    slots = model.slots()
+    weights = {name for name in checkpoint if not name.endswith(".scale") and (with_mtp or not name.startswith("mtp."))}
+    assert weights == set(slots), weights ^ set(slots)
+    for name, slot in slots.items():
+        slot.store(checkpoint[name], checkpoint.get(name.removesuffix("weight") + "scale"))
+    return model
+
+
+def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:
+    """Return our model with the weights of transformers' one."""
+    raw = their_config(theirs, variant)
+    return filled(parse_config(raw), numerics, official(theirs.state_dict(keep_vars=True), raw))
+
+
+def write_model(folder: Path, variant: str, *, seed: int = 0, **settings: Any) -> tuple[Path, Any]:
+    """Save transformers' model as it does, with a tokenizer of its size; return folder and model."""
+    theirs = trainer_model(variant, seed=seed, **settings)
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(their_config(theirs, variant)))
+    return write_tokenizer(folder, theirs.config.vocab_size), theirs
