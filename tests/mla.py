@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import Tensor
 from dsv4lite.models.deepseek_mla.config import MlaConfig, parse_config
 from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_mla.names import mla_names
+from dsv4lite.models.deepseek_mla.tensors import official_shapes
 from dsv4lite.weights.names import translate
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import write_tokenizer
+from tests.golden import plain
+from tests.tiny import write_checkpoint
 
 YARN: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -42,6 +45,7 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 12,
     "max_position_embeddings": 640,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": YARN,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -88,7 +92,6 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "topk_group": 1,
             "v_head_dim": 20,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "rms_norm_eps": 1e-6,
         },
     ),
 }
@@ -215,6 +218,44 @@ KIMI_K2: Mapping[str, Any] = {
 }
 
 
+# Below a layer, in this order.
+_RELEASE_NAMES = (
+    *(("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"), ("attn.", "self_attn."), ("ffn.", "mlp.")),
+    *(("attn.wq_a", "attn.q_a_proj"), ("attn.q_norm", "attn.q_a_layernorm"), ("attn.wq_b", "attn.q_b_proj")),
+    *(("attn.wq", "attn.q_proj"), ("attn.wkv_a", "attn.kv_a_proj_with_mqa"), ("attn.kv_norm", "attn.kv_a_layernorm")),
+    *(("attn.wkv_b", "attn.kv_b_proj"), ("attn.wo", "attn.o_proj"), ("gate.bias", "gate.e_score_correction_bias")),
+    *((".w1", ".gate_proj"), (".w2", ".down_proj"), (".w3", ".up_proj"), ("scale", "weight_scale_inv")),
+)
+_TYPES = {"DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32", "GlmMoeDsa": "glm_moe_dsa"}
+
+
+def raw_config(variant: str, **settings: Any) -> dict[str, Any]:
+    """Return a small ``config.json`` of a variant."""
+    name, sizes = VARIANTS[variant]
+    return {"model_type": _TYPES[name], "torch_dtype": "float32", **sizes, **settings}
+
+
+def random_checkpoint(config: MlaConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return random float32 tensors by their official names, which let every part of a model affect the output."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, spec in official_shapes(config).items():
+        tensor = torch.randn(spec.shape, generator=generator)
+        if len(spec.shape) > 1:
+            tensor *= 1.0 if name == "embed.weight" else (2.0 if name.endswith("w1.weight") else 1.0) * spec.shape[-1] ** -0.5
+        else:
+            tensor = 0.3 * tensor + (0.0 if name.endswith("k_norm.bias") else -0.5 if name.endswith("gate.bias") else 1.0)
+        tensors[name] = tensor
+    return tensors
+
+
+def random_model(variant: str, *, deterministic: bool = False, fp8_rows: bool = False) -> DeepseekMla:
+    """Return a small model with an MTP block."""
+    config = parse_config(raw_config(variant, num_nextn_predict_layers=1))
+    numerics = replace(plain(deterministic), fp8_rows=fp8_rows)
+    return filled(config, numerics, random_checkpoint(config), with_mtp=True)
+
+
 def trainer_model(variant: str, *, seed: int = 0, **settings: Any) -> Any:
     """Build transformers' own model in float32, with random weights that let every part of it affect the output."""
     import transformers
@@ -278,9 +319,22 @@ def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:
     return filled(parse_config(raw), numerics, official(theirs.state_dict(keep_vars=True), raw))
 
 
-def write_model(folder: Path, variant: str, *, seed: int = 0, **settings: Any) -> tuple[Path, Any]:
-    """Save transformers' model as it does, with a tokenizer of its size; return folder and model."""
-    theirs = trainer_model(variant, seed=seed, **settings)
-    theirs.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(their_config(theirs, variant)))
-    return write_tokenizer(folder, theirs.config.vocab_size), theirs
+def write_random_model(folder: Path, variant: str, **settings: Any) -> Path:
+    """Write a checkpoint of random weights under the release's names, and a tokenizer of its size."""
+    raw = raw_config(variant, **settings)
+    write_checkpoint(folder, raw, release_names(random_checkpoint(parse_config(raw)), raw))
+    return write_tokenizer(folder, raw["vocab_size"])
+
+
+def release_names(named: Mapping[str, Tensor], raw: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors under the names that releases give them."""
+    for name, tensor in named.items():
+        stack, _, rest = name.partition(".")
+        if stack in ("layers", "mtp"):
+            number, _, rest = rest.partition(".")
+            layer = int(number) + (raw["num_hidden_layers"] if stack == "mtp" else 0)
+            for ours, theirs in _RELEASE_NAMES:
+                rest = rest.replace(ours, theirs)
+            yield f"model.layers.{layer}.{rest}", tensor
+        else:
+            yield {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}[stack] + "." + rest, tensor

@@ -63,10 +63,11 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
-    """Return the scores [T, E] of float32 logits."""
+    """Return the scores [T, E] of float32 logits, by operations whose bits do not depend on an element's place."""
     if scoring == "softmax":
-        return logits_TE.softmax(-1)
-    return logits_TE.sigmoid() if scoring == "sigmoid" else softplus(logits_TE).sqrt()
+        exponentials = torch.exp(logits_TE - logits_TE.amax(-1, keepdim=True))
+        return exponentials / exponentials.sum(-1, keepdim=True)
+    return 1.0 / (1.0 + torch.exp(-logits_TE)) if scoring == "sigmoid" else softplus(logits_TE).sqrt()
 
 
 def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:

@@ -333,13 +333,16 @@ class DeepseekMla(nn.Module):
         """Return float32 logits [T, V] of the token after the next, from what ``mtp_forward`` returned."""
         return self.logits(hidden_TD)
 
+    def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
+        """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
+        numerics, spec = self.numerics, state_spec(self.config, self.numerics, self.share, drafter=drafter)
+        exact = not (numerics.quantized or numerics.fp8_rows)
+        ids_T, paging, longest, layers = whole_sequence(token_ids, spec, numerics.device, differentiable=exact)
+        return self.batch(ids_T, paging, max_tokens=longest), layers
+
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the normalised final hidden state [T, D]."""
-        differentiable = not (self.numerics.quantized or self.numerics.fp8_rows)
-        ids_T, paging, longest, caches = whole_sequence(
-            token_ids, self.state_spec, self.numerics.device, differentiable=differentiable
-        )
-        hidden_TD: Tensor = self(self.batch(ids_T, paging, max_tokens=longest), caches)
+        hidden_TD: Tensor = self(*self.prepare(token_ids))
         return hidden_TD
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
