@@ -44,7 +44,7 @@ _SIZES: Mapping[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 12,
-    "max_position_embeddings": 640,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_parameters": YARN,
     "bos_token_id": 0,

@@ -156,6 +156,11 @@ class BlockModel(Model, Protocol):
         """Do of ``draft_block`` what ``take_part`` does of a step."""
 
 
+def official_names(raw: Mapping[str, Any]) -> NameTables:
+    """Return the names of a family whose checkpoints know no others."""
+    return NameTables()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Family:
     """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
@@ -180,7 +185,7 @@ class Family:
     name: str
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     tensors: Tensors
-    names: Callable[[Mapping[str, Any]], NameTables] = lambda raw: NameTables()
+    names: Callable[[Mapping[str, Any]], NameTables] = official_names
     state: Callable[..., StateSpec]
     build: Callable[..., Any]
     workspace: Callable[..., PassBytes]

@@ -61,7 +61,7 @@ def test_what_transformers_writes_is_read(variant: str) -> None:
     raw = their_config(trainer_model(variant), variant)
     config = parse_config(raw)
     assert config.routed == (False, True, True) and config.selects == (variant in ("v32", "glm5"))
-    assert config.index_interleaved == (variant == "glm5") and config.max_positions == 640
+    assert config.index_interleaved == (variant == "glm5") and config.max_positions == 2048
     assert find_family(raw).name == raw["model_type"] and raw["model_type"] in MODEL_TYPES
 
 

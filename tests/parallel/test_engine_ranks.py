@@ -24,6 +24,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
+from tests.mla import write_random_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.holdings import held, listening
 from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
@@ -62,6 +63,27 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 0, pid, "was killed by SIGKILL")
     assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("v3", {"tensor": 2}),
+        ("v3", {"tensor": 2, "expert": 2}),
+        ("v3", {"data": 2, "expert": 2}),
+        ("v32", {"tensor": 2, "expert": 2}),
+        ("v2_lite", {"pipeline": 2}),
+    ],
+)
+def test_mla_models_on_two_ranks_give_what_one_gives(tmp_path: Path, variant: str, sizes: dict[str, int]) -> None:
+    model = write_random_model(tmp_path / variant, variant)
+    with LLM(str(model), **tight(model)) as llm:
+        expected = all_kinds(llm)
+        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
+    layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
+    with LLM(str(model), **tight(model, **layout)) as llm:
+        assert_same(all_kinds(llm), expected)
+        engine_of(llm).check().result(ENOUGH_S)
 
 
 def test_stages_in_processes_give_what_one_rank_gives_and_end_by_themselves(

@@ -45,14 +45,15 @@ class IndexKeyInputs(NamedTuple):
     paging: Paging
 
 
-def store_index_keys(given: IndexKeyInputs) -> None:
-    """Store the keys of a step's tokens."""
+def store_index_keys(given: IndexKeyInputs) -> Tensor:
+    """Store the keys of a step's tokens; return them as they were before their rows' rounding, float32 [T, C]."""
     normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, _EPS)
     key_TC = rope_first(normed_TC, given.cos, given.sin, interleaved=given.interleaved)
     if isinstance(given.keys.format, Fp8Key):
         key_TC = hadamard(key_TC)
     places_N, addresses_N = given.paging.own_rows(given.keys.rows_per_page)
     given.keys.write(addresses_N, key_TC if places_N is None else key_TC[places_N])
+    return key_TC
 
 
 def index_queries(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowStore, *, interleaved: bool) -> Tensor:

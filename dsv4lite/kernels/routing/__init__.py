@@ -67,7 +67,9 @@ def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
     if scoring == "softmax":
         exponentials = torch.exp(logits_TE - logits_TE.amax(-1, keepdim=True))
         return exponentials / exponentials.sum(-1, keepdim=True)
-    return 1.0 / (1.0 + torch.exp(-logits_TE)) if scoring == "sigmoid" else softplus(logits_TE).sqrt()
+    if scoring == "sigmoid":
+        return torch.reciprocal(1.0 + torch.exp(-logits_TE))
+    return softplus(logits_TE).sqrt()
 
 
 def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:

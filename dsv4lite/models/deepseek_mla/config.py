@@ -180,7 +180,7 @@ class MlaConfig(ModelConfig):
     @property
     def attention_scale(self) -> float:
         """Factor of attention's logits."""
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        scale = float((self.nope_dim + self.rope_dim) ** -0.5)
         return scale if self.yarn is None else scale * self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
 
     @property

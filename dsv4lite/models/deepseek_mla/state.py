@@ -12,7 +12,7 @@ from dsv4lite.kernels.rows import Fp8Key, Fp8Latent, RowFormat, UnquantizedRow, 
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.share import Share
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.state.spec import StateSpec, StoreSpec
+from dsv4lite.state.spec import LayerSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
 
 
@@ -30,7 +30,7 @@ def key_format(config: MlaConfig, numerics: Numerics) -> RowFormat:
 
 def state_spec(config: MlaConfig, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
     """Return the state of a rank's hidden layers and, with ``drafter``, of the drafter's."""
-    layer = (StoreSpec("latent", latent_format(config, numerics)),)
+    layer: LayerSpec = (StoreSpec("latent", latent_format(config, numerics)),)
     if config.selects:
         layer += (StoreSpec("keys", key_format(config, numerics)),)
     return StateSpec(layers=(layer,) * (len(share.layers) + (config.num_mtp_layers if drafter else 0)))
