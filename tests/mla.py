@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,7 @@ def filled(config: MlaConfig, numerics: Numerics, checkpoint: Mapping[str, Tenso
     model = DeepseekMla(config, numerics, with_mtp=with_mtp)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+            parameter.fill_(float("nan") if parameter.dtype.is_floating_point else -1 & 0xFF)
     slots = model.slots()
     weights = {name for name in checkpoint if not name.endswith(".scale") and (with_mtp or not name.startswith("mtp."))}
     assert weights == set(slots), weights ^ set(slots)
@@ -338,3 +339,66 @@ def release_names(named: Mapping[str, Tensor], raw: Mapping[str, Any]) -> Iterat
             yield f"model.layers.{layer}.{rest}", tensor
         else:
             yield {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}[stack] + "." + rest, tensor
+
+
+# With blocks of 128 x 128, some of them ragged: a latent row has 160 channels.
+BLOCKS: Mapping[str, Any] = {
+    **V3,
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 96,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def quantized_checkpoint(config: MlaConfig, *, powers: bool, seed: int = 0) -> dict[str, Tensor]:
+    """Return a random checkpoint by official names, its matrices in FP8 with a float32 scale for each block of 128 x 128.
+
+    Args:
+        config: With sizes of about a block.
+        powers: Scales are powers of two.
+        seed: Of the weights.
+    """
+    tensors, specs = random_checkpoint(config, seed=seed), official_shapes(config)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if specs[name].kind not in ("dense", "expert"):
+            found[name] = tensor if specs[name].kind == "f32" else tensor.bfloat16()
+            continue
+        scale = torch.empty(*(-(-size // 128) for size in tensor.shape))
+        codes = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+        for i, j in product(*map(range, scale.shape)):
+            part = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scale[i, j] = tensor[part].abs().max() / 448
+            if powers:
+                scale[i, j] = 2.0 ** torch.ceil(torch.log2(scale[i, j]))
+            codes[part] = (tensor[part] / scale[i, j]).to(torch.float8_e4m3fn)
+        found |= {name: codes, name.removesuffix("weight") + "scale": scale}
+    return found
+
+
+def dequantized(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint with each number times the scale of its block, ``codes[o, i] * scale[o // 128, i // 128]``."""
+    found = {name: tensor.float() for name, tensor in checkpoint.items() if not name.endswith(".scale")}
+    for name, tensor in found.items():
+        scale = checkpoint.get(name.removesuffix("weight") + "scale")
+        if scale is not None:
+            out, into = (torch.arange(size) // 128 for size in tensor.shape)
+            found[name] = tensor * scale.float()[out[:, None], into]
+    return found
