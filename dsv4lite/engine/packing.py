@@ -26,14 +26,16 @@ from dsv4lite.state.store import StateCache
 def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
     """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages, zeroed rows.
 
-    Window rows of tokens for which the drafter did not run are zero-filled: attention reads such a row as any other key, and zeros
-    keep the drafter independent of what the page held before. The layers of its state begin at ``drafter``.
+    The drafter's rows of tokens for which it did not run are zero-filled: attention reads such a row as any other key, and zeros
+    keep the drafter independent of what the page held before. They are in window pages, or in grow pages of a model without sliding
+    window. The layers of its state begin at ``drafter``.
     """
     device = cache.device
     if plan.zero_rows:
-        addresses = [page * WINDOW_PAGE_TOKENS + place for page, first, last in plan.zero_rows for place in range(first, last)]
+        lifetime, size = ("window", WINDOW_PAGE_TOKENS) if cache.spec.window_page_bytes else ("grow", PAGE_TOKENS)
+        addresses = [page * size + place for page, first, last in plan.zero_rows for place in range(first, last)]
         for _, part, store in cache.stores(drafter):
-            if part.lifetime == "window":
+            if part.lifetime == lifetime:
                 store.clear(_ids(tuple(addresses), device))
     if plan.resets:
         cache.reset(_ids(plan.resets, device))

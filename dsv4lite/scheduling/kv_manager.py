@@ -217,13 +217,18 @@ class KVManager:
                 seq.drafter_computed = min(seq.drafter_computed, seq.num_computed)
 
     def _zero_missed(self, seq: Sequence) -> None:
-        """Zero-fill the drafter's rows of the tokens in a sequence's window for which it has not computed its KV."""
-        end = seq.num_computed
-        position = max(seq.drafter_computed, end + 1 - self._window, 0)
+        """Zero-fill the drafter's rows of the tokens for which it has not computed its KV: in a sequence's window, or all without.
+
+        Rows of a cached prefix may be among them: they are zero for every sequence that has it.
+        """
+        end, size, pages = seq.num_computed, WINDOW_PAGE_TOKENS, seq.window
+        position, before = max(seq.drafter_computed, end + 1 - self._window, 0), seq.window_first
+        if not self._window:
+            position, size, pages, before = seq.drafter_computed, PAGE_TOKENS, seq.pages, 0
         while position < end:
-            number, first = divmod(position, WINDOW_PAGE_TOKENS)
-            last = min(first + end - position, WINDOW_PAGE_TOKENS)
-            self._moves.zero_rows.append((seq.window[number - seq.window_first], first, last))
+            number, first = divmod(position, size)
+            last = min(first + end - position, size)
+            self._moves.zero_rows.append((pages[number - before], first, last))
             position += last - first
         seq.drafter_computed = ALL_TOKENS
 

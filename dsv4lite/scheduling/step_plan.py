@@ -102,7 +102,7 @@ class StepPlan:
         saves: ``(slot, snapshot)``, after the sequences.
         max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
         zero_rows: Rows of the model's own drafter to zero-fill before the step, for tokens whose KV it has not computed: window
-            page, first row and row after the last.
+            page, or without sliding window grow page, first row and row after the last.
     """
 
     step: int

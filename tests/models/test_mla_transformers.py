@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.models.deepseek_mla.config import parse_config
 from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from tests.golden import plain
-from tests.mla import VARIANTS, our_model, trainer_model
-
-SELECTING = ("v32", "glm5")
+from tests.mla import VARIANTS, filled, official, our_model, their_config, trainer_model
+from tests.models.paged import run_in_cuts
 
 
 @dataclass(frozen=True)
 class Pair:
     """The same weights in both implementations."""
 
+    variant: str
     theirs: Any
     ours: DeepseekMla
 
@@ -31,7 +32,7 @@ class Pair:
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest) -> Pair:
     theirs = trainer_model(request.param)
-    return Pair(theirs, our_model(theirs, request.param, plain()))
+    return Pair(request.param, theirs, our_model(theirs, request.param, plain()))
 
 
 def their_logits(pair: Pair, ids: list[int]) -> Tensor:
@@ -49,3 +50,50 @@ def test_logits_of_one_pass_agree(pair: Pair, count: int) -> None:
     assert theirs.abs().max() > 1  # a model that says nothing would agree as well
     apart_T = (ours - theirs).abs().amax(1) >= 1e-4
     assert not apart_T.any() or (pair.ours.config.selects and count == 300 and apart_T.sum() <= 15 and not apart_T[:100].any())
+
+
+@pytest.mark.parametrize(("count", "cuts"), [(67, (1, 2, 9, 14, 30, 31)), (130, (60, 61, 128))])
+def test_logits_of_chunks_agree(pair: Pair, count: int, cuts: tuple[int, ...]) -> None:
+    """Chunks are up-projected or absorbed, whichever costs less."""
+    ids = pair.ids(count)
+    with torch.no_grad():
+        ours = pair.ours.logits(run_in_cuts(pair.ours, ids, cuts))
+    assert (ours - their_logits(pair, ids)).abs().max() < 1e-4
+
+
+def test_absorbed_and_up_projected_models_agree(pair: Pair) -> None:
+    """Deterministic models are always absorbed."""
+    ids = pair.ids(130)
+    absorbed = our_model(pair.theirs, pair.variant, plain(True))
+    with torch.no_grad():
+        first, other = (model.logits(model.one_pass(ids)) for model in (pair.ours, absorbed))
+    assert 0 < (first - other).abs().max() < 1e-4
+
+
+def test_mtp_block_agrees() -> None:
+    """Their positions are one further, which changes no angle between two tokens."""
+    from transformers.modeling_layers import MtpModel
+
+    theirs = trainer_model("v3", num_nextn_predict_layers=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        block = MtpModel(theirs, 1).float().eval()
+        with torch.no_grad():
+            for name, tensor in (*block.layers.named_parameters(), *block.layers.named_buffers()):
+                tensor.normal_(1.0, 0.3) if "norm" in name else tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+    raw = their_config(theirs, "v3")
+    renamed = {"post_norm": "shared_head.norm"}
+    own = {
+        f"layers.3.{'.'.join(renamed.get(part, part) for part in name.split('.')[1:] if part != 'mtp_block')}": tensor
+        for name, tensor in block.layers.state_dict().items()
+    }
+    ours = filled(parse_config(raw), plain(), official({**theirs.state_dict(), **own}, raw), with_mtp=True)
+    ids = torch.randint(96, (41,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        hidden = theirs.model(ids[None, :-1], use_cache=False).last_hidden_state
+        out = block.forward_layer(0, hidden, torch.arange(1, 41)[None], None, input_ids=ids[None, 1:])
+        wanted = theirs.lm_head(out)[0]
+        batch, caches = ours.prepare(ids[1:].tolist(), drafter=True)
+        mine = ours.mtp_forward(ours.one_pass(ids[:-1].tolist()), batch, caches[-1])
+    assert wanted.abs().max() > 1 and (ours.mtp_logits(mine) - wanted).abs().max() < 1e-4
+    assert (mine - out[0]).abs().max() < 1e-4  # what a further draft begins with
