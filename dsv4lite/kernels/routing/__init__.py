@@ -68,7 +68,7 @@ def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
         exponentials = torch.exp(logits_TE - logits_TE.amax(-1, keepdim=True))
         return exponentials / exponentials.sum(-1, keepdim=True)
     if scoring == "sigmoid":
-        return torch.reciprocal(1.0 + torch.exp(-logits_TE))
+        return (torch.exp(-logits_TE) + 1.0).reciprocal()
     return softplus(logits_TE).sqrt()
 
 
