@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -68,22 +68,26 @@ def use_triton(*arguments: object) -> bool:
 
     It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
     """
-    first = next(_tensors(arguments), None)
+    first = first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
-    return not any(isinstance(argument, ReferenceOnly) for argument in _flat(arguments))
+    return not _holds_reference_only(arguments)
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    return (argument for argument in _flat(arguments) if isinstance(argument, Tensor))
-
-
-def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
+def first_tensor(arguments: Iterable[Any]) -> Tensor | None:
+    """Return the first tensor among arguments, those in tuples included. Every op asks: recursion costs less than a generator."""
     for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from _flat(argument)
-        else:
-            yield argument
+        found = first_tensor(argument) if isinstance(argument, tuple) else argument
+        if isinstance(found, Tensor):
+            return found
+    return None
+
+
+def _holds_reference_only(arguments: Iterable[Any]) -> bool:
+    return any(
+        _holds_reference_only(argument) if isinstance(argument, tuple) else isinstance(argument, ReferenceOnly)
+        for argument in arguments
+    )
 
 
 def capability_of(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4lite.kernels.compress import (
     OVERLAP_RATIO,
     CompressInputs,
+    Span,
     compress,
     compress_step,
     empty_state,
@@ -69,8 +70,8 @@ def prompt(length: int, ratio: int, seed: int = 0) -> Prompt:
 
 def step(prompts: list[Prompt], counts: list[int], state: Tensor, ratio: int) -> tuple[list[list[tuple[int, Tensor]]], Tensor]:
     """Feed the next tokens of some sequences; return the (position, entry) pairs that close in each, and the new state."""
-    starts = torch.tensor([p.start for p in prompts])
-    segments = make_segments(starts, torch.tensor(counts), ratio)
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    segments = make_segments([Span(p.start, n, row) for p, n, row in zip(prompts, counts, begins, strict=True)], ratio)
     parts = [slice(p.start, p.start + n) for p, n in zip(prompts, counts, strict=True)]
     values = torch.cat([p.values[part] for p, part in zip(prompts, parts, strict=True)])
     scores = torch.cat([p.scores[part] for p, part in zip(prompts, parts, strict=True)])
@@ -153,7 +154,7 @@ def test_gradients_equal_those_of_the_softmax(ratio: int) -> None:
     values, scores = p.values.double().requires_grad_(), p.scores.double().requires_grad_()
     weight = random(19 // ratio, WIDTH, seed=3).double()
     expected = torch.autograd.grad((entries_of(values, scores, ratio) * weight).sum(), (values, scores))
-    segments = make_segments(torch.tensor([0]), torch.tensor([19]), ratio)
+    segments = make_segments([Span(0, 19)], ratio)
     entries, _ = compress(values, scores, empty_state(1, sets_of(ratio), WIDTH), segments)
     got = torch.autograd.grad((entries * weight).sum(), (values, scores))
     for ours, theirs in zip(got, expected, strict=True):
@@ -197,7 +198,7 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
     assert torch.equal(state[1:2], other)
     for i, (end, slot) in enumerate(zip(starts, slots, strict=True)):
-        segments = make_segments(torch.tensor([0]), torch.tensor([end]), ratio)
+        segments = make_segments([Span(0, end)], ratio)
         columns = ape.shape[1]
         scores = whole[i][:end, columns:] + ape[torch.arange(end) % ratio]
         pooled, after = compress(whole[i][:end, :columns], scores, empty_state(1, sets_of(ratio), width), segments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.attention import entry_rows
+from dsv4lite.kernels.attention import entry_addresses
 from dsv4lite.kernels.latent_attention import (
     LatentAttentionInputs,
     absorbed,
@@ -173,8 +173,9 @@ def test_products_by_head_are_those_of_each_head(row_tile: int | None) -> None:
 def test_rows_of_a_block_are_those_of_its_sequences() -> None:
     given = inputs([(2, 1), (260, 1)])
     (block,) = given.paging.blocks(64, 2)
-    rows, seen = entry_rows(block, given.rows, given.paging, 1, None, torch.float32)
-    assert rows.shape == (2, 261, LATENT + ROPE) and seen.sum(1).tolist() == [3, 261]
+    addresses, seen = entry_addresses(block, given.paging, 1, GROW, None)
+    assert addresses.shape == (2, 261) and seen.sum(1).tolist() == [3, 261]
+    assert int(addresses[1, 260]) == int(given.paging.grow_SP[1, 1]) * GROW + 4
 
 
 def test_gradients_reach_queries_and_up_projections() -> None:

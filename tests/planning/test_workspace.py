@@ -100,18 +100,13 @@ class Ledger(TorchDispatchMode):
         allocator.give_back(*taken)
 
 
-def tensor_of(given: Any) -> Tensor:
-    """The first tensor of some arguments, also in tuples."""
-    return next(tensor_of(one) if isinstance(one, tuple) else one for one in given if isinstance(one, (Tensor, tuple)))
-
-
 @pytest.fixture
 def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ops prepare their kernels on the meta device, and launch none of them."""
     for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
         module = importlib.import_module(info.name)
         if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda *given: next(dispatch._tensors(given)).device == META)
+            monkeypatch.setattr(module, "use_triton", lambda *given: dispatch.first_tensor(given).device == META)
     monkeypatch.setattr(triton_jit.JITFunction, "run", lambda *args, **options: None)
 
 

@@ -65,11 +65,13 @@ def sparse_attention(
         if block is not None and mask.shape[1] < block:  # a product of another width may have another order of summation
             missing = block - mask.shape[1]
             mask, keys = pad(mask, (0, missing)), pad(keys, (0, 0, 0, missing))
-        if keys.dim() == 3 and not bool(mask.all()):
+        hidden = None if bool(mask.all()) else ~mask
+        if hidden is not None and keys.dim() == 3:
             # An invalid row may hold a NaN of another sequence; zero times NaN would still be NaN.
-            keys = keys.masked_fill(~mask[..., None], 0.0)
+            keys = keys.masked_fill(hidden[..., None], 0.0)
         logits = torch.matmul(query, keys.transpose(-1, -2)) * scale
-        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+        if hidden is not None:
+            logits = logits.masked_fill(hidden[:, None], float("-inf"))
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         p = torch.exp(logits - new_peak)
@@ -194,10 +196,10 @@ def paged_attention(given: AttentionInputs) -> Tensor:
     for block in given.paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):
         rows, valid = recent.of(block)
         if given.entries is not None:
-            places = (given.paging, given.ratio, given.selected_TK)
-            more, seen = entry_rows(block, given.entries, *places, q_THC.dtype)
+            more, seen = _entry_rows(block, given, given.entries)
             rows, valid = torch.cat([rows, more], -2), torch.cat([valid, seen], 1)
         if padding_T is not None:
+            valid = valid.clone()
             valid[:, 0] |= padding_T[block.begin : block.end]
         parts.append(sparse_attention(q_THC[block.begin : block.end], rows, valid, given.sink_H, given.scale, block=size))
     out_THC = rope(torch.cat(parts), cos, sin, inverse=True)
@@ -216,7 +218,7 @@ class _RecentRows:
         self._before = self._size - 1
         self._stored = len(self._paging.first_S) * self._before
         addresses = self._paging.once(("before", self._size, per_page), lambda: self._addresses(per_page))
-        stored = given.window.read(addresses, dtype).flatten(0, 1)
+        stored = given.window.read(addresses, dtype)
         self.rows = torch.cat([stored, unpack_rows(given.window.format, given.fresh_TB, dtype)])
 
     def of(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -224,7 +226,8 @@ class _RecentRows:
         if block.sequence is None:
             index_TW, valid_TW = self._paging.once(("windows", self._size), self._windows)
             part = slice(block.begin, block.end)
-            return self.rows[index_TW[part]], valid_TW[part].clone()
+            index_TW = index_TW[part]
+            return self.rows.index_select(0, index_TW.flatten()).unflatten(0, index_TW.shape), valid_TW[part]
         first, row = int(self._paging.first_S[block.sequence]), int(self._paging.rows_S[block.sequence])
         oldest, end = max(0, block.oldest - self._before), self._before * (block.sequence + 1)
         own = self.rows[self._stored + row + max(0, oldest - first) : self._stored + row + block.newest + 1 - first]
@@ -234,11 +237,11 @@ class _RecentRows:
         return rows, (at_R <= position_N1) & (at_R > position_N1 - self._size)
 
     def _addresses(self, rows_per_page: int) -> Tensor:
-        """Return where rows before the step are, int64 [S, W - 1]; anything where there is none."""
+        """Return where each sequence's rows before the step are, int64 [S (W - 1)]; anything where there is none."""
         at_SW = self._paging.first_S.long()[:, None] + torch.arange(-self._before, 0, device=self._paging.first_S.device)
         page_SW = at_SW // rows_per_page - self._paging.window_first_S[:, None]
         page_SW = self._paging.window_SP.long().gather(1, page_SW.clamp(0, self._paging.window_SP.shape[1] - 1))
-        return page_SW * rows_per_page + at_SW % rows_per_page
+        return (page_SW * rows_per_page + at_SW % rows_per_page).flatten()
 
     def _windows(self) -> tuple[Tensor, Tensor]:
         """Return the rows of each token's window, int64 [T, W], and which of them there are, bool."""
@@ -251,36 +254,41 @@ class _RecentRows:
         return torch.where(valid_TW, index_TW, 0), valid_TW
 
 
-def entry_rows(
-    block: Block, entries: RowStore, paging: Paging, ratio: int, selected_TK: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool.
+def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tuple[Tensor, Tensor]:
+    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
+    paging, ratio, selected_TK, rows = given.paging, given.ratio, given.selected_TK, entries.rows_per_page
+    count = (block.newest + 1) // ratio
+    if selected_TK is None or count <= selected_TK.shape[1]:  # the same in every layer of this ratio
+        addresses, seen = paging.once(("entries", ratio, block), lambda: entry_addresses(block, paging, ratio, rows, None))
+    else:
+        addresses, seen = entry_addresses(block, paging, ratio, rows, selected_TK[block.begin : block.end])
+    return entries.read(addresses, given.q_THC.dtype), seen
+
+
+def entry_addresses(block: Block, paging: Paging, ratio: int, rows: int, selected_NK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a block are, int64 [N, K] or, if its tokens are of one sequence, [K]; and which each token sees.
 
     Args:
         block: Consecutive tokens.
-        entries: Rows of ``ratio`` tokens each.
-        paging: Positions and pages of the tokens.
+        paging: Their positions and pages.
         ratio: Tokens of an entry.
-        selected_TK: See ``AttentionInputs``.
-        dtype: Of the rows.
+        rows: Entries of a page.
+        selected_NK: Their entries, only if one token sees more than K; see ``AttentionInputs``.
     """
     visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
-    count, rows = (block.newest + 1) // ratio, entries.rows_per_page
-    if selected_TK is not None and count > selected_TK.shape[1]:
-        count = selected_TK.shape[1]
-        every_NK = torch.arange(count, device=visible_N1.device).expand(len(visible_N1), -1)
-        entry_NK = torch.where(visible_N1 > count, selected_TK[block.begin : block.end].long(), every_NK)
-        seen_NK = every_NK < visible_N1
-        entry, seen = (entry_NK, seen_NK) if block.sequence is None else union_of(entry_NK, seen_NK)
-    else:
-        entry = torch.arange(count, device=visible_N1.device)
-        seen = entry < visible_N1
+    count = (block.newest + 1) // ratio if selected_NK is None else selected_NK.shape[1]
+    entry = torch.arange(count, device=visible_N1.device)
+    seen = entry < visible_N1
+    if selected_NK is not None:
+        entry = torch.where(visible_N1 > count, selected_NK.long(), entry)
+        if block.sequence is not None:
+            entry, seen = union_of(entry, seen)
     if block.sequence is not None:
         page = paging.grow_SP[block.sequence].long()[entry // rows]
     else:
         entry = torch.where(seen, entry, 0)
         page = paging.grow_SP.long()[paging.sequence_T[block.begin : block.end].long()[:, None], entry // rows]
-    return entries.read(page * rows + entry % rows, dtype), seen
+    return page * rows + entry % rows, seen
 
 
 def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:

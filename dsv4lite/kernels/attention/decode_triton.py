@@ -94,7 +94,7 @@ def _locate(
     data = tl.where(since >= 0, own, base + place * DATA)
     scales = tl.where(since >= 0, own + DATA, base + WINDOW_ROWS * DATA + place * SCALES)
     if ENTRY_ROWS > 0:
-        # Reference: entry_rows
+        # Reference: _entry_rows
         done = (piece - WINDOW_PIECES) * ROWS
         more = tl.where(in_window, 0, entry_rows - done)
         left += more

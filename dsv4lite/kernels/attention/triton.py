@@ -93,7 +93,7 @@ def _locate(
     data = tl.where(since >= 0, own, base + place * DATA)
     scales = tl.where(since >= 0, own + DATA, base + WINDOW_ROWS * DATA + place * SCALES)
     if ENTRY_ROWS > 0:
-        # Reference: entry_rows
+        # Reference: _entry_rows
         done = (piece - window_pieces) * ROWS
         left = tl.where(in_window, 0, entry_rows - done)
         more = r < left

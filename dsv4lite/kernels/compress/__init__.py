@@ -18,6 +18,7 @@ relative to the largest value of the group, and about one number in 10^3 of a pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,45 +59,54 @@ class Segments(NamedTuple):
     positions_E: Tensor
 
 
-def make_segments(
-    starts_S: Tensor, lens_S: Tensor, ratio: int, *, rows_S: Tensor | None = None, whole_S: Tensor | None = None
-) -> Segments:
-    """Cut the tokens of a step at the boundaries of groups.
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence in a step.
 
-    Args:
-        starts_S: int64, first position of each scheduled span.
-        lens_S: int64, its tokens.
-        ratio: Tokens of a group.
-        rows_S: int64, batch row of its first token; by default spans follow each other.
-        whole_S: bool, spans whose entries are wanted; by default all.
+    Attributes:
+        start: Position of the first one.
+        tokens: How many; at least one.
+        row: Batch row of the first one.
+        whole: Whether the entries that close in it are wanted.
     """
-    device = starts_S.device
-    rows_S = lens_S.cumsum(0) - lens_S if rows_S is None else rows_S
-    ends_S = starts_S + lens_S
-    first_group = starts_S // ratio
-    count_S = (ends_S - 1) // ratio - first_group + 1
-    before_S = count_S.cumsum(0) - count_S
-    sequence_G = torch.repeat_interleave(torch.arange(len(starts_S), device=device), count_S)
-    group_G = first_group[sequence_G] + torch.arange(len(sequence_G), device=device) - before_S[sequence_G]
-    begin_G = torch.maximum(group_G * ratio, starts_S[sequence_G])
-    end_G = torch.minimum((group_G + 1) * ratio, ends_S[sequence_G])
-    row_G = (rows_S - starts_S)[sequence_G] + begin_G
-    size_G = end_G - begin_G
-    place_L = torch.arange(int(size_G.max()), device=device)
-    missing_GL = place_L >= size_G[:, None]
-    tokens_GL = row_G[:, None] + torch.minimum(place_L, (size_G - 1)[:, None])
-    closed_G = end_G == (group_G + 1) * ratio
-    last_S = before_S + count_S - 1
-    closed_E = (closed_G if whole_S is None else closed_G & whole_S[sequence_G]).nonzero()[:, 0]
+
+    start: int
+    tokens: int
+    row: int = 0
+    whole: bool = True
+
+
+def make_segments(spans: Sequence[Span], ratio: int, device: torch.device | None = None) -> Segments:
+    """Cut the tokens of spans at the boundaries of groups of ``ratio`` tokens."""
+    rows: list[int] = []
+    sizes, sequences, first, last, is_open, closed, positions = [], [], [], [], [], [], []
+    for sequence, span in enumerate(spans):
+        end = span.start + span.tokens
+        for group_start in range(span.start - span.start % ratio, end, ratio):
+            begin, stop = max(group_start, span.start), min(group_start + ratio, end)
+            if span.whole and stop == group_start + ratio:
+                closed.append(len(rows))
+                positions.append(group_start)
+            rows.append(span.row + begin - span.start)
+            sizes.append(stop - begin)
+            sequences.append(sequence)
+            first.append(begin == span.start)
+        last.append(len(rows) - 1)
+        is_open.append(end % ratio != 0)
+
+    def ints(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    longest = max(sizes)
+    place_L, size_G1 = torch.arange(longest, device=device), ints(sizes)[:, None]
     return Segments(
-        tokens_GL=tokens_GL,
-        missing_GL=missing_GL if bool(missing_GL.any()) else None,
-        first_G=begin_G == starts_S[sequence_G],
-        sequence_G=sequence_G,
-        last_S=last_S,
-        open_S=~closed_G[last_S],
-        closed_E=closed_E,
-        positions_E=group_G[closed_E] * ratio,
+        tokens_GL=ints(rows)[:, None] + torch.minimum(place_L, size_G1 - 1),
+        missing_GL=place_L >= size_G1 if min(sizes) < longest else None,
+        first_G=torch.tensor(first, dtype=torch.bool, device=device),
+        sequence_G=ints(sequences),
+        last_S=ints(last),
+        open_S=torch.tensor(is_open, dtype=torch.bool, device=device),
+        closed_E=ints(closed),
+        positions_E=ints(positions),
     )
 
 
@@ -185,20 +195,24 @@ class CompressInputs(NamedTuple):
 def compress_step(given: CompressInputs) -> None:
     """Advance every sequence's compressor state, and store the entries that close: normed, rotated, packed."""
     projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard = given
-    spans = paging.once(("spans", ratio), lambda: _spans(paging, ratio))
-    if spans is None:
+    prefixes = paging.once(("prefixes", ratio), lambda: _prefixes(paging, ratio))
+    if prefixes is None:
         return
-    columns, segments = ape.shape[1], spans.segments
-    values, scores = projected[:, :columns], projected[:, columns : 2 * columns] + ape[spans.phase_T]
-    pooled, after = compress(values, scores, state[spans.slots_P, spans.from_P], segments)
-    state[spans.slots_P, spans.to_P] = after.detach()
-
+    columns, segments = ape.shape[1], prefixes.segments
+    values, scores = projected[:, :columns], projected[:, columns : 2 * columns] + ape[prefixes.phase_T]
+    pooled, after = compress(values, scores, state[prefixes.slots_P, prefixes.from_P], segments)
+    state[prefixes.slots_P, prefixes.to_P] = after.detach()
+    if not len(pooled):
+        return
     dtype = store.format.dtype if isinstance(store.format, UnquantizedRow) else torch.bfloat16
-    entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[spans.closing_E], sin_T[spans.closing_E])
-    store.write(spans.addresses_E, hadamard_transform(entries) if hadamard else entries)
+    closing_E = segments.tokens_GL[segments.closed_E, -1]
+    entries = rope(rms_norm(pooled.to(dtype), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
+    index_E, rows = segments.positions_E // ratio, PAGE_TOKENS // ratio
+    pages_E = paging.grow_SP[prefixes.owner_P[segments.sequence_G[segments.closed_E]], index_E // rows].long()
+    store.write(pages_E * rows + index_E % rows, hadamard_transform(entries) if hadamard else entries)
 
 
-class _Spans(NamedTuple):
+class _Prefixes(NamedTuple):
     """What the compressors of one ratio share in a step.
 
     A span of tokens of which d are drafts counts 1 + d times: without drafts, with the first one, and so on. Each of these P
@@ -207,40 +221,31 @@ class _Spans(NamedTuple):
     Attributes:
         segments: Of the prefixes; entries are those of whole spans.
         phase_T: int64, position within the group.
-        slots_P, from_P, to_P: int64, slot, and copies of the state that a prefix starts from and writes.
-        closing_E: int64, the row of a token in each group that closes.
-        addresses_E: int64, where its entry goes.
+        owner_P, slots_P, from_P, to_P: int64, sequence, slot, and copies of the state that a prefix starts from and writes.
     """
 
     segments: Segments
     phase_T: Tensor
+    owner_P: Tensor
     slots_P: Tensor
     from_P: Tensor
     to_P: Tensor
-    closing_E: Tensor
-    addresses_E: Tensor
 
 
-def _spans(paging: Paging, ratio: int) -> _Spans | None:
-    """Work out ``_Spans``; ``None`` if a step is all padding."""
-    present = ((paging.slots_S >= 0) & (paging.lens_S > 0)).nonzero()[:, 0]
-    if not len(present):
+def _prefixes(paging: Paging, ratio: int) -> _Prefixes | None:
+    """Work out ``_Prefixes``; ``None`` if a step is all padding."""
+    spans, places = [], []
+    fields = (paging.first_S, paging.lens_S, paging.rows_S, paging.drafts_S, paging.slots_S, paging.state_copy_S)
+    for sequence, (start, tokens, row, drafts, slot, copy) in enumerate(zip(*(field.tolist() for field in fields), strict=True)):
+        if slot >= 0 and tokens > 0:
+            for kept in range(drafts + 1):
+                spans.append(Span(start, tokens - drafts + kept, row, whole=kept == drafts))
+                places.append((sequence, slot, copy, kept))
+    if not spans:
         return None
-    counts_S = paging.drafts_S[present].long() + 1
-    owner_P = torch.repeat_interleave(present, counts_S)
-    to_P = torch.arange(len(owner_P), device=present.device) - torch.repeat_interleave(counts_S.cumsum(0) - counts_S, counts_S)
-    starts_P, lens_P, slots_P, rows_P, drafts_P, from_P = (
-        part[owner_P].long()
-        for part in (paging.first_S, paging.lens_S, paging.slots_S, paging.rows_S, paging.drafts_S, paging.state_copy_S)
-    )
-    segments = make_segments(starts_P, lens_P - drafts_P + to_P, ratio, rows_S=rows_P, whole_S=to_P == drafts_P)
-    sequence_E, index_E, rows = owner_P[segments.sequence_G[segments.closed_E]], segments.positions_E // ratio, PAGE_TOKENS // ratio
-    return _Spans(
-        segments=segments,
-        phase_T=paging.positions_T.long() % ratio,
-        slots_P=slots_P,
-        from_P=from_P,
-        to_P=to_P,
-        closing_E=segments.tokens_GL[segments.closed_E, -1],
-        addresses_E=paging.grow_SP[sequence_E, index_E // rows].long() * rows + index_E % rows,
+    device = paging.positions_T.device
+    return _Prefixes(
+        make_segments(spans, ratio, device),
+        paging.positions_T.long() % ratio,
+        *torch.tensor(places, dtype=torch.int64, device=device).unbind(1),
     )

@@ -272,15 +272,18 @@ def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Ten
 def experts_outputs(given: ExpertInputs) -> Tensor:
     """Return each expert's result, [T, K, D] in ``given.dtype``: zero without an expert, or from a kernel anything."""
     x_TD, one = _quantized_expert(given) if isinstance(given.w2, Tiles) else _unquantized_expert(given)
-    (tokens, top_k), (count, hidden, _), slots_N = given.slots_TK.shape, given.sizes, given.slots_TK.flatten()
-    order = slots_N.argsort(stable=True)
-    counts = torch.bincount(slots_N, minlength=count + 1).tolist()
-    rows = zip(x_TD[order // top_k].split(counts), given.weight_TK.flatten()[order, None].split(counts), strict=True)
-    parts = [one(expert, *part) for expert, part in enumerate(rows) if expert < count and counts[expert]]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    parts.append(given.weight_TK.new_zeros(counts[count], hidden))
-    return torch.cat(parts)[back].view(tokens, top_k, hidden).to(given.dtype)
+    (tokens, top_k), (count, hidden, _) = given.slots_TK.shape, given.sizes
+    rows_of: dict[int, list[int]] = {}
+    for row, expert in enumerate(given.slots_TK.flatten().tolist()):
+        if expert < count:
+            rows_of.setdefault(expert, []).append(row)
+    weight_N1 = given.weight_TK.reshape(-1, 1)
+    outputs_ND = weight_N1.new_zeros(tokens * top_k, hidden)
+    for expert, rows in rows_of.items():
+        rows_N = torch.tensor(rows, dtype=torch.int64, device=x_TD.device)
+        result = one(expert, x_TD.index_select(0, rows_N // top_k), weight_N1.index_select(0, rows_N))
+        outputs_ND.index_copy_(0, rows_N, result)
+    return outputs_ND.view(tokens, top_k, hidden).to(given.dtype)
 
 
 Expert = Callable[[int, Tensor, Tensor], Tensor]

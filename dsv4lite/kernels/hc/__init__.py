@@ -140,10 +140,11 @@ def hc_project(streams_TND: Tensor, fn: Tensor, norm_eps: float, row_tile: int |
 def hc_split(projected: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``pre`` [T, N], ``post`` [T, N] and ``comb`` [T, N, N] from the projection [T, N (N + 2)], all float32."""
     n = round((1 + projected.shape[-1]) ** 0.5) - 1
-    pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
-    post = 2 * sigmoid(projected[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = (projected[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + eps
-    return pre, post, sinkhorn(comb, iters, eps)
+    parts = torch.tensor([n, n, n * n], dtype=torch.int64, device=projected.device)
+    scaled = projected * scale.repeat_interleave(parts) + base
+    gates = sigmoid(scaled[:, : 2 * n])
+    comb = scaled[:, 2 * n :].view(-1, n, n).softmax(-1) + eps
+    return gates[:, :n] + eps, 2 * gates[:, n:], sinkhorn(comb, iters, eps)
 
 
 def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.attention import BLOCK, entry_rows, sparse_attention
+from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rows import RowStore
@@ -115,14 +115,25 @@ def absorbed(given: LatentAttentionInputs, block: Block) -> Tensor:
     """Return the results of a block, float32 [N, H, V], in the absorbed form."""
     part, padding_T, row_tile = slice(block.begin, block.end), given.paging.padding_T, None if given.any_order else ROW_TILE
     q_NHC, nope, up_HCL, latent = given.q_THC[part].float(), given.nope, given.up_HCL.float(), given.up_HCL.shape[2]
-    rows, seen = entry_rows(block, given.rows, given.paging, 1, given.selected_TK, torch.float32)
+    addresses, seen = _seen_rows(given, block)
     if padding_T is not None:
+        seen = seen.clone()
         seen[:, 0] |= padding_T[part]
     q_latent = by_head(q_NHC[..., :nope], up_HCL[:, :nope].transpose(1, 2), row_tile)
     query = torch.cat([q_latent, q_NHC[..., nope:]], -1)
     size = None if given.any_order else BLOCK
-    mixed = sparse_attention(query, rows, seen, None, given.scale, block=size, width=latent)
+    mixed = sparse_attention(query, given.rows.read(addresses, torch.float32), seen, None, given.scale, block=size, width=latent)
     return by_head(mixed, up_HCL[:, nope:], row_tile)
+
+
+def _seen_rows(given: LatentAttentionInputs, block: Block) -> tuple[Tensor, Tensor]:
+    """Return where the rows of a block are, and which each token sees; see ``attention.entry_addresses``."""
+    paging, per_page, selected_TK = given.paging, given.rows.rows_per_page, given.selected_TK
+    if selected_TK is not None and block.newest >= selected_TK.shape[1]:
+        return entry_addresses(block, paging, 1, per_page, selected_TK[block.begin : block.end])
+    if block.sequence is None and not paging.singles:  # addresses for each token of a prompt would take more than its rows
+        return entry_addresses(block, paging, 1, per_page, None)
+    return paging.once(("latent rows", block), lambda: entry_addresses(block, paging, 1, per_page, None))
 
 
 def by_head(x_NHK: Tensor, w_HCK: Tensor, row_tile: int | None) -> Tensor:

@@ -244,7 +244,7 @@ class RowStore:
         """Return rows [..., C] at int64 addresses [...]; -1 reads row 0."""
         safe = addresses.clamp_min(0)
         if self._matrix is not None:
-            return torch.unflatten(self._matrix.index_select(0, safe.flatten()).to(dtype), 0, addresses.shape)
+            return self._matrix.index_select(0, safe.flatten()).to(dtype).view(*addresses.shape, self._matrix.shape[1])
         page, place = safe // self.rows_per_page, safe % self.rows_per_page
         data = self._data[page, place]
         scales = self._scales[page, place] if self._scales is not None else data[..., :0]
