@@ -13,6 +13,7 @@ from dsv4lite.models.deepseek_mla.config import parse_config
 from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from tests.golden import plain
 from tests.mla import VARIANTS, filled, official, our_model, their_config, trainer_model
+from tests.models.gradients import gradient
 from tests.models.paged import run_in_cuts
 
 
@@ -68,6 +69,30 @@ def test_absorbed_and_up_projected_models_agree(pair: Pair) -> None:
     with torch.no_grad():
         first, other = (model.logits(model.one_pass(ids)) for model in (pair.ours, absorbed))
     assert 0 < (first - other).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["v2_lite", "v3", "v32"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_all_weights_agree(variant: str, deterministic: bool) -> None:
+    theirs = trainer_model(variant)
+    ours, raw = our_model(theirs, variant, plain(deterministic)), their_config(theirs, variant)
+    ids = torch.randint(96, (41,), generator=torch.Generator().manual_seed(1))
+    loss = torch.nn.functional.cross_entropy(theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:])
+    loss.backward()  # selection has no gradient, so the indexer learns nothing
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.named_parameters()}
+    wanted = official(found, raw)
+    mine = torch.nn.functional.cross_entropy(ours.logits(ours.one_pass(ids.tolist()))[:-1], ids[1:])
+    assert (mine - loss).abs() < 1e-5
+    mine.backward()
+    slots = ours.slots()
+    assert slots.keys() - wanted.keys() == {name for name in slots if name.endswith("gate.bias")}
+    for name, expected in wanted.items():
+        if ".indexer." in name:
+            assert not expected.any()
+            continue
+        got = gradient(slots[name])
+        assert got.shape == expected.shape and (got - expected).norm() <= 1e-3 * expected.norm() + 1e-9, name
+        assert expected.norm() > 0 or ".experts." in name, name  # no token chose the expert
 
 
 def test_mtp_block_agrees() -> None:
