@@ -65,8 +65,18 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
     assert not is_alive(pid)
 
 
+@pytest.fixture(scope="module")
+def mla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RequestOutput]]:
+    """A model of the MLA family, and what one rank makes of requests of all kinds."""
+    model = write_random_model(tmp_path_factory.mktemp(request.param), request.param)
+    with LLM(str(model), **tight(model)) as llm:
+        outputs = all_kinds(llm)
+        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
+    return model, outputs
+
+
 @pytest.mark.parametrize(
-    ("variant", "sizes"),
+    ("mla", "sizes"),
     [
         ("v3", {"tensor": 2}),
         ("v3", {"tensor": 2, "expert": 2}),
@@ -74,12 +84,10 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
         ("v32", {"tensor": 2, "expert": 2}),
         ("v2_lite", {"pipeline": 2}),
     ],
+    indirect=["mla"],
 )
-def test_mla_models_on_two_ranks_give_what_one_gives(tmp_path: Path, variant: str, sizes: dict[str, int]) -> None:
-    model = write_random_model(tmp_path / variant, variant)
-    with LLM(str(model), **tight(model)) as llm:
-        expected = all_kinds(llm)
-        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
+def test_mla_models_on_two_ranks_give_what_one_gives(mla: tuple[Path, list[RequestOutput]], sizes: dict[str, int]) -> None:
+    model, expected = mla
     layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
     with LLM(str(model), **tight(model, **layout)) as llm:
         assert_same(all_kinds(llm), expected)
