@@ -206,7 +206,9 @@ def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout) -> None
 
 def _one_expert(config: ModelConfig) -> ModelConfig:
     """Return a config of one routed expert per layer, as all of a layer are alike; a dense model stays as it is."""
-    return replace(config, num_experts=1, experts_per_token=1) if config.num_experts else config
+    if not config.num_experts:
+        return config
+    return replace(config, num_experts=1, experts_per_token=1, expert_groups=1, top_groups=1)
 
 
 def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ...]:

@@ -83,6 +83,7 @@ def mla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         ("v3", {"data": 2, "expert": 2}),
         ("v32", {"tensor": 2, "expert": 2}),
         ("v2_lite", {"pipeline": 2}),
+        ("v3", {"pipeline": 2}),
     ],
     indirect=["mla"],
 )

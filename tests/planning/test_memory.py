@@ -227,6 +227,12 @@ def test_v3_on_eight_gpus_holds_more_tokens_than_the_public_figure(
         assert plan.kv_tokens >= least
 
 
+def test_layouts_of_a_model_with_groups_of_experts_are_found(tmp_path: Path) -> None:
+    """Its groups were those of one expert, which they cannot divide, so no layout would do."""
+    plan = plan_memory(config_only(tmp_path, {**V3, "num_hidden_layers": 8}), gpu="h200", devices=8)
+    assert plan.fits and {(entry.layout.tp, entry.layout.pp) for entry in plan.layouts} >= {(8, 1), (1, 1), (2, 2), (1, 8)}
+
+
 def test_drafting_keeps_one_more_layer_of_rows(tmp_path: Path) -> None:
     plan = plan_memory(config_only(tmp_path, V3), gpu="h200", tensor_parallel_size=8, speculative=MTP(1))
     assert plan.fits and plan.bytes_per_token == 62 * 1152
