@@ -68,7 +68,7 @@ def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
         exponentials = torch.exp(logits_TE - logits_TE.amax(-1, keepdim=True))
         return exponentials / exponentials.sum(-1, keepdim=True)
     if scoring == "sigmoid":
-        return (torch.exp(-logits_TE) + 1.0).reciprocal()
+        return 1.0 / (1.0 + torch.exp(-logits_TE))
     return softplus(logits_TE).sqrt()
 
 
@@ -76,7 +76,7 @@ def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:
     """Return what the selection compares, with minus infinity for experts outside of a token's groups."""
     if router.groups == router.top_groups:
         return selection_TE
-    grouped_TGE = selection_TE.unflatten(-1, (router.groups, -1))
+    grouped_TGE: Tensor = torch.unflatten(selection_TE, -1, (router.groups, -1))
     ranks_TG = grouped_TGE.topk(1 if router.bias_E is None else 2).values.sum(-1)
     kept_TG = torch.zeros_like(ranks_TG, dtype=torch.bool).scatter_(1, ranks_TG.topk(router.top_groups).indices, True)
     return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(-2)

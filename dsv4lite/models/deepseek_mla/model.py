@@ -53,17 +53,20 @@ class Indexer(nn.Module):
         self._scale = float((c.index_dim * c.index_heads) ** -0.5)
 
     def forward(self, x_TD: Tensor, qr_TR: Tensor, batch: Batch, cache: LayerCache) -> Tensor | None:
-        """Store the keys of a step's tokens; return the selected positions int32 [T, K], ``None`` if every token sees them all."""
-        c, keys, rotation = self.config, cache.stores["keys"], self.config.index_interleaved
-        norm = (self.k_norm, self.k_norm_bias)
-        store_index_keys(IndexKeyInputs(linear(x_TD, self.wk), *norm, *batch.rope_T, rotation, keys, batch.paging))
+        """Return the selected positions of a step's tokens, int32 [T, K]; ``None`` if every token sees no more than so many."""
+        c, keys = self.config, cache.stores["keys"]
         if batch.max_tokens <= c.index_topk:
             return None
         query_THC = linear(qr_TR, self.wq_b).unflatten(1, (c.index_heads, c.index_dim))
-        iq_THC = index_queries(query_THC, *batch.rope_T, keys, interleaved=rotation)
+        iq_THC = index_queries(query_THC, *batch.rope_T, keys, interleaved=c.index_interleaved)
         weights_TH = linear(x_TD, self.weights_proj, torch.float32)
         limits = (c.index_topk, batch.max_tokens, self._scale, self.any_order)
         return choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
+
+    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the keys of a step's tokens."""
+        norm, where = (self.k_norm, self.k_norm_bias, *batch.rope_T), (cache.stores["keys"], batch.paging)
+        store_index_keys(IndexKeyInputs(linear(x_TD, self.wk), *norm, self.config.index_interleaved, *where))
 
     def slots(self, prefix: str) -> NamedSlots:
         for name in ("wq_b", "wk", "weights_proj"):
@@ -80,14 +83,13 @@ class Attention(nn.Module):
         c = self.config = config
         self.numerics, self.share = numerics, share
         heads = self.heads = share.part(c.num_attention_heads)
-        dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
+        dense, rank = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True), c.q_lora_rank
         queries = heads * (c.nope_dim + c.rope_dim)
-        if c.q_lora_rank:
-            self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
-            self.wq_a_wkv_a = dense(c.q_lora_rank + c.row_width, c.hidden_size, boundaries=[c.q_lora_rank])
-            self.wq_b = dense(queries, c.q_lora_rank)
-        else:
-            self.wq_wkv_a = dense(queries + c.row_width, c.hidden_size, boundaries=[queries])
+        # Queries, or the latent that they come from, above the latent of keys and values.
+        self.first = rank or queries
+        self.wq_wkv_a = dense(self.first + c.row_width, c.hidden_size, boundaries=[self.first])
+        self.q_norm = parameter(rank, numerics=numerics) if rank else None
+        self.wq_b = dense(queries, rank) if rank else None
         self.kv_norm = parameter(c.kv_lora_rank, numerics=numerics)
         # Both forms of attention read W_UK and W_UV as they are here, widened once, whatever the checkpoint's format.
         self.wkv_b = Matrix(heads, c.nope_dim + c.value_dim, c.kv_lora_rank, numerics=numerics)
@@ -97,7 +99,9 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the sub-layer's output [T, D]."""
         c = self.config
-        query_TK, qr_TR = self._enter(x_TD, batch, cache)
+        query_TK, qr_TR = self.feed(x_TD, batch, cache)
+        if qr_TR is not None and self.wq_b is not None:
+            query_TK = linear(qr_TR, self.wq_b)
         selected_TK = None if self.indexer is None or qr_TR is None else self.indexer(x_TD, qr_TR, batch, cache)
         q_THC = rope(query_TK.unflatten(1, (self.heads, -1)), *batch.rope_T)
         rows = (cache.stores["latent"], batch.paging, self.wkv_b.weight, c.rope_dim, c.attention_scale)
@@ -105,35 +109,26 @@ class Attention(nn.Module):
         output = linear(o_THC.flatten(1), self.wo, self.share.partial_dtype(x_TD.dtype))
         return total(self.share.mesh.tp, output, x_TD.dtype)
 
-    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Store what later tokens read, and nothing else."""
-        _, qr_TR = self._enter(x_TD, batch, cache)
-        if self.indexer is not None and qr_TR is not None:
-            self.indexer(x_TD, qr_TR, batch, cache)
+    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+        """Store what later tokens read.
 
-    def _enter(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
-        """Store the latent rows; return queries before their rotation [T, H C], and the latent that they come from, if they do."""
-        c, q_norm = self.config, self.q_norm if self.config.q_lora_rank else None
-        projected = linear(x_TD, self.wq_wkv_a if q_norm is None else self.wq_a_wkv_a)
-        query_TK, latent_TK = (projected[:, : -c.row_width], projected[:, -c.row_width :]) if q_norm is None else (None, projected)
-        norms = (q_norm, self.kv_norm, *batch.rope_T, c.norm_eps)
-        qr_TR = store_latent_rows(LatentRowInputs(latent_TK, *norms, cache.stores["latent"], batch.paging))
-        if query_TK is None:
-            assert qr_TR is not None
-            query_TK = linear(qr_TR, self.wq_b)
-        return query_TK, qr_TR
+        Returns:
+            Queries before their rotation, [T, H C], and ``None``; or with a query latent that latent [T, R], and the same normalised.
+        """
+        if self.indexer is not None:
+            self.indexer.feed(x_TD, batch, cache)
+        projected_TK = linear(x_TD, self.wq_wkv_a)
+        latent_TK = projected_TK[:, self.first :] if self.wq_b is None else projected_TK
+        norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
+        where = (cache.stores["latent"], batch.paging)
+        return projected_TK[:, : self.first], store_latent_rows(LatentRowInputs(latent_TK, *norms, *where))
 
     def slots(self, prefix: str) -> NamedSlots:
-        c = self.config
-        if c.q_lora_rank:
-            first, inputs = c.q_lora_rank, self.wq_a_wkv_a
-            yield prefix + "wq_a.weight", inputs.rows(0, first)
+        yield prefix + ("wq" if self.wq_b is None else "wq_a") + ".weight", self.wq_wkv_a.rows(0, self.first)
+        if self.q_norm is not None and self.wq_b is not None:
             yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
             yield prefix + "wq_b.weight", self.wq_b.whole()
-        else:
-            first, inputs = self.heads * (c.nope_dim + c.rope_dim), self.wq_wkv_a
-            yield prefix + "wq.weight", inputs.rows(0, first)
-        yield prefix + "wkv_a.weight", inputs.rows(first, first + c.row_width)
+        yield prefix + "wkv_a.weight", self.wq_wkv_a.rows(self.first, self.first + self.config.row_width)
         yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
         yield prefix + "wkv_b.weight", self.wkv_b.whole()
         yield prefix + "wo.weight", self.wo.whole()
