@@ -93,6 +93,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "topk_group": 1,
             "v_head_dim": 20,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-3,  # not that of the latents
         },
     ),
 }

@@ -37,6 +37,8 @@ from dsv4lite.state.store import LayerCache
 from dsv4lite.state.whole import whole_sequence
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Slot, TensorSlot, linear, parameter
 
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever ``rms_norm_eps`` says: official code and transformers
+
 
 class Indexer(nn.Module):
     """Selects the tokens that a token attends to (DSA; MLA specification 3.10); every rank has all of it."""
@@ -113,13 +115,13 @@ class Attention(nn.Module):
         """Store what later tokens read.
 
         Returns:
-            Queries before their rotation, [T, H C], and ``None``; or with a query latent that latent [T, R], and the same normalised.
+            Queries before their rotation, [T, H C], and ``None``; or a query latent [T, R], and the same normalised.
         """
         if self.indexer is not None:
             self.indexer.feed(x_TD, batch, cache)
         projected_TK = linear(x_TD, self.wq_wkv_a)
         latent_TK = projected_TK[:, self.first :] if self.wq_b is None else projected_TK
-        norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
+        norms = (self.q_norm, self.kv_norm, *batch.rope_T, _LATENT_EPS)
         where = (cache.stores["latent"], batch.paging)
         return projected_TK[:, : self.first], store_latent_rows(LatentRowInputs(latent_TK, *norms, *where))
 
@@ -217,7 +219,6 @@ class DeepseekMla(nn.Module):
         ConfigError: The model cannot be shared so.
     """
 
-    short_lengths: tuple[int, ...] = ()
     passes_taps = False
     capturable = False  # attention and routing have no kernel yet, and their references ask the device for positions
 
@@ -263,6 +264,11 @@ class DeepseekMla(nn.Module):
     def hidden_shape(self) -> tuple[int, ...]:
         """Shape of one token's residual, [D]."""
         return (self.config.hidden_size,)
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """The length up to which the indexer has nothing to choose."""
+        return (self.config.index_topk,) if self.config.selects else ()
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
         cos, sin = rope_angles(paging.positions_T, self.frequencies)
